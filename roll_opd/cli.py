@@ -1,0 +1,93 @@
+"""The `roll-opd` command: a table of subcommands, each importing what it needs only when called.
+
+Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its help, its arguments and what it does (returning the exit code)."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that reads a configuration takes."""
+    parser.add_argument("--config_path", required=True, metavar="DIR", help="directory, from here or from examples/")
+    parser.add_argument("--config_name", required=True, metavar="NAME", help="YAML file in it, with or without .yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides: key=value, +key=value, ~key")
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from roll_opd.config.build import load_plan
+    from roll_opd.config.describe import to_json, to_text
+    from roll_opd.config.errors import ConfigError
+
+    try:
+        plan = load_plan(arguments.config_path, arguments.config_name, arguments.overrides, runnable=False)
+    except ConfigError as error:
+        print(f"roll-opd: {error}", file=sys.stderr)
+        return USER_ERROR
+    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan), flush=True)
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `roll-opd` with a subparser for each row of `COMMANDS`."""
+    parser = argparse.ArgumentParser(prog="roll-opd", description="On-policy distillation of language models.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help)
+        command.add_arguments(subparser)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; overrides may stand before, between and after the options."""
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    is_override = all(not text.startswith("-") for text in rest)
+    if rest and not (is_override and "overrides" in parsed):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code; a wrong command line exits with 2."""
+    parsed = parse(arguments)
+    try:
+        return COMMANDS[parsed.command].run(parsed)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader (head, less) has seen enough; keep Python from complaining about it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

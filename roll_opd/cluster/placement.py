@@ -1,0 +1,88 @@
+"""Where each device is: from the numbers in `device_mapping` to bundles of Ray placement groups.
+
+Device d is device d % devices_per_node of node d // devices_per_node. Roles that name the same number share that
+device; roles that do not, do not. On a machine without GPUs a device is a slot: an equal share of its cores.
+"""
+
+import os
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from roll_opd.cluster.runtime import SLOT, ClusterError
+
+SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
+PLACEMENT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: its bundle, and what a process there must know."""
+
+    group: PlacementGroup
+    bundle: int
+    threads: int  # CPU threads that go with it
+    gpu: str | None  # as CUDA_VISIBLE_DEVICES names it on its node
+
+
+class Placement:
+    """All devices of a run, reserved."""
+
+    def __init__(self, num_nodes: int, devices_per_node: int) -> None:
+        """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few."""
+        on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self._resource = "GPU" if on_gpu else SLOT
+        self._groups = [
+            placement_group([{self._resource: 1, "CPU": 1}] * devices_per_node, strategy="STRICT_PACK")
+            for _ in range(num_nodes)
+        ]
+        for group in self._groups:
+            if not group.wait(PLACEMENT_SECONDS):
+                raise ClusterError(
+                    f"the cluster has no node with {devices_per_node} free {self._resource}: it offers "
+                    f"{ray.cluster_resources()}. Lower num_gpus_per_node / num_nodes, or free the devices"
+                )
+        self._devices = [
+            self._probe(group, bundle, devices_per_node, on_gpu)
+            for group in self._groups
+            for bundle in range(devices_per_node)
+        ]
+
+    def options(self, devices: tuple[int, ...], env: dict[str, str]) -> dict:
+        """Ray options for a process that lives on the first of `devices` and sees all of them."""
+        home = self._devices[devices[0]]
+        variables = {"OMP_NUM_THREADS": str(home.threads), **env}
+        gpus = [self._devices[number].gpu for number in devices]
+        if home.gpu is not None:
+            variables |= {
+                "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+                "LOCAL_RANK": "0",  # of the devices it sees
+            }
+        claim = {"num_gpus": SHARE} if self._resource == "GPU" else {"resources": {SLOT: SHARE}}
+        return {
+            "num_cpus": 0,
+            **claim,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                home.group, placement_group_bundle_index=home.bundle
+            ),
+            "runtime_env": {"env_vars": variables},
+        }
+
+    def release(self) -> None:
+        """Give the devices back."""
+        for group in self._groups:
+            remove_placement_group(group)
+
+    def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        claim = {"num_gpus": SHARE} if on_gpu else {"resources": {SLOT: SHARE}}
+        cores, gpus = ray.get(_look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote())
+        return Device(group, bundle, max(1, cores // devices_per_node), gpus[0] if on_gpu else None)
+
+
+@ray.remote
+def _look() -> tuple[int, list[str]]:
+    return len(os.sched_getaffinity(0)), [str(gpu) for gpu in ray.get_gpu_ids()]

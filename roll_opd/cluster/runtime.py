@@ -1,0 +1,42 @@
+"""Ray: started for one run and gone with it, or joined where a cluster is already up."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot hold the run; the message says what is missing and what to do."""
+
+
+@contextmanager
+def ray_cluster(devices_per_node: int) -> Iterator[None]:
+    """Have Ray up inside the `with` block.
+
+    With RAY_ADDRESS set (a cluster that somebody else started), join it. Otherwise start one on this machine whose
+    processes die with this one, SIGKILL included. Besides its GPUs the machine offers `devices_per_node` slots,
+    which stand for devices where there is no GPU.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    common = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "configure_logging": False}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**common)
+    else:
+        cores = max(os.cpu_count() or 1, devices_per_node)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            num_cpus=cores,
+            resources={SLOT: devices_per_node},
+            **common,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,214 @@
+"""Builds the frozen `RunPlan` from a checked configuration. Values only; every rule is in the checks."""
+
+import math
+
+from roll_opd.config import memory
+from roll_opd.config.checks import micro_batch
+from roll_opd.config.errors import Findings
+from roll_opd.config.examine import Checked
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.load import write_yaml
+from roll_opd.config.plan import (
+    CheckpointPlan,
+    MegatronPlan,
+    ModelPlan,
+    ObjectivePlan,
+    OptimizerPlan,
+    RolloutPlan,
+    RunPlan,
+    SamplingPlan,
+    TeacherPlan,
+    TrainPlan,
+    ValidationPlan,
+)
+from roll_opd.config.roles import Role
+from roll_opd.config.schema import GeneratingArgs, Top, Worker
+
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+
+
+def assemble(checked: Checked, findings: Findings) -> RunPlan:
+    """Return the plan, with the warnings in `findings`."""
+    top, roles = checked.top, checked.roles
+    longest = top.prompt_length + checked.response
+    updates = top.ppo_epochs * (top.rollout_batch_size * checked.n // checked.mini_batch)
+    student = _student(checked, longest, updates, findings)
+    rollout = _rollout(checked)
+    teachers = tuple(
+        TeacherPlan(
+            name=name,
+            worker=MegatronPlan(**_megatron(role, top, longest, findings)),
+            opd_kl_coef=_coefficient(role.worker, top),
+            tags=role.worker.tag_included or None,
+        )
+        for name, role in roles.teachers.items()
+    )
+    log_dir = top.tracker_kwargs.log_dir
+    return RunPlan(
+        mode=roles.mode,
+        pipeline=top.pure_opd_pipeline_type if roles.mode == "pure" else "rlvr",
+        exp_name=checked.exp_name,
+        output_dir=top.output_dir,
+        seed=top.seed,
+        deterministic=top.deterministic,
+        max_steps=top.max_steps,
+        eval_steps=top.eval_steps if checked.validation_data else 0,
+        logging_steps=top.logging_steps,
+        rollout_batch_size=top.rollout_batch_size,
+        num_nodes=top.num_nodes,
+        devices_per_node=top.num_gpus_per_node,
+        student=student,
+        rollout=rollout,
+        teachers=teachers,
+        rewards=checked.rewards,
+        data=checked.data,
+        objective=_objective(top, roles.mode == "pure", updates),
+        checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
+        validation=_validation(checked),
+        trackers=checked.trackers,
+        tracker_dirs=FrozenDict({"tensorboard": log_dir} if log_dir else {}),
+        samples_per_step=top.samples_per_step,
+        env=FrozenDict(_environment(top)),
+        warnings=tuple(findings.warnings),
+        memory=FrozenDict(_memory(checked, student, rollout, teachers, longest)),
+        config_yaml=write_yaml(checked.loaded.values),
+    )
+
+
+def _coefficient(worker: Worker, top: Top) -> float:
+    """A teacher's own coefficient, else the top-level one, else ROLL's 1.0."""
+    if worker.opd_kl_coef is not None:
+        return worker.opd_kl_coef
+    return 1.0 if top.opd_kl_coef is None else top.opd_kl_coef
+
+
+def _environment(top: Top, worker: Worker | None = None) -> dict[str, str]:
+    both = {**top.system_envs, **(worker.system_envs if worker else {})}
+    return {name: str(value) for name, value in both.items()}
+
+
+def _megatron(role: Role, top: Top, longest: int, findings: Findings) -> dict[str, object]:
+    """Return the fields that every Megatron role has."""
+    return {
+        "name": role.path,
+        "model": ModelPlan(str(role.facts.path), role.dtype),
+        "devices": role.megatron.devices,
+        "layout": role.megatron.layout,
+        "forward_limits": micro_batch(role, False, longest, findings),
+        "megatron_args": FrozenDict(role.megatron.args),
+        "env": FrozenDict(_environment(top, role.worker)),
+    }
+
+
+def _student(checked: Checked, longest: int, updates: int, findings: Findings) -> TrainPlan:
+    top, role = checked.top, checked.roles.train
+    args = role.worker.training_args
+    total = top.max_steps * updates
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
+    if warmup > total:
+        findings.warn(f"{role.path}.training_args: {warmup} warm-up updates are more than the run's {total}")
+    grad_norm = top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm
+    return TrainPlan(
+        **_megatron(role, top, longest, findings),
+        train_limits=micro_batch(role, True, longest, findings),
+        mini_batch_sequences=checked.mini_batch,
+        optimizer=OptimizerPlan(
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            adam_beta1=args.adam_beta1,
+            adam_beta2=args.adam_beta2,
+            adam_epsilon=args.adam_epsilon,
+            max_grad_norm=grad_norm,
+            lr_scheduler_type=SCHEDULES.get(args.lr_scheduler_type, args.lr_scheduler_type),
+            warmup_steps=warmup,
+            total_steps=total,
+            min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
+            use_distributed_optimizer=role.megatron.use_distributed_optimizer,
+        ),
+    )
+
+
+def _rollout(checked: Checked) -> RolloutPlan:
+    top, role = checked.top, checked.roles.infer
+    validation = top.validation.generating_args.max_new_tokens if top.validation else None
+    needed = top.prompt_length + max(checked.response, validation or 0)
+    return RolloutPlan(
+        name=role.path,
+        model=ModelPlan(str(role.facts.path), role.dtype),
+        devices=role.vllm.devices,
+        tp=role.vllm.tp,
+        engines=len(role.vllm.devices) // role.vllm.tp,
+        sampling=_sampling(role.worker.generating_args, checked.n, checked.response),
+        max_model_len=role.vllm.max_model_len or needed,
+        engine_args=FrozenDict(role.vllm.args),
+        env=FrozenDict(_environment(top, role.worker)),
+    )
+
+
+def _validation(checked: Checked) -> ValidationPlan | None:
+    section = checked.top.validation
+    if section is None or checked.validation_data is None:
+        return None
+    args = section.generating_args
+    sampling = _sampling(args, args.num_return_sequences or 1, args.max_new_tokens or checked.response)
+    return ValidationPlan(checked.validation_data, sampling, section.measure_teacher)
+
+
+def _objective(top: Top, pure: bool, updates: int) -> ObjectivePlan:
+    ranged = top.use_pg_clip_range is not False
+    low, high = (top.pg_clip_low, top.pg_clip_high) if ranged else (None, None)
+    dual = top.dual_clip_loss
+    if isinstance(dual, bool):
+        dual = 1 + 2 * top.pg_clip if dual else None  # ROLL's factor
+    return ObjectivePlan(
+        adv_estimator="on_policy_distill" if pure else (top.adv_estimator or "gae"),
+        policy_loss=top.policy_loss or ("importance_sampling" if pure else "ppo"),
+        pg_clip_low=top.pg_clip if low is None else low,
+        pg_clip_high=top.pg_clip if high is None else high,
+        dual_clip=dual,
+        loss_agg_mode=top.loss_agg_mode,
+        opd_kl_discount=top.opd_kl_discount,
+        ppo_epochs=top.ppo_epochs,
+        recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute,
+    )
+
+
+def _memory(
+    checked: Checked,
+    student: TrainPlan,
+    rollout: RolloutPlan,
+    teachers: tuple[TeacherPlan, ...],
+    longest: int,
+) -> dict[str, dict[str, int]]:
+    """Estimated bytes a rank, by role name and part."""
+    roles, top = checked.roles, checked.top
+    sequences = -(-top.rollout_batch_size * checked.n // rollout.engines)
+    found = {
+        student.name: memory.train_memory(roles.train.facts, student, longest),
+        rollout.name: memory.rollout_memory(
+            roles.infer.facts, rollout.tp, rollout.model.dtype, rollout.max_model_len, sequences
+        ),
+    }
+    for teacher in teachers:
+        worker = teacher.worker
+        found[worker.name] = memory.score_memory(
+            roles.teachers[teacher.name].facts,
+            worker.layout,
+            worker.model.dtype,
+            worker.forward_limits,
+            longest,
+        )
+    return found
+
+
+def _sampling(args: GeneratingArgs, n: int, max_new_tokens: int) -> SamplingPlan:
+    """Return the sampling plan of `generating_args`."""
+    return SamplingPlan(
+        n=n,
+        max_new_tokens=max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k if args.top_k > 0 else -1,
+        repetition_penalty=args.repetition_penalty,
+        stop=args.stop_strings or (),
+    )

@@ -1,0 +1,223 @@
+"""Checks a configuration against itself: layouts against models, devices, lengths, batches.
+
+Every function takes what it needs and writes sentences into `Findings`; none raises, none touches the disk.
+"""
+
+from itertools import combinations
+
+from roll_opd.config.errors import Findings
+from roll_opd.config.models import ModelFacts
+from roll_opd.config.plan import Layout, MicroBatchLimits
+from roll_opd.config.ranges import short_devices
+from roll_opd.config.roles import Role
+from roll_opd.config.schema import GeneratingArgs, Top, Worker
+
+
+def check_layout(role: Role, findings: Findings) -> None:
+    """Check that a Megatron role's model can be cut as its layout says."""
+    if role.facts is None or role.megatron is None or role.megatron.layout is None:
+        return
+    facts, layout = role.facts, role.megatron.layout
+    prefix = f"{role.path}.strategy_args.strategy_config"
+    check_tensor_parallel(facts, layout.tp, f"{prefix}.tensor_model_parallel_size", findings)
+    _check_pipeline(facts, layout, prefix, "num_layers_in_first_pipeline_stage" in role.megatron.args, findings)
+    _check_experts(facts, layout, f"{prefix}.expert_model_parallel_size", role.megatron.args, findings)
+
+
+def check_tensor_parallel(
+    facts: ModelFacts, tp: int, key: str, findings: Findings, copies_kv_heads: bool = False
+) -> None:
+    """Check that heads and MLP can be cut into `tp` equal parts.
+
+    The vocabulary need not be: both engines pad it. With `copies_kv_heads` (vLLM) several ranks may share one
+    key/value head.
+    """
+    if tp == 1:
+        return
+    name = facts.path.name
+    if facts.heads % tp:
+        findings.problem(key, f"{facts.heads} attention heads of {name} are not divisible by {tp}")
+    if copies_kv_heads and tp % facts.kv_heads == 0:
+        pass
+    elif facts.kv_heads < tp:
+        findings.problem(key, f"{tp} is more than the {facts.kv_heads} key/value heads of {name}; use at most that")
+    elif facts.kv_heads % tp:
+        findings.problem(key, f"{facts.kv_heads} key/value heads of {name} are not divisible by {tp}")
+    if facts.intermediate % tp:
+        findings.problem(key, f"the MLP width of {name} ({facts.intermediate}) is not divisible by {tp}")
+
+
+def _check_pipeline(facts: ModelFacts, layout: Layout, prefix: str, uneven: bool, findings: Findings) -> None:
+    key = f"{prefix}.pipeline_model_parallel_size"
+    vpp = layout.vpp or 1
+    if layout.vpp and layout.pp == 1:
+        findings.problem(
+            f"{prefix}.virtual_pipeline_model_parallel_size",
+            "needs pipeline_model_parallel_size of at least 2",
+        )
+    elif facts.layers < layout.pp * vpp:
+        stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
+        findings.problem(key, f"the {facts.layers} layers of {facts.path.name} are fewer than {stages}")
+    elif facts.layers % (layout.pp * vpp) and not uneven:
+        findings.problem(
+            key,
+            f"the {facts.layers} layers of {facts.path.name} are not divisible by {layout.pp * vpp} stages",
+        )
+
+
+def _check_experts(facts: ModelFacts, layout: Layout, key: str, args: dict[str, object], findings: Findings) -> None:
+    if layout.ep == 1:
+        return
+    if not facts.experts:
+        findings.problem(key, f"{facts.path.name} is a dense model without experts; use 1")
+        return
+    if facts.experts % layout.ep:
+        findings.problem(key, f"the {facts.experts} experts of {facts.path.name} are not divisible by {layout.ep}")
+    etp = args.get("expert_tensor_parallel_size", layout.tp)
+    ranks = layout.tp * layout.cp * layout.dp
+    if not isinstance(etp, int) or ranks % (etp * layout.ep):
+        findings.problem(key, f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        findings.problem(key, "experts with tensor parallelism need sequence_parallel: true")
+
+
+def check_devices(roles: list[Role], top: Top, findings: Findings) -> None:
+    """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
+    total = top.num_nodes * top.num_gpus_per_node
+    known = [(role, set(role.devices)) for role in roles if role.devices]
+    for role, devices in known:
+        if max(devices) >= total:
+            findings.problem(
+                f"{role.path}.device_mapping",
+                f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
+                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}",
+            )
+        if role.vllm is not None and role.vllm.tp > top.num_gpus_per_node:
+            findings.problem(
+                f"{role.path}.strategy_args.strategy_config.tensor_parallel_size",
+                f"an engine of {role.vllm.tp} devices does not fit into one node of {top.num_gpus_per_node}",
+            )
+    for (one, mine), (other, theirs) in combinations(known, 2):
+        shared = mine & theirs
+        if shared and shared != mine and shared != theirs:
+            here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
+            findings.problem(
+                f"{other.path}.device_mapping",
+                f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
+                " devices, lie one inside the other or keep apart, but not overlap in part",
+            )
+
+
+def response_length(top: Top, infer: Worker | None, infer_path: str, findings: Findings) -> int | None:
+    """Return the tokens a response may have: response_length, or sequence_length less the prompt."""
+    asked = infer.generating_args.max_new_tokens if infer else None
+    length = top.response_length
+    if length is None and top.sequence_length is not None:
+        length = top.sequence_length - top.prompt_length
+        if length < 1:
+            findings.problem(
+                "sequence_length",
+                f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}",
+            )
+            return None
+    length = length or asked
+    if length is None:
+        findings.problem("response_length", "is missing; write response_length or sequence_length")
+        return None
+    if top.sequence_length is not None and top.prompt_length + length > top.sequence_length:
+        findings.problem(
+            "sequence_length",
+            f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length}",
+        )
+    if asked is not None and asked > length:
+        findings.problem(
+            f"{infer_path}.generating_args.max_new_tokens",
+            f"{asked} is more than the response length {length}",
+        )
+    return asked or length
+
+
+def check_positions(roles: list[Role], prompt: int, new: int, key: str, findings: Findings) -> None:
+    """Check that prompt + new tokens fit into the positions of every model."""
+    models = {role.facts.path: role.facts for role in roles if role.facts}
+    short = [
+        f"{facts.path.name} ({facts.max_positions})" for facts in models.values() if prompt + new > facts.max_positions
+    ]
+    if short:
+        findings.problem(
+            key,
+            f"prompt_length {prompt} + {new} new tokens is more than the positions of {' and '.join(short)};"
+            " max_position_embeddings in the model's config.json says how many there are",
+        )
+
+
+def check_model_length(infer: Role, needed: int, findings: Findings) -> None:
+    """Check a max_model_len that the user wrote: enough for prompt + response, no more than the model has."""
+    length = infer.vllm.max_model_len if infer.vllm else None
+    if length is None:
+        return
+    key = f"{infer.path}.strategy_args.strategy_config.max_model_len"
+    if length < needed:
+        findings.problem(key, f"{length} would cut sequences of up to {needed} tokens; leave it out or raise it")
+    if infer.facts is not None and length > infer.facts.max_positions:
+        findings.problem(key, f"{length} is more than the model's {infer.facts.max_positions} positions")
+
+
+def check_sampling(args: GeneratingArgs, key: str, findings: Findings) -> None:
+    """Check the rollout's sampling: it must sample, and warn where it is not the model's own distribution."""
+    if args.temperature == 0:
+        findings.problem(f"{key}.temperature", "0 does not sample: the student would learn from one answer only; use 1")
+    changed = {
+        "top_p": args.top_p != 1,
+        "top_k": args.top_k > 0,
+        "repetition_penalty": args.repetition_penalty != 1,
+    }
+    names = [f"{name} {value}" for name, value in args.model_dump().items() if changed.get(name)]
+    if names:
+        findings.warn(
+            f"{key}: {', '.join(names)}: rollout log-probs are those of a truncated distribution, the"
+            f" teacher's and the"
+            " training engine's are not; top_p 1, top_k -1, repetition_penalty 1 keep them comparable"
+        )
+
+
+def mini_batch(top: Top, train: Role, n: int, findings: Findings) -> int | None:
+    """Return the sequences behind one optimizer update, over all data-parallel ranks."""
+    if train.megatron is None or train.megatron.layout is None:
+        return None
+    args, dp = train.worker.training_args, train.megatron.layout.dp
+    mini = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp
+    sequences = top.rollout_batch_size * n
+    if sequences % mini:
+        findings.problem(
+            "rollout_batch_size",
+            f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no"
+            f" multiple of the"
+            f" mini-batch of {mini} (per_device_train_batch_size {args.per_device_train_batch_size} x"
+            f" gradient_accumulation_steps {args.gradient_accumulation_steps} x data-parallel size {dp})",
+        )
+        return None
+    return mini
+
+
+def micro_batch(role: Role, training: bool, longest: int, findings: Findings) -> MicroBatchLimits:
+    """Return how much goes through at once: tokens with dynamic batching or packing, else sequences."""
+    worker, job = role.worker, "train" if training else "infer"
+    packing = worker.sequence_packing_args
+    dynamic = worker.use_dynamic_batching_in_train if training else worker.use_dynamic_batching_in_infer
+    key = f"{role.path}.max_tokens_per_microbatch_in_{job}"
+    tokens = None
+    if dynamic:
+        tokens = worker.max_tokens_per_microbatch_in_train if training else worker.max_tokens_per_microbatch_in_infer
+        if not tokens:
+            findings.problem(key, f"is missing; use_dynamic_batching_in_{job} needs it")
+    elif worker.use_sequence_packing:
+        tokens = packing.max_packed_sequence_length_train if training else packing.max_packed_sequence_length_forward
+        name = "train" if training else "forward"
+        key = f"{role.path}.sequence_packing_args.max_packed_sequence_length_{name}"
+    if tokens and tokens < longest:
+        findings.problem(key, f"{tokens} tokens cannot hold one sequence of prompt + response ({longest} tokens)")
+    if tokens:
+        return MicroBatchLimits(tokens=tokens)
+    size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
+    return MicroBatchLimits(sequences=size)

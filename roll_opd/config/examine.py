@@ -1,0 +1,209 @@
+"""Reads and checks a whole configuration against itself, its models and its surroundings.
+
+The order is the order in which a user thinks: roles, models, layouts, devices, lengths, batches, data,
+output. Everything that can be checked is, so that all problems come out together.
+"""
+
+from dataclasses import dataclass
+
+from roll_opd.config import checks, surroundings
+from roll_opd.config.errors import Findings
+from roll_opd.config.load import LoadedConfig
+from roll_opd.config.models import ModelFilesError, same_weights
+from roll_opd.config.plan import DataPlan, RewardPlan
+from roll_opd.config.roles import Role, Roles, choose_mode, read_roles
+from roll_opd.config.schema import Top
+from roll_opd.config.sections import Sections, read_sections
+from roll_opd.config.tokenizers import largest_token_id, tokenizer_difference
+
+# what pure distillation fixes: key -> values that agree with it
+PURE_FIXED = {
+    "adv_estimator": ("reinforce", "on_policy_distill"),
+    "gamma": (0,),
+    "use_kl_loss": (False,),
+    "add_token_level_kl": (False,),
+    "init_kl_coef": (0,),
+    "critic_warmup": (0,),
+}
+NO_MEANING_OUTSIDE_PURE = ("gamma", "use_kl_loss", "add_token_level_kl", "init_kl_coef", "critic_warmup")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Everything `assemble` needs, read and found right."""
+
+    loaded: LoadedConfig
+    sections: Sections
+    roles: Roles
+    top: Top
+    exp_name: str
+    n: int
+    response: int
+    mini_batch: int
+    data: DataPlan
+    validation_data: DataPlan | None
+    rewards: tuple[RewardPlan, ...]
+    trackers: tuple[str, ...]
+    resume: bool | str
+
+
+def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checked | None:
+    """Read and check everything; None if too little could be read to assemble a plan."""
+    sections = read_sections(loaded.values, findings)
+    top = sections.top
+    mode = choose_mode(loaded.values, sections, pure, findings)
+    roles = read_roles(sections, mode, findings)
+    for role in roles.all():
+        checks.check_layout(role, findings)
+        if role.vllm is not None and role.facts is not None:
+            key = f"{role.path}.strategy_args.strategy_config.tensor_parallel_size"
+            checks.check_tensor_parallel(role.facts, role.vllm.tp, key, findings, copies_kv_heads=True)
+    _compare_models(roles, top.allow_self_teacher if top else False, findings)
+    if top is None:
+        return None
+    _warn_fixed(top, mode, findings)
+    checks.check_devices(roles.all(), top, findings)
+    n = _responses_per_prompt(top, roles.infer, findings)
+    response = _check_lengths(top, roles, findings)
+    mini = checks.mini_batch(top, roles.train, n, findings) if roles.train else None
+    data = None
+    if roles.train:
+        data = surroundings.read_data(roles.train.worker.data_args, f"{roles.train.path}.data_args", top, findings)
+    validation = None
+    if top.validation:
+        validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings)
+        if not sections.rewards:
+            findings.problem("validation", "needs a reward worker to score the answers; write rewards.math_rule")
+    rewards = surroundings.read_rewards(sections.rewards, findings)
+    _check_micro_batches(top, roles, response, findings)
+    teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
+    if None not in sections.teachers.values() and None not in sections.rewards.values():
+        surroundings.check_tags(mode, teacher_tags, rewards, data, validation, findings)
+    exp_name = top.exp_name or loaded.name
+    surroundings.check_output(top, exp_name, roles.train.facts if roles.train else None, findings)
+    trackers = surroundings.read_trackers(top, findings)
+    resume = surroundings.read_resume(top, findings)
+    if findings.problems or response is None or mini is None or data is None:
+        return None
+    return Checked(
+        loaded, sections, roles, top, exp_name, n, response, mini, data, validation, rewards, trackers, resume
+    )
+
+
+def _responses_per_prompt(top: Top, infer: Role | None, findings: Findings) -> int:
+    """Return the group size, or the rollout's num_return_sequences where only that is written."""
+    own = infer.worker.generating_args.num_return_sequences if infer else None
+    group = top.num_return_sequences_in_group
+    if infer and own is not None and group is not None and own != group:
+        findings.problem(
+            f"{infer.path}.generating_args.num_return_sequences",
+            f"{own} contradicts num_return_sequences_in_group {group}; write one of them",
+        )
+    return group or own or 1
+
+
+def _check_lengths(top: Top, roles: Roles, findings: Findings) -> int | None:
+    """Return the rollout's max_new_tokens after checking it against every model's positions."""
+    infer = roles.infer
+    response = checks.response_length(top, infer.worker if infer else None, infer.path if infer else "", findings)
+    if infer is not None:
+        checks.check_sampling(infer.worker.generating_args, f"{infer.path}.generating_args", findings)
+    if response is None:
+        return None
+    asked = infer.worker.generating_args.max_new_tokens if infer else None
+    key = f"{infer.path}.generating_args.max_new_tokens" if infer and asked else "response_length"
+    checks.check_positions(roles.all(), top.prompt_length, response, key, findings)
+    args = top.validation.generating_args if top.validation else None
+    if args and args.max_new_tokens:
+        key = "validation.generating_args.max_new_tokens"
+        checks.check_positions(roles.all(), top.prompt_length, args.max_new_tokens, key, findings)
+    if infer is not None:
+        longest = max(response, (args.max_new_tokens if args else None) or 0)
+        checks.check_model_length(infer, top.prompt_length + longest, findings)
+    return response
+
+
+def _check_micro_batches(top: Top, roles: Roles, response: int | None, findings: Findings) -> None:
+    if response is None:
+        return
+    longest = top.prompt_length + response
+    for role in (roles.train, *roles.teachers.values()):
+        if role is not None:
+            checks.micro_batch(role, False, longest, findings)
+    if roles.train is not None:
+        checks.micro_batch(roles.train, True, longest, findings)
+
+
+def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) -> None:
+    """Check that the rollout runs the trained model, teachers differ from it and tokenizers agree."""
+    train, infer = roles.train, roles.infer
+    if train is None or train.facts is None:
+        return
+    _check_vocabulary(train, findings)
+    if infer is not None and infer.facts is not None and infer.facts.path != train.facts.path:
+        findings.problem(
+            f"{infer.path}.model_args.model_name_or_path",
+            f"{infer.facts.path} is not the model that {train.path} trains ({train.facts.path}); leave it out",
+        )
+    for role in roles.teachers.values():
+        if role.facts is None:
+            continue
+        key = f"{role.path}.model_args.model_name_or_path"
+        if not allow_self_teacher and same_weights(train.facts, role.facts):
+            same = "path" if train.facts.path == role.facts.path else "weights"
+            findings.problem(
+                key,
+                f"the teacher has the student's {same} ({role.facts.path}), so there is nothing to"
+                f" learn from it; give"
+                " another model, or set allow_self_teacher: true",
+            )
+        try:
+            difference = tokenizer_difference(train.facts.path, role.facts.path)
+        except ModelFilesError as error:
+            findings.problem(key, str(error))
+            continue
+        if difference:
+            findings.problem(
+                key,
+                f"the tokenizers of student and teacher differ: {difference}; a teacher can only score"
+                f" the student's"
+                " tokens if both tokenizers and chat templates are the same",
+            )
+        _check_vocabulary(role, findings)
+        if role.facts.vocab < train.facts.vocab:
+            findings.warn(
+                f"{role.path}: the teacher has {role.facts.vocab} token ids, the student"
+                f" {train.facts.vocab}; the ids"
+                " between are padding that the student must not sample"
+            )
+
+
+def _check_vocabulary(role: Role, findings: Findings) -> None:
+    if role.facts is None:
+        return
+    try:
+        largest = largest_token_id(role.facts.path)
+    except ModelFilesError as error:
+        findings.problem(f"{role.path}.model_args.model_name_or_path", str(error))
+        return
+    if largest is not None and largest >= role.facts.vocab:
+        findings.problem(
+            f"{role.path}.model_args.model_name_or_path",
+            f"the tokenizer uses token id {largest}, but the model has only {role.facts.vocab} (vocab_size)",
+        )
+
+
+def _warn_fixed(top: Top, mode: str, findings: Findings) -> None:
+    written = {key: value for key, value in top.model_dump().items() if key in PURE_FIXED and value is not None}
+    if mode == "pure":
+        wrong = [f"{key} {value}" for key, value in written.items() if value not in PURE_FIXED[key]]
+        if wrong:
+            findings.warn(
+                "pure distillation fixes adv_estimator (on_policy_distill), gamma 0, no critic, no KL"
+                " loss and no"
+                f" token-level KL; these settings have no effect: {', '.join(wrong)}"
+            )
+        return
+    unused = [key for key in NO_MEANING_OUTSIDE_PURE if key in written]
+    if unused:
+        findings.warn(f"these ROLL keys are accepted but have no effect here: {', '.join(unused)}")

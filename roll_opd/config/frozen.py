@@ -1,0 +1,37 @@
+"""An immutable dict for the free-form parts of a plan (engine arguments, environments)."""
+
+from typing import Any, NoReturn
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that refuses to change, can be pickled, and freezes what it holds."""
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        super().__init__({key: freeze(value) for key, value in (values or {}).items()})
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a plan is immutable: change the configuration and plan again")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return FrozenDict, (dict(self),)
+
+
+def freeze(value: Any) -> Any:
+    """Return `value` with every dict a `FrozenDict` and every list a tuple."""
+    if isinstance(value, dict):
+        return FrozenDict(value)
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+def thaw(value: Any) -> Any:
+    """Return `value` as plain dicts and lists, for libraries that insist on them."""
+    if isinstance(value, dict):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [thaw(item) for item in value]
+    return value

@@ -1,0 +1,209 @@
+"""Reads a Hydra configuration: YAML files, `defaults` lists, interpolation and command-line overrides.
+
+The result is a plain dict and a map that says where each key was written, for messages. The repository's
+`configs/` directory is always on Hydra's search path, so a configuration may compose from its groups.
+"""
+
+import json
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from roll_opd.config.errors import ConfigError, Findings
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GROUPS = REPOSITORY / "configs"
+COMMAND_LINE = "command line"
+# lines of Hydra's and OmegaConf's messages that speak of their own insides
+NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
+# list(...) and range(...) mean something else in Hydra's own language
+DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A composed configuration: plain `values`, where each dotted key was written, and its name."""
+
+    name: str
+    directory: Path
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
+    """Compose `config_name` (with or without .yaml) in the directory `config_path`.
+
+    `config_path` is looked up relative to the current directory, then to the repository's `examples/`.
+    An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
+    """
+    directory = find_config_dir(config_path)
+    name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    if not (directory / f"{name}.yaml").is_file():
+        present = ", ".join(sorted(path.name for path in directory.glob("*.yaml"))) or "none"
+        raise ConfigError([f"--config_name {config_name}: no {name}.yaml in {directory}; YAML files there: {present}"])
+    parsed = _parse_overrides(overrides)
+    try:
+        with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
+            # a file without `_self_` in its defaults overrides them, which is what everybody expects
+            warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
+            arguments = _hydra_arguments(parsed, directory)
+            config = compose(name, arguments)
+            origins = _origins(name, arguments, directory)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError([_yaml_message(error)]) from None
+    except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError([f"{directory / name}.yaml: {_one_line(error)}"]) from None
+    origins.update({key: COMMAND_LINE for override in parsed for key in _override_keys(override)})
+    findings = Findings(origins)
+    values = _resolve(config, "", findings)
+    findings.raise_if_any()
+    return LoadedConfig(name, directory, values, origins)
+
+
+def find_config_dir(config_path: str) -> Path:
+    """Return the directory that `config_path` names, from the current directory or from `examples/`."""
+    candidates = [
+        Path(config_path).expanduser(),
+        REPOSITORY / "examples" / config_path,
+        REPOSITORY / config_path,
+    ]
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate.resolve()
+    tried = ", ".join(str(path.absolute()) for path in candidates[:2])
+    raise ConfigError([f"--config_path {config_path}: no such directory; tried {tried}"])
+
+
+def _parse_overrides(overrides: list[str]) -> list[Override]:
+    problems, parsed = [], []
+    for text in overrides:
+        devices = DEVICES.fullmatch(text)
+        if devices:
+            text = f"{devices[1]}={json.dumps(devices[2])}"
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            problems.append(
+                f"override {text!r} cannot be read: {_one_line(error)}; write key=value, +key=value or ~key"
+            )
+            continue
+        if override.is_sweep_override():
+            problems.append(f"override {text!r} names several values; a run takes one (quote a text with commas)")
+        parsed.append(override)
+    if problems:
+        raise ConfigError(problems)
+    return parsed
+
+
+def _hydra_arguments(overrides: list[Override], directory: Path) -> list[str]:
+    """Add our groups to the search path, and let `key=value` set a key that no file has written.
+
+    Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business.
+    """
+    arguments = [f"hydra.searchpath=[{json.dumps('file://' + str(GROUPS))}]"] if GROUPS.is_dir() else []
+    for override in overrides:
+        text, key = str(override.input_line), override.key_or_group
+        plain = text[:1] not in "+~" and override.package is None and not key.startswith("hydra.")
+        is_group = (directory / key).is_dir() or (GROUPS / key).is_dir()
+        arguments.append(f"++{text}" if plain and not is_group else text)
+    return arguments
+
+
+def _origins(name: str, arguments: list[str], directory: Path) -> dict[str, str]:
+    """Map each dotted key to "file:line"; a later file of the defaults list wins, as its value does."""
+    composed = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN).defaults
+    origins: dict[str, str] = {}
+    for default in composed:
+        if default.config_path is None or default.config_path.startswith("hydra/"):
+            continue
+        for root in (directory, GROUPS):
+            file = root / f"{default.config_path}.yaml"
+            if file.is_file():
+                shown = file.name if default.primary else f"{default.config_path}.yaml"
+                origins.update(_key_lines(file, shown, default.package or ""))
+                break
+    return origins
+
+
+def _key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
+    lines: dict[str, str] = {}
+
+    def visit(node: yaml.Node, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key_node, value_node in node.value:
+                key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
+                lines[key] = f"{shown}:{key_node.start_mark.line + 1}"
+                visit(value_node, key)
+
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    if root is not None:
+        visit(root, package)
+    return lines
+
+
+def _override_keys(override: Override) -> list[str]:
+    """Return the dotted keys an override sets, down into a value that is a mapping."""
+    keys = [override.key_or_group]
+
+    def visit(value: Any, prefix: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                keys.append(f"{prefix}.{key}")
+                visit(item, keys[-1])
+
+    visit(override.value() if override.value() is not None else None, override.key_or_group)
+    return keys
+
+
+def _resolve(node: DictConfig | ListConfig, prefix: str, findings: Findings) -> Any:
+    """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
+    keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
+    resolved = {}
+    for key in keys:
+        path = f"{prefix}.{key}" if prefix else str(key)
+        try:
+            value = node[key]
+        except MissingMandatoryValue:
+            findings.problem(path, "has no value yet (???); give one, here or on the command line")
+            continue
+        except OmegaConfBaseException as error:
+            findings.problem(path, _one_line(error))
+            continue
+        if isinstance(value, DictConfig | ListConfig):
+            value = _resolve(value, path, findings)
+        resolved[key] = value
+    return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
+
+
+def _yaml_message(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
+    return f"{where}not valid YAML: {error.problem or error.context}"
+
+
+def _one_line(error: Exception) -> str:
+    """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason} at byte {error.start})"
+    if not str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(NOISE)]
+    return " ".join(kept) or type(error).__name__
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """Return composed values as YAML text, for the run directory's `config.yaml`."""
+    return OmegaConf.to_yaml(OmegaConf.create(values))

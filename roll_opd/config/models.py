@@ -1,0 +1,221 @@
+"""What a Hugging Face model directory says about itself: sizes, positions, weights. JSON only, no torch.
+
+Parameter counts come from the headers of the safetensors files, which say every tensor's shape.
+"""
+
+import hashlib
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.known_names import MODEL_TYPES
+from roll_opd.config.load import REPOSITORY
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+FINGERPRINT_PIECES = 16
+FINGERPRINT_BYTES = 65_536
+
+
+class ModelFilesError(Exception):
+    """A model directory cannot be used; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a decoder-only model, from config.json and the weight headers."""
+
+    path: Path
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    experts: int  # 0: dense
+    expert_intermediate: int  # MLP width of one expert
+    parameters: int
+    weight_files: tuple[Path, ...]
+
+
+def find_path(text: str) -> Path | None:
+    """Return the existing path that `text` means, from the current directory or the repository root."""
+    given = Path(text).expanduser()
+    for candidate in (given, REPOSITORY / given):
+        if candidate.exists():
+            return candidate.resolve()
+    return None
+
+
+def places() -> str:
+    """Name the directories from which relative paths are looked up."""
+    here = Path.cwd()
+    return str(here) if here == REPOSITORY else f"{here} or {REPOSITORY}"
+
+
+def find_model(text: str) -> Path:
+    """Return the local directory of a model: a path, or a Hub name that has already been downloaded.
+
+    Raises ModelFilesError if there is none; nothing is ever downloaded.
+    """
+    found = find_path(text) or _in_hub_cache(text)
+    if found is None:
+        raise ModelFilesError(
+            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face"
+            f" cache; give"
+            " the path of a local Hugging Face model directory"
+        )
+    if not found.is_dir():
+        raise ModelFilesError(f"model {text!r} is a file; give the directory with config.json and the weights")
+    return found
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot.resolve() if snapshot.is_dir() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises ModelFilesError with file and line if it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelFilesError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path} should hold a JSON object")
+    return value
+
+
+def read_model(path: Path) -> ModelFacts:
+    """Return the facts of the model in directory `path`. Raises ModelFilesError."""
+    if not (path / "config.json").is_file():
+        raise ModelFilesError(f"{path} has no config.json; it is not a Hugging Face model directory")
+    config = read_json(path / "config.json")
+    model_type = str(config.get("model_type", ""))
+    if "vision_config" in config or "text_config" in config or model_type.endswith("_vl"):
+        raise ModelFilesError(
+            f"{path} is a vision-language model ({model_type}); only text models can be distilled here"
+        )
+    if model_type not in MODEL_TYPES:
+        raise ModelFilesError(
+            f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(MODEL_TYPES)}"
+        )
+    try:
+        return _facts(path, model_type, config)
+    except ModelFilesError as error:
+        raise ModelFilesError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ModelFilesError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+
+
+def _facts(path: Path, model_type: str, config: dict[str, Any]) -> ModelFacts:
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    intermediate = _size(config, "intermediate_size")
+    weights = weight_files(path)
+    return ModelFacts(
+        path=path,
+        model_type=model_type,
+        layers=_size(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_size(config, "num_key_value_heads", default=heads),
+        head_dim=_size(config, "head_dim", default=hidden // heads),
+        intermediate=intermediate,
+        vocab=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings"),
+        experts=_size(config, "num_experts", "num_local_experts", "n_routed_experts", default=0),
+        expert_intermediate=_size(config, "moe_intermediate_size", default=intermediate),
+        parameters=sum(map(_parameters, weights)),
+        weight_files=weights,
+    )
+
+
+def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first of `names` that config.json gives as a positive whole number."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ModelFilesError(f"{name} in config.json should be a whole number, got {value!r}")
+        if value > 0:
+            return value
+    if default is None:
+        raise ModelFilesError(f"config.json lacks {names[0]!r}")
+    return default
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a model, checked against its index. Raises ModelFilesError."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise ModelFilesError(f"weight file {missing[0]} that the index names is missing; download it again")
+        if names:
+            return tuple(path / name for name in names)
+    if (path / "model.safetensors").is_file():
+        return (path / "model.safetensors",)
+    if any(path.glob("pytorch_model*.bin")):
+        raise ModelFilesError(
+            "the weights are in .bin form only; save the model once more with save_pretrained() for safetensors"
+        )
+    raise ModelFilesError("no weights (model.safetensors or model.safetensors.index.json)")
+
+
+def _parameters(file: Path) -> int:
+    """Count the parameters in one safetensors file from its header."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < size <= MAX_HEADER_BYTES:
+            raise ModelFilesError(f"{file.name} is not a safetensors file, or it is cut off; get it again")
+        try:
+            header = json.loads(stream.read(size))
+            tensors = [value for name, value in header.items() if name != "__metadata__"]
+            total = sum(math.prod(tensor["shape"]) for tensor in tensors)
+            needed = 8 + size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None
+    if file.stat().st_size < needed:
+        raise ModelFilesError(f"{file.name} is cut off: {file.stat().st_size} of {needed} bytes; get it again")
+    return total
+
+
+def same_weights(one: ModelFacts, other: ModelFacts) -> bool:
+    """Say whether two models hold the same weights: the same files, or the same sizes and sampled content."""
+    if one.path == other.path:
+        return True
+    sizes = [[file.stat().st_size for file in facts.weight_files] for facts in (one, other)]
+    if sizes[0] != sizes[1]:
+        return False
+    pairs = zip(one.weight_files, other.weight_files, strict=True)
+    return all(left.samefile(right) or _fingerprint(left) == _fingerprint(right) for left, right in pairs)
+
+
+def _fingerprint(file: Path) -> str:
+    """Hash pieces spread over a file: fine-tuned models often share their first tensors."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for piece in range(FINGERPRINT_PIECES):
+            stream.seek(max(0, size - FINGERPRINT_BYTES) * piece // (FINGERPRINT_PIECES - 1))
+            digest.update(stream.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()

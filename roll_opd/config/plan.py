@@ -1,0 +1,239 @@
+"""The run plan: what a run is, once everything a user wrote has been parsed and checked.
+
+Every other room reads this and nothing else; nothing reads raw configuration after the plan exists. All of it
+is immutable, picklable and free of torch. Lengths are in tokens, counts of prompts and sequences are global
+(over all ranks) unless a name says otherwise.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from roll_opd.config.frozen import FrozenDict
+
+Mode = Literal["pure", "mixed", "rl"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one Megatron role is spread over its devices."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    vpp: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A Hugging Face model directory and the precision it runs in."""
+
+    path: str
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """What one packed micro-batch on one data-parallel rank may hold; None is no limit."""
+
+    sequences: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class MegatronPlan:
+    """A Megatron role: the weights, where they live, and how much goes through at once."""
+
+    name: str
+    model: ModelPlan
+    devices: tuple[int, ...]
+    layout: Layout
+    forward_limits: MicroBatchLimits
+    megatron_args: FrozenDict = field(default_factory=FrozenDict)  # extra TransformerConfig fields
+    env: FrozenDict = field(default_factory=FrozenDict)  # environment of the worker processes
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """AdamW, its schedule and gradient clipping. Steps count optimizer updates."""
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    min_learning_rate: float = 0.0
+    use_distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True)
+class TrainPlan(MegatronPlan):
+    """The student's training role."""
+
+    train_limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
+    mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
+    optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan(learning_rate=1e-6))
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """A frozen teacher, how much it counts, and whose samples it scores."""
+
+    name: str
+    worker: MegatronPlan
+    opd_kl_coef: float
+    tags: tuple[str, ...] | None = None  # None: every tag
+
+    def scores(self, tag: str) -> bool:
+        return self.tags is None or tag in self.tags
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How the student samples. `n` responses a prompt; `top_k` -1 is off."""
+
+    n: int = 1
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The student's inference role: `engines` vLLM engines of `tp` devices each."""
+
+    name: str
+    model: ModelPlan
+    devices: tuple[int, ...]
+    tp: int
+    engines: int
+    sampling: SamplingPlan
+    max_model_len: int
+    engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
+    env: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """Reward workers of one domain. `worker` is a registered name or a dotted path."""
+
+    domain: str
+    worker: str
+    tags: tuple[str, ...] | None = None  # None: every tag
+    world_size: int = 1
+    args: FrozenDict = field(default_factory=FrozenDict)
+
+    def scores(self, tag: str) -> bool:
+        return self.tags is None or tag in self.tags
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Prompt files and what to do with rows that cannot be used."""
+
+    files: tuple[str, ...]
+    prompt_length: int
+    template: str = "native"  # "native": the tokenizer's own chat template
+    on_bad_row: Literal["drop", "refuse"] = "refuse"
+    on_long_prompt: Literal["drop", "refuse"] = "drop"
+    limit: int | None = None  # use only the first so many rows
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """Greedy (or sampled) answers to held-out prompts, scored by the reward workers."""
+
+    data: DataPlan
+    sampling: SamplingPlan
+    measure_teacher: bool = False
+
+
+@dataclass(frozen=True)
+class ObjectivePlan:
+    """What is optimised; the formulas are in `roll_opd.algorithms`."""
+
+    adv_estimator: str = "on_policy_distill"
+    policy_loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
+    pg_clip_low: float = 0.2
+    pg_clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    loss_agg_mode: str = "token-mean"
+    opd_kl_discount: float = 0.0
+    ppo_epochs: int = 1
+    # False only where one update follows one rollout: log-probs before and during the update are the same
+    recompute_old_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """When state is saved, how many checkpoints stay, and where a run resumes from."""
+
+    save_steps: int  # 0: only at the end
+    max_ckpt_to_keep: int  # 0: all
+    resume: bool | str = False  # True: the newest of this experiment; a path: that run or checkpoint
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A whole run."""
+
+    mode: Mode
+    pipeline: Literal["rlvr", "agentic"]
+    exp_name: str
+    output_dir: str
+    seed: int
+    deterministic: bool
+    max_steps: int
+    eval_steps: int  # 0: never
+    logging_steps: int
+    rollout_batch_size: int  # prompts a step
+    num_nodes: int
+    devices_per_node: int
+    student: TrainPlan
+    rollout: RolloutPlan
+    teachers: tuple[TeacherPlan, ...]
+    rewards: tuple[RewardPlan, ...]
+    data: DataPlan
+    objective: ObjectivePlan
+    checkpoint: CheckpointPlan
+    validation: ValidationPlan | None = None
+    trackers: tuple[str, ...] = ("tensorboard",)
+    tracker_dirs: FrozenDict = field(default_factory=FrozenDict)
+    samples_per_step: int = 4  # rollouts a step written to samples.jsonl
+    env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
+    warnings: tuple[str, ...] = ()
+    memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> {part: estimated bytes a rank}
+    config_yaml: str = ""  # the composed configuration, for the run directory
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.rollout_batch_size * self.rollout.sampling.n
+
+    @property
+    def chunk_prompts(self) -> int:
+        """Prompts whose samples are handed to the teachers together.
+
+        Enough to fill a micro-batch on every rank of the first teacher, but at most a quarter of the step, so that
+        scoring starts while most of the step is still being generated.
+        """
+        quarter = -(-self.rollout_batch_size // 4)
+        if not self.teachers:
+            return quarter
+        worker = self.teachers[0].worker
+        limits = worker.forward_limits
+        by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else self.sequences_per_step
+        sequences = min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp
+        return max(1, min(quarter, sequences // self.rollout.sampling.n))

@@ -1,0 +1,102 @@
+"""Reads `device_mapping`: which devices (or CPU slots) a role owns.
+
+ROLL users write Python in a string, such as "list(range(0, 8)) + [12, 13]". The text is parsed and
+interpreted node by node; it is never evaluated.
+"""
+
+import ast
+from collections.abc import Sequence
+
+MAX_DEVICES = 1_000_000  # a typing error such as range(0, 10**9) should be a message, not a full memory
+ACCEPTED = 'write it as "list(range(0,8))", "range(0,8)", "[0,1,2]" or a YAML list, joined with + if needed'
+
+
+def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
+    """Return the device numbers that `value` lists, in the written order.
+
+    Raises ValueError with a sentence for anything but non-negative whole numbers, for an empty list and
+    for a device listed twice.
+    """
+    devices = _parse_text(value) if isinstance(value, str) else _literal_list(value)
+    if not devices:
+        raise ValueError("it lists no device")
+    negative = [device for device in devices if device < 0]
+    if negative:
+        raise ValueError(f"device {negative[0]} is negative; devices are numbered from 0 over all nodes")
+    seen: set[int] = set()
+    for device in devices:
+        if device in seen:
+            raise ValueError(f"device {device} is listed twice")
+        seen.add(device)
+    return tuple(devices)
+
+
+def short_devices(devices: Sequence[int]) -> str:
+    """Write [0, 1, 2, 3, 6] as "0-3,6"."""
+    parts: list[list[int]] = []
+    for device in devices:
+        if parts and device == parts[-1][-1] + 1:
+            parts[-1].append(device)
+        else:
+            parts.append([device])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _literal_list(value: int | Sequence[int]) -> list[int]:
+    items = [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"{value!r} is not a list of devices; {ACCEPTED}")
+    for item in items:
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise ValueError(f"{item!r} is not a whole number; {ACCEPTED}")
+    return list(items)
+
+
+def _parse_text(text: str) -> list[int]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"{text!r} cannot be read; {ACCEPTED}") from None
+    value = _interpret(tree.body, text)
+    return [value] if isinstance(value, int) else value
+
+
+def _interpret(node: ast.expr, text: str) -> int | list[int]:
+    """Return what a node of the small accepted language stands for."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand, text)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_number(item, text) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _list(node.left, text) + _list(node.right, text)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id == "list" and len(node.args) == 1:
+            return _list(node.args[0], text)
+        if node.func.id == "range" and 1 <= len(node.args) <= 3:
+            return _range([_number(argument, text) for argument in node.args])
+    raise ValueError(f"{ast.unparse(node)!r} is not allowed in {text!r}; {ACCEPTED}")
+
+
+def _range(arguments: list[int]) -> list[int]:
+    if len(arguments) == 3 and arguments[2] == 0:
+        raise ValueError("range() needs a step other than 0")
+    numbers = range(*arguments)
+    if len(numbers) > MAX_DEVICES:
+        raise ValueError(f"{numbers} lists more than {MAX_DEVICES} devices")
+    return list(numbers)
+
+
+def _number(node: ast.expr, text: str) -> int:
+    value = _interpret(node, text)
+    if not isinstance(value, int):
+        raise ValueError(f"{ast.unparse(node)!r} in {text!r} is not a whole number; {ACCEPTED}")
+    return value
+
+
+def _list(node: ast.expr, text: str) -> list[int]:
+    value = _interpret(node, text)
+    if isinstance(value, int):
+        raise ValueError(f"{ast.unparse(node)!r} in {text!r} is not a list; {ACCEPTED}")
+    return value

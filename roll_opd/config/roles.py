@@ -1,0 +1,167 @@
+"""Puts together what is known of each role: its section, its model's facts, its devices and strategy.
+
+A role is the student's training, the student's rollout, or a teacher. What could not be read stays None, and
+the checks that need it are left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll_opd.config.errors import Findings
+from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
+from roll_opd.config.plan import Mode
+from roll_opd.config.schema import Worker
+from roll_opd.config.sections import MIXED_ROLES, PURE_ROLES, Sections
+from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
+
+Job = Literal["train", "score", "rollout"]
+
+
+@dataclass
+class Role:
+    """One role; `path` is the dotted key of its section."""
+
+    path: str
+    job: Job
+    worker: Worker
+    facts: ModelFacts | None = None
+    dtype: str = "bf16"
+    megatron: Megatron | None = None
+    vllm: Vllm | None = None
+
+    @property
+    def devices(self) -> tuple[int, ...] | None:
+        strategy = self.megatron or self.vllm
+        return strategy.devices if strategy else None
+
+
+@dataclass
+class Roles:
+    """The roles of a run."""
+
+    mode: Mode
+    train: Role | None = None
+    infer: Role | None = None
+    teachers: dict[str, Role] = field(default_factory=dict)
+
+    def all(self) -> list[Role]:
+        return [role for role in (self.train, self.infer, *self.teachers.values()) if role is not None]
+
+
+def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, findings: Findings) -> Mode:
+    """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
+    # the written values, since a wrong value elsewhere at the top must not change the mode
+    is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
+    if mixed and (is_pure or pure):
+        findings.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
+    if pure is None:
+        pure = not mixed and any(role in sections.workers for role in PURE_ROLES)
+    if is_pure or pure:
+        return "pure"
+    return "mixed" if mixed else "rl"
+
+
+def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
+    """Return the roles of `mode`, with everything about them that could be read."""
+    roles = Roles(mode)
+    top = sections.top
+    strict = top.strict_strategies if top else False
+    train_name, infer_name = PURE_ROLES if mode == "pure" else MIXED_ROLES
+    _refuse_other_names(sections, mode, findings)
+    pretrain = top.pretrain if top else None
+    train = _section(sections, train_name, findings)
+    cache: dict[str, ModelFacts | None] = {}
+    if train is not None:
+        path = train.model_args.model_name_or_path or pretrain
+        roles.train = _megatron_role(train_name, "train", train, path, strict, cache, findings)
+    infer = _section(sections, infer_name, findings)
+    if infer is not None:
+        from_train = train.model_args.model_name_or_path if train else None
+        path = infer.model_args.model_name_or_path or from_train or pretrain
+        role = Role(infer_name, "rollout", infer, vllm=read_vllm(infer, infer_name, strict, findings))
+        role.facts = _facts(role.path, path, cache, findings)
+        role.dtype = infer.model_args.dtype or (roles.train.dtype if roles.train else "bf16")
+        roles.infer = role
+    if mode != "rl":
+        if not sections.teachers:
+            findings.problem("teacher", "is missing; distillation needs a teacher with its own model_name_or_path")
+        for name, worker in sections.teachers.items():
+            if worker is not None:
+                path = sections.teacher_paths[name]
+                model = worker.model_args.model_name_or_path
+                roles.teachers[name] = _megatron_role(path, "score", worker, model, strict, cache, findings)
+    elif sections.teachers:
+        findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
+    return roles
+
+
+def _refuse_other_names(sections: Sections, mode: Mode, findings: Findings) -> None:
+    wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
+    for written, expected in zip(wrong, right, strict=True):
+        if written in sections.workers:
+            mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
+            findings.problem(written, f"{mode_name} names this role {expected!r}; rename it")
+
+
+def _section(sections: Sections, name: str, findings: Findings) -> Worker | None:
+    if name not in sections.workers:
+        findings.problem(name, "is missing; write this role's section")
+        return None
+    return sections.workers[name]
+
+
+def _megatron_role(
+    path: str,
+    job: Job,
+    worker: Worker,
+    model: str | None,
+    strict: bool,
+    cache: dict[str, ModelFacts | None],
+    findings: Findings,
+) -> Role:
+    role = Role(path, job, worker, megatron=read_megatron(worker, path, job, strict, findings))
+    role.facts = _facts(path, model, cache, findings)
+    written = worker.model_args.dtype
+    from_strategy = role.megatron.dtype if role.megatron else None
+    if written and from_strategy and written != from_strategy:
+        findings.problem(
+            f"{path}.strategy_args.strategy_config.{from_strategy}",
+            f"true contradicts {path}.model_args.dtype {written}; keep one of them",
+        )
+    role.dtype = written or from_strategy or "bf16"
+    _refuse_adapters(role, findings)
+    return role
+
+
+def _refuse_adapters(role: Role, findings: Findings) -> None:
+    """Ignoring these would train something else than the user asked for."""
+    args = role.worker.model_args
+    written = {
+        "lora_target": args.lora_target,
+        "adapter_name_or_path": args.adapter_name_or_path,
+        "freeze_module_prefix": args.freeze_module_prefix,
+    }
+    for key, value in written.items():
+        if value:
+            findings.problem(
+                f"{role.path}.model_args.{key}",
+                "LoRA adapters and frozen modules are not available; remove the key to train all weights",
+            )
+
+
+def _facts(path: str, model: str | None, cache: dict[str, ModelFacts | None], findings: Findings) -> ModelFacts | None:
+    key = f"{path}.model_args.model_name_or_path"
+    if model is None:
+        findings.problem(
+            key,
+            f"is missing; {path} needs the path of its own model (no other role's model is put in its place)",
+        )
+        return None
+    if model not in cache:
+        cache[model] = None
+        try:
+            cache[model] = read_model(find_model(model))
+        except ModelFilesError as error:
+            findings.problem(key, str(error))
+    return cache[model]

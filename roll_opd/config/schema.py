@@ -1,0 +1,228 @@
+"""What a user may write: ROLL's keys and ours, with types, ranges and ROLL's defaults.
+
+Strict pydantic models. `ignored` names ROLL's keys that are accepted without a meaning. Nothing here looks at
+the disk or at other sections; that is the business of the checks.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from roll_opd.config import known_names as names
+
+
+def _number(value: Any) -> Any:
+    """Read a number that YAML took for a text, such as "1e-6"; leave anything else to the type check."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _texts(value: Any) -> Any:
+    """Take one text for a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    # strict mode asks Python values for a tuple, and this is one by the time a validator has touched it
+    return tuple(value) if isinstance(value, list) else value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Environment = dict[str, str | int | float]
+
+
+class Section(BaseModel):
+    """A part of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+
+class ModelArgs(Section):
+    """`model_args`. `dtype` defaults to ROLL's bf16."""
+
+    ignored = names.IGNORED_MODEL_ARGS
+    model_name_or_path: str | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    lora_target: Any = None
+    adapter_name_or_path: str | None = None
+    freeze_module_prefix: Any = None
+
+
+class SchedulerArgs(Section):
+    """`lr_scheduler_kwargs`."""
+
+    min_lr: NotNegative = 0.0
+
+
+class TrainingArgs(Section):
+    """`training_args`: AdamW and its schedule. Batch sizes are per data-parallel rank, steps are updates."""
+
+    ignored = names.IGNORED_TRAINING_ARGS
+    learning_rate: NotNegative = 5e-5
+    weight_decay: NotNegative = 0.0
+    per_device_train_batch_size: Positive = 8
+    gradient_accumulation_steps: Positive = 1
+    warmup_steps: Count = 0
+    warmup_ratio: Fraction = 0.0
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"] = (
+        "constant"
+    )
+    lr_scheduler_kwargs: SchedulerArgs | None = None
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.999
+    adam_epsilon: NotNegative = 1e-8
+    max_grad_norm: NotNegative | None = None
+
+
+class DataArgs(Section):
+    """`data_args`. Rows name their columns as ROLL does; `limit` (ours) uses only the first rows."""
+
+    ignored = names.IGNORED_DATA_ARGS
+    file_name: Texts = ()
+    template: str | None = None
+    messages: Literal["messages"] | None = None
+    prompt: Literal["prompt"] | None = None
+    tag: Literal["tag"] | None = None
+    id: Literal["id"] | None = None
+    limit: Positive | None = None
+
+
+class GeneratingArgs(Section):
+    """`generating_args`. `top_k` 0 or -1 is off."""
+
+    ignored = names.IGNORED_GENERATING_ARGS
+    max_new_tokens: Positive | None = None
+    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    temperature: NotNegative = 1.0
+    num_return_sequences: Positive | None = None
+    repetition_penalty: Annotated[float, BeforeValidator(_number), Field(gt=0)] = 1.0
+    stop_strings: Texts | None = None
+
+
+class StrategyArgs(Section):
+    """`strategy_args`. What a strategy_config may hold depends on the strategy, see `strategies.py`."""
+
+    strategy_name: str
+    strategy_config: dict[str, Any] | None = None
+
+
+class SequencePackingArgs(Section):
+    """`sequence_packing_args`: tokens a packed micro-batch may hold."""
+
+    ignored = names.IGNORED_SEQUENCE_PACKING
+    max_packed_sequence_length_forward: Positive | None = None
+    max_packed_sequence_length_train: Positive | None = None
+
+
+class Worker(Section):
+    """A role: student, rollout or teacher."""
+
+    ignored = names.IGNORED_WORKER
+    model_args: ModelArgs = ModelArgs()
+    training_args: TrainingArgs = TrainingArgs()
+    data_args: DataArgs = DataArgs()
+    generating_args: GeneratingArgs = GeneratingArgs()
+    strategy_args: StrategyArgs | None = None
+    device_mapping: str | int | tuple[int, ...] | None = None
+    infer_batch_size: Positive = 16
+    use_sequence_packing: bool = False
+    sequence_packing_args: SequencePackingArgs = SequencePackingArgs()
+    use_dynamic_batching_in_train: bool = False
+    use_dynamic_batching_in_infer: bool = False
+    max_tokens_per_microbatch_in_train: Count | None = None
+    max_tokens_per_microbatch_in_infer: Count | None = None
+    opd_kl_coef: NotNegative | None = None
+    tag_included: Texts | None = None
+    system_envs: Environment = {}
+
+
+class Reward(Section):
+    """`rewards.<domain>`. Keys that are not listed here go to the reward worker as arguments."""
+
+    ignored = names.IGNORED_REWARD
+    worker_cls: str | None = None
+    tag_included: Texts | None = None
+    world_size: Positive = 1
+    args: dict[str, Any] = {}
+
+
+class Validation(Section):
+    """`validation`. `measure_teacher` (ours): score the teacher's own answers once, for comparison."""
+
+    ignored = names.IGNORED_VALIDATION
+    data_args: DataArgs = DataArgs()
+    generating_args: GeneratingArgs = GeneratingArgs()
+    measure_teacher: bool = False
+
+
+class TrackerKwargs(Section):
+    """`tracker_kwargs`."""
+
+    log_dir: str | None = None
+
+
+class Top(Section):
+    """Every key outside the roles."""
+
+    ignored = names.IGNORED_TOP
+    exp_name: str | None = None
+    output_dir: str = "./output"
+    seed: Count = 42
+    deterministic: bool = False
+    system_envs: Environment = {}
+    track_with: Texts = ("tensorboard",)
+    tracker_kwargs: TrackerKwargs = TrackerKwargs()
+    num_nodes: Positive = 1
+    num_gpus_per_node: Positive = 8
+    max_steps: Positive = 500
+    save_steps: Count = 50
+    logging_steps: Positive = 1
+    eval_steps: Count = 10
+    resume_from_checkpoint: bool | str = False
+    max_ckpt_to_keep: Count = 0
+    rollout_batch_size: Positive = 128
+    prompt_length: Positive = 1024
+    response_length: Positive | None = None
+    sequence_length: Positive | None = None
+    num_return_sequences_in_group: Positive | None = None
+    ppo_epochs: Positive = 1
+    max_grad_norm: NotNegative = 1.0
+    pretrain: str | None = None
+    global_template: str | None = None
+    validation: Validation | None = None
+    is_pure_opd: bool = False
+    use_opd: bool = False
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] = "rlvr"
+    opd_kl_coef: NotNegative | None = None
+    opd_kl_discount: Fraction = 0.0
+    allow_self_teacher: bool = False
+    policy_loss: Literal["importance_sampling", "ppo"] | None = None
+    pg_clip: NotNegative = 0.2
+    use_pg_clip_range: bool | None = None
+    pg_clip_low: NotNegative | None = None
+    pg_clip_high: NotNegative | None = None
+    dual_clip_loss: bool | Annotated[float, Field(gt=1)] = False
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "seq-mean-token-mean"
+    )
+    enable_old_logprobs_recompute: bool = False
+    on_bad_row: Literal["drop", "refuse"] = "refuse"
+    on_long_prompt: Literal["drop", "refuse"] = "drop"
+    samples_per_step: Count = 4
+    strict_strategies: bool = False
+    # fixed in pure distillation
+    adv_estimator: str | None = None
+    gamma: Number | None = None
+    use_kl_loss: bool | None = None
+    add_token_level_kl: bool | None = None
+    init_kl_coef: Number | None = None
+    critic_warmup: Count | None = None

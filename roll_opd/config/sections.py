@@ -1,0 +1,174 @@
+"""Splits a composed configuration into its sections and validates each by itself.
+
+A section with a wrong value is left out (None) and the others go on, so that later checks run as far as they
+can. Keys nobody knows are reported with the nearest known key; ROLL's keys without a meaning are gathered.
+"""
+
+import difflib
+import json
+import types
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from roll_opd.config.errors import Findings
+from roll_opd.config.schema import Reward, Section, Top, Worker
+
+S = TypeVar("S", bound=Section)
+PURE_ROLES = ("student_train", "student_infer")
+MIXED_ROLES = ("actor_train", "actor_infer")
+
+
+@dataclass
+class Sections:
+    """A validated configuration; a part that could not be read is None, a part nobody wrote is absent."""
+
+    top: Top | None = None
+    workers: dict[str, Worker | None] = field(default_factory=dict)  # by the name the user wrote
+    teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
+    teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
+    rewards: dict[str, Reward | None] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()  # top-level keys the user wrote
+
+
+def read_sections(values: dict[str, Any], findings: Findings) -> Sections:
+    """Validate `values`; problems and warnings go to `findings`."""
+    ignored: list[str] = []
+    rest = dict(values)
+    sections = Sections(written=frozenset(values))
+    for role in (*PURE_ROLES, *MIXED_ROLES):
+        if role in rest:
+            sections.workers[role] = _read(Worker, rest.pop(role), role, findings, ignored)
+    for name, (path, data) in _teachers(rest.pop("teacher", None), findings).items():
+        sections.teachers[name] = _read(Worker, data, path, findings, ignored)
+        sections.teacher_paths[name] = path
+    for domain, data in _mapping(rest.pop("rewards", None), "rewards", findings).items():
+        path = f"rewards.{domain}"
+        sections.rewards[domain] = _read(Reward, _with_free_keys(data, path, findings), path, findings, ignored)
+    also_known = {*PURE_ROLES, *MIXED_ROLES, "teacher", "rewards"}
+    sections.top = _read(Top, rest, "", findings, ignored, also_known)
+    if ignored:
+        findings.warn(f"these ROLL keys are accepted but have no effect here: {', '.join(sorted(ignored))}")
+    return sections
+
+
+def _teachers(value: Any, findings: Findings) -> dict[str, tuple[str, Any]]:
+    """Return teacher name -> (path, data); a section with a worker's keys is the one teacher "teacher"."""
+    if value is None:
+        return {}
+    mapping = _mapping(value, "teacher", findings)
+    if {*Worker.model_fields, *Worker.ignored}.intersection(mapping):
+        return {"teacher": ("teacher", mapping)}
+    return {str(name): (f"teacher.{name}", data) for name, data in mapping.items()}
+
+
+def _with_free_keys(data: Any, path: str, findings: Findings) -> Any:
+    """Move a reward's own keys into `args`; a key close to a known one is a typing error."""
+    if not isinstance(data, dict):
+        return data
+    known = {*Reward.model_fields, *Reward.ignored}
+    kept = {key: value for key, value in data.items() if key in known}
+    args = dict(kept.get("args") or {})
+    for key, value in data.items():
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if near:
+            findings.problem(f"{path}.{key}", f"unknown key; did you mean {near[0]!r}?")
+        else:
+            args[str(key)] = value
+    return {**kept, "args": args}
+
+
+def _mapping(value: Any, path: str, findings: Findings) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        findings.problem(path, f"expected a mapping of names to sections, got {value!r}")
+        return {}
+    return value
+
+
+def _read(
+    model: type[S],
+    data: Any,
+    path: str,
+    findings: Findings,
+    ignored: list[str],
+    also_known: set[str] | None = None,
+) -> S | None:
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        findings.problem(path, f"expected a section with keys, got {data!r}")
+        return None
+    cleaned = _sieve(model, data, path, findings, ignored, also_known or set())
+    try:
+        # through JSON, because strict mode takes a list for a tuple only there
+        return model.model_validate_json(json.dumps(cleaned, default=str))
+    except ValidationError as error:
+        _report(error, path, findings)
+        return None
+
+
+def _sieve(
+    model: type[Section],
+    data: dict[str, Any],
+    path: str,
+    findings: Findings,
+    ignored: list[str],
+    also: set[str],
+) -> dict[str, Any]:
+    """Return `data` without the keys that are unknown (reported) or have no meaning here (gathered)."""
+    kept: dict[str, Any] = {}
+    for key, value in data.items():
+        dotted = f"{path}.{key}" if path else str(key)
+        if key in model.model_fields:
+            section = _section_type(model.model_fields[key].annotation)
+            if section is not None and isinstance(value, dict):
+                value = _sieve(section, value, dotted, findings, ignored, set())
+            # null asks for the default, as leaving the key out does
+            if value is not None:
+                kept[key] = value
+        elif key in model.ignored:
+            if value is not None:
+                ignored.append(dotted)
+        else:
+            findings.problem(dotted, _unknown_key(str(key), {*model.model_fields, *model.ignored, *also}))
+    return kept
+
+
+def _unknown_key(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+    return f"unknown key; did you mean {near[0]!r}?" if near else "unknown key, and no known key is near it"
+
+
+def _section_type(annotation: Any) -> type[Section] | None:
+    """Return the section class in `X` or `X | None`."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
+
+
+def _report(error: ValidationError, path: str, findings: Findings) -> None:
+    """Turn pydantic's errors into one sentence a key, with the user's own name for it."""
+    expected: dict[str, list[str]] = {}
+    inputs: dict[str, Any] = {}
+    for item in error.errors(include_url=False):
+        # a union adds the tried type ("bool", "tuple[...]") to the location; the user wrote no such key
+        parts = takewhile(lambda part: part not in _TYPE_NAMES and "[" not in part, map(str, item["loc"]))
+        key = ".".join(part for part in (path, *parts) if part)
+        missing = item["type"] == "missing"
+        text = "written; it is missing" if missing else str(item["msg"]).removeprefix("Input should be ")
+        expected.setdefault(key, []).append(text)
+        inputs[key] = None if missing else item["input"]
+    for key, texts in expected.items():
+        got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""
+        findings.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
+
+
+_TYPE_NAMES = {"bool", "str", "int", "float", "constrained-int", "constrained-float"}

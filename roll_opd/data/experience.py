@@ -1,0 +1,42 @@
+"""`Experience`, the one currency of a run: a trajectory from rollout to train step.
+
+Legend: T tokens in all, P prompt tokens. Position t of every [T-P] array speaks of token `tokens[P+t]`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One trajectory; numpy arrays on the CPU, so that it travels through Ray's object store without a copy.
+
+    A stage that learns something new about it returns `dataclasses.replace(experience, ...)`.
+    """
+
+    id: str  # source row and sample index
+    group_id: str  # samples of one prompt
+    tag: str
+    domain: str
+    tokens: np.ndarray  # int64 [T]
+    prompt_length: int  # P
+    action_mask: np.ndarray  # bool [T-P], True where the student chose the token
+    rollout_logprobs: np.ndarray  # f32 [T-P], of the sampling distribution, from the inference engine
+    finish_reason: str  # stop | length | abort
+    weights_version: int  # which weights sampled it
+    old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
+    teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]
+    reward: float | None = None  # external reward, on the last action token
+    ground_truth: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt (T-P)."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """int64 [T-P]."""
+        return self.tokens[self.prompt_length :]

@@ -1,0 +1,254 @@
+"""One vLLM engine: samples with log-probs, continuous batching, and weights that change under a version
+number.
+
+The engine core is a process of its own; this is the asynchronous front to it. vLLM is imported when the first
+engine starts, not before. Legend: R response tokens, T tokens in all.
+"""
+
+import asyncio
+import gc
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_opd.config.plan import ModelPlan, SamplingPlan
+from roll_opd.inference.bucket import DTYPES, shared_bucket
+from roll_opd.inference.completion import (
+    Completion,
+    completion_of,
+    cut_at_stop,
+    sampling_params,
+    token_prompt,
+)
+from roll_opd.inference.settings import (
+    DTYPE_NAMES,
+    check_engine_args,
+    check_plugin_is_installed,
+    prepare_environment,
+    resolve_engine_args,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+
+class WeightUpdateError(RuntimeError):
+    """The engine may hold half an update; it refuses further work and has to be started again."""
+
+
+class InferenceEngine:
+    """One vLLM engine on this machine. Made by `await InferenceEngine.start(...)`; for one event loop."""
+
+    def __init__(self, llm: "AsyncLLM", *, max_model_len: int, dtype: torch.dtype, deterministic: bool) -> None:
+        self.weights_version = 0
+        self._llm = llm
+        self._max_model_len = max_model_len
+        self._dtype = dtype
+        self._deterministic = deterministic
+        self._request_ids = itertools.count()
+        self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
+        self._broken: str | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        model: ModelPlan,
+        *,
+        max_model_len: int,
+        seed: int,
+        tensor_parallel_size: int = 1,
+        engine_args: Mapping[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> "InferenceEngine":
+        """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
+
+        `max_model_len` counts prompt and response tokens. `engine_args` are vLLM's own and go through
+        untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
+        is run from the same weights: batches then run one after another, each from an empty prefix cache.
+        """
+        prepare_environment()
+        check_plugin_is_installed()
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        given = dict(engine_args or {})
+        check_engine_args(given, {field.name for field in fields(AsyncEngineArgs)})
+        arguments = resolve_engine_args(
+            model,
+            max_model_len=max_model_len,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+            on_cpu=current_platform.is_cpu(),
+            engine_args=given,
+        )
+        # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
+        gc.collect()
+        gc.freeze()
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        dtype = DTYPES[DTYPE_NAMES[model.dtype]]
+        engine = cls(llm, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic)
+        await engine._warm_up()
+        return engine
+
+    async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingPlan, seed: int) -> Completion:
+        """One response to one prompt; temperature 0 is greedy. `sampling.n` is the caller's business."""
+        completions = [c async for _, c in self.generate_batch([prompt_tokens], sampling, [seed])]
+        return completions[0]
+
+    async def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        """One response a prompt, all batched together; yields (index of the prompt, response) as each ends.
+
+        A response depends on its own seed, not on its neighbours (up to rounding in batched kernels). Leaving
+        the iterator early aborts what is still running (use `contextlib.aclosing`). ValueError for a prompt
+        that is empty or leaves no room for a response.
+        """
+        self._check_usable()
+        self._check_prompts(prompts, seeds)
+        ids = [f"sample-{next(self._request_ids)}" for _ in prompts]
+        unfinished = set(range(len(ids)))
+        async with AsyncExitStack() as stack:
+            if self._deterministic:
+                await stack.enter_async_context(self._turn)
+                self._check_usable()
+            try:
+                waiting = await self._submit(ids, prompts, sampling, seeds)
+                async with aclosing(self._gather(waiting)) as completions:
+                    async for index, completion in completions:
+                        unfinished.discard(index)
+                        yield index, self._cut(completion, sampling)
+            finally:
+                if unfinished:
+                    await self._llm.abort([ids[index] for index in sorted(unfinished)])
+
+    async def _submit(
+        self,
+        ids: list[str],
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingPlan,
+        seeds: Sequence[int],
+    ) -> list["RequestOutputCollector"]:
+        if self._deterministic:
+            # the scheduler sees nothing until it has everything: no step depends on when a request came in;
+            # and no stop strings, which are found outside the engine core, after a delay
+            sampling = replace(sampling, stop=())
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+        try:
+            return [
+                await self._llm.add_request(name, token_prompt(prompt), sampling_params(sampling, seed))
+                for name, prompt, seed in zip(ids, prompts, seeds, strict=True)
+            ]
+        finally:
+            if self._deterministic:
+                await self._llm.resume_generation()
+
+    async def _gather(self, waiting: list["RequestOutputCollector"]) -> AsyncGenerator[tuple[int, Completion], None]:
+        finished: asyncio.Queue[tuple[int, Completion | Exception]] = asyncio.Queue()
+
+        async def follow(index: int) -> None:
+            try:
+                output = await waiting[index].get()
+                finished.put_nowait((index, completion_of(output, self.weights_version)))
+            except Exception as error:  # raised where the caller is waiting, not in a task nobody looks at
+                # vLLM gives every request one and the same exception, which would collect all their
+                # tracebacks
+                finished.put_nowait((index, error.with_traceback(None)))
+
+        tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]
+        try:
+            for _ in tasks:
+                index, result = await finished.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield index, result
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _cut(self, completion: Completion, sampling: SamplingPlan) -> Completion:
+        if not (self._deterministic and sampling.stop):
+            return completion
+        return cut_at_stop(completion, sampling.stop, self._llm.get_tokenizer())
+
+    async def update_weights(self, buckets: Iterable[Mapping[str, np.ndarray | torch.Tensor]], version: int) -> None:
+        """Replace all weights by `buckets` of Hugging Face names -> full tensors, as `version`.
+
+        Requests that are running finish on the old weights first; requests that wait run on the new ones.
+        Buckets are consumed one at a time, and together must hold every weight once. WeightUpdateError when
+        weights did not arrive; the engine is then unusable.
+        """
+        async with self._turn:
+            self._check_usable()
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+            try:
+                await self._transfer(buckets, version)
+            except BaseException as error:  # also when cancelled: half an update is nobody's weights
+                self._broken = f"update to weights version {version} failed: {error or type(error).__name__}"
+                if not isinstance(error, Exception):
+                    raise
+                raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
+            self.weights_version = version
+            await self._llm.resume_generation()
+
+    async def _transfer(self, buckets: Iterable[Mapping[str, np.ndarray | torch.Tensor]], version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.start_weight_update()
+        for bucket in buckets:
+            with shared_bucket(bucket, self._dtype) as description:
+                info = {**description, "version": version}
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._llm.finish_weight_update()  # checks, in the engine core, that they arrived
+        await self._llm.reset_prefix_cache()
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """f32 [T-1]: log-probs of tokens 1..T-1 at temperature 1; T must leave room for one more token."""
+        from vllm import SamplingParams
+
+        self._check_usable()
+        self._check_prompts([tokens], [0])
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        request_id = f"score-{next(self._request_ids)}"
+        async with AsyncExitStack() as stack:
+            if self._deterministic:
+                await stack.enter_async_context(self._turn)
+            async for output in self._llm.generate(token_prompt(tokens), params, request_id):
+                scores = output.prompt_logprobs
+        following = zip(tokens[1:], scores[1:], strict=True)
+        return np.array([entry[int(token)].logprob for token, entry in following], dtype=np.float32)
+
+    async def close(self) -> None:
+        """End the engine core and wait for it. Calling it twice is harmless."""
+        if self._llm is None:
+            return
+        self._broken = "it is closed"
+        self._llm.shutdown()
+        self._llm = None  # type: ignore[assignment]  # or it would be collected, with a complaint, at exit
+        gc.collect()
+
+    async def _warm_up(self) -> None:
+        # the first request ever pays for lazy imports and kernels (seconds): better here than inside a timed
+        # step
+        await self.generate([0], SamplingPlan(max_new_tokens=min(2, self._max_model_len - 1)), seed=0)
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"this engine cannot be used: {self._broken}")
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed a prompt")
+        for index, prompt in enumerate(prompts):
+            if not 0 < len(prompt) < self._max_model_len:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; expected 1 to {self._max_model_len - 1}, "
+                    f"so that the response fits into max_model_len {self._max_model_len}"
+                )

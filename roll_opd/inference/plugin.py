@@ -1,0 +1,44 @@
+"""Entry point `vllm.general_plugins`: what vLLM runs in each of its processes before it builds an engine.
+
+It makes the "shared_memory" weight transfer known by name (nothing is imported until an engine asks for it), and
+ties vLLM's child processes to their parent. In a vLLM process that has nothing to do with us it changes
+nothing else.
+"""
+
+import multiprocessing
+import os
+
+from roll_opd.inference.lifeline import ORPHAN_EXIT_CODE, die_with_parent
+
+PLUGIN_NAME = "roll_opd"
+BACKEND = "shared_memory"
+DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
+
+
+def register() -> None:
+    """Register the weight transfer; with `ROLL_OPD_DIE_WITH_PARENT=1` also watch the parent. Idempotent."""
+    _register_backend()
+    if os.environ.get(DIE_WITH_PARENT) == "1":
+        _follow_parent()
+
+
+def _register_backend() -> None:
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # a vLLM without weight transfer: nothing to register with, and not ours to break
+        return
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "roll_opd.inference.shared_memory", "SharedMemoryWeightTransferEngine"
+        )
+
+
+def _follow_parent() -> None:
+    # only vLLM's own children (engine core, workers): the front process may well outlive the shell that
+    # started it
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if not parent.is_alive():  # it died while this process was still importing
+        os._exit(ORPHAN_EXIT_CODE)
+    die_with_parent()

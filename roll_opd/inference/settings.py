@@ -1,0 +1,105 @@
+"""What vLLM is started with: the process environment it reads, and the engine arguments with a user's on top.
+
+vLLM reads part of its environment when it is first imported, so this module imports vLLM only inside
+functions.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from roll_opd.config.frozen import thaw
+from roll_opd.config.plan import ModelPlan
+from roll_opd.inference.plugin import BACKEND, DIE_WITH_PARENT, PLUGIN_NAME
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+ENVIRONMENT = {
+    DIE_WITH_PARENT: "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's own default takes most of the machine's memory
+    THREADS_BIND: "nobind",  # engines share cores with trainers and teachers
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+# engine arguments that the run plan decides, and the plan's word for them
+DECIDED_BY_PLAN = {
+    "model": "the role's model path",
+    "dtype": "the role's dtype",
+    "max_model_len": "prompt and response lengths",
+    "seed": "the run's seed",
+    "tensor_parallel_size": "the number of devices per engine",
+    "logprobs_mode": "log-probs are always those of the sampled distribution",
+    "weight_transfer_config": "weights always arrive through the weight-transfer plugin",
+}
+
+
+def prepare_environment() -> None:
+    """Set what vLLM needs and the user has not set, in this process and so in the engine's processes."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [allowed, PLUGIN_NAME]))
+
+
+def check_plugin_is_installed() -> None:
+    """RuntimeError unless vLLM's other processes will find our plugin."""
+    if PLUGIN_NAME not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+        raise RuntimeError(
+            "the vllm.general_plugins entry point of roll_opd is not installed, so vLLM's engine process "
+            "cannot receive weights; install the package (pip install -e . in the repository)"
+        )
+
+
+def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
+    """ValueError that names every argument vLLM does not have (with its nearest) or that the plan decides."""
+    problems = []
+    for name in engine_args:
+        if name in DECIDED_BY_PLAN:
+            problems.append(f"{name!r} cannot be set here: it follows from {DECIDED_BY_PLAN[name]}")
+        elif name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            problems.append(f"{name!r} is not an engine argument of the installed vLLM; nearest: {nearest[0]!r}")
+    if problems:
+        raise ValueError("engine_args: " + "; ".join(problems))
+
+
+def resolve_engine_args(
+    model: ModelPlan,
+    *,
+    max_model_len: int,
+    seed: int,
+    tensor_parallel_size: int,
+    on_cpu: bool,
+    engine_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """vLLM engine arguments: the plan's, our defaults, and the user's, which win over the defaults."""
+    defaults: dict[str, Any] = {"disable_log_stats": True}
+    if on_cpu:
+        defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
+        defaults["max_num_seqs"] = 256  # vLLM says 128 here; a step of a small model is mostly overhead
+        # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine
+        # dies
+        defaults["enable_chunked_prefill"] = False
+        if engine_args.get("enable_chunked_prefill"):
+            raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")
+        if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND) == "nobind":
+            # vLLM's default worker process exists to bind threads; without it a step is a quarter faster
+            defaults["distributed_executor_backend"] = UNIPROC
+    decided = {
+        "model": model.path,
+        "dtype": DTYPE_NAMES[model.dtype],
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "tensor_parallel_size": tensor_parallel_size,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": BACKEND},
+    }
+    return {**defaults, **thaw(dict(engine_args)), **decided}

@@ -1,0 +1,63 @@
+"""Names and shards between Hugging Face and Megatron: mbridge, fitted to this stack.
+
+mbridge knows how each architecture's weights map and split. What it does not know: that local norms carry other
+names than Transformer Engine's fused ones, and that two models in one process must not share a name table.
+"""
+
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from transformers import PretrainedConfig
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+# The norm before a linear layer: its name in the local spec -> its name fused into Transformer Engine's layer
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+class _LocalNames:
+    """Translates the local spec's norm names before mbridge looks them up."""
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        for local, fused in _FUSED_NORMS.items():
+            if name.endswith(local):
+                name = name.removesuffix(local) + fused
+        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+
+
+def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int, overrides: dict[str, Any]) -> Bridge:
+    """Return the bridge of `hf_config.model_type`; its `config` is Megatron's, with `overrides` applied.
+
+    Args:
+        padding: the vocabulary is padded to a multiple of it.
+
+    Raises:
+        ValueError: for an architecture, or a variant of one, whose numerics are not proven here.
+    """
+    _refuse_variants(hf_config)
+    base = _MODEL_REGISTRY[hf_config.model_type]
+    fitted = type(base.__name__, (_LocalNames, base), {"_DIRECT_MAPPING": dict(base._DIRECT_MAPPING)})
+    bridge = fitted(hf_config, dtype=dtype, make_vocab_size_divisible_by=padding)
+    bridge.set_extra_args(**overrides)
+    bridge.vocab_size = hf_config.vocab_size
+    bridge.padded_vocab_size = -(-hf_config.vocab_size // padding) * padding
+    return bridge
+
+
+def _refuse_variants(hf_config: PretrainedConfig) -> None:
+    kind = hf_config.model_type
+    if kind not in SUPPORTED_MODEL_TYPES:
+        raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    settings = hf_config.to_dict()
+    for key, needed in (
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+    ):
+        if settings.get(key, needed) != needed:
+            raise ValueError(f"{kind} with {key}={settings[key]!r} is not supported (expected {needed!r})")

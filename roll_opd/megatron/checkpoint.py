@@ -1,0 +1,127 @@
+"""Sharded training state: weights, optimizer, schedule and random state of every rank, loadable under another layout.
+
+These functions write into and read from a directory that the caller has made; whether it counts as a checkpoint is
+decided elsewhere, by one atomic rename after every rank has finished.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer import DistributedOptimizer
+
+from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.trainer import MegatronTrainer
+
+# Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Megatron's `torch_dist` format written by this process.
+
+    The stock strategy forks writer processes; forking a process that holds threads (Ray's, gloo's, OpenMP's) can
+    hang, and a killed run would leave the writers behind.
+    """
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        dcp.save(
+            mcore_to_pyt_state_dict(renamed, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save_state(trainer: MegatronTrainer, directory: Path) -> None:
+    """Write this rank's shards into `directory`, which exists and is empty. Collective.
+
+    Raises on every rank when one of them cannot write.
+    """
+    strategy = _InProcessSave("torch_dist", 1)
+    dist_checkpointing.save(_state(trainer, is_loading=False), str(directory), strategy)
+
+
+def load_state(trainer: MegatronTrainer, directory: Path) -> None:
+    """Put back what `save_state` wrote. Collective."""
+    _allocate_optimizer_state(trainer)
+    state = dist_checkpointing.load(_state(trainer, is_loading=True), str(directory))
+    for index, chunk in enumerate(trainer.chunks):
+        unwrapped(chunk).load_state_dict(state[_chunk_key(index)])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.scheduler.load_state_dict(state["scheduler"])
+    _restore_random_state(state["random"])
+
+
+def _state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]:
+    model = {
+        _chunk_key(index): unwrapped(chunk).sharded_state_dict(metadata=_METADATA)
+        for index, chunk in enumerate(trainer.chunks)
+    }
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
+    common = {"scheduler": trainer.scheduler.state_dict(), "random": _random_state()}
+    return {**model, "optimizer": optimizer, **common}
+
+
+def _allocate_optimizer_state(trainer: MegatronTrainer) -> None:
+    """Give Adam its (zero) moments: loading needs tensors to load into, and a fresh optimizer has none yet."""
+    for optimizer in trainer.optimizer.chained_optimizers:
+        inner = optimizer.optimizer
+        rates = [group["lr"] for group in inner.param_groups]
+        for group in inner.param_groups:
+            group["lr"] = 0.0  # moves no weight, not even by decay
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        inner.zero_grad()
+        for group, rate in zip(inner.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if isinstance(optimizer, DistributedOptimizer):
+            _let_step_pass(optimizer)
+
+
+def _let_step_pass(optimizer: DistributedOptimizer) -> None:
+    """Work around megatron-core 0.16.1 with torch's AdamW.
+
+    It restores `step` and then asks the checkpoint for it a second time; and it gives all parameters one and the
+    same `step` tensor, which AdamW would then advance once a parameter.
+    """
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def with_step(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = optimizer.model_param_group_index_map[model_param]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        original(model_param, tensors)
+
+    optimizer._set_main_param_and_optimizer_states = with_step
+
+
+def _chunk_key(index: int) -> str:
+    return f"model{index}"
+
+
+def _random_state() -> dict[str, Any]:
+    # Rank 0's: with no dropout nothing in training draws numbers, and sampling is seeded per request
+    state = [{"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}]
+    dist.broadcast_object_list(state, src=0)
+    return state[0]
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])

@@ -1,0 +1,103 @@
+"""Lets megatron-core run on a CPU with gloo.
+
+The library names CUDA in places where any device would do. `install_cpu_port` redirects those names in this
+process, for good. Only processes that run Megatron and nothing else may call it: a Hugging Face model that is
+built in a patched process gets corrupt buffers.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_CONSTRUCTORS = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "arange",
+    "rand",
+    "randn",
+    "empty_like",
+    "zeros_like",
+)
+
+
+class _NoStream:
+    """Stands where a CUDA stream or event is expected: work on a CPU is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *_: Any) -> "_NoStream":
+        return self
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `constructor` with a CUDA `device` read as CPU and `pin_memory`, which needs CUDA, dropped."""
+
+    @functools.wraps(constructor)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return constructor(*args, **kwargs)
+
+    return wrapped
+
+
+def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.type()` answers with the CUDA name: the optimizer sorts parameters by that string."""
+
+    def wrapped(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return wrapped
+
+
+def install_cpu_port() -> None:
+    """Redirect megatron-core's CUDA calls to the CPU in this process. A second call does nothing."""
+    if getattr(torch.cuda, "_roll_opd_cpu_port", False):
+        return
+    torch.cuda._roll_opd_cpu_port = True  # type: ignore[attr-defined]
+
+    for name in _CONSTRUCTORS:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.device_count = lambda: 1
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.Stream = cuda.Event = _NoStream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: _NoStream()
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor
+    cuda.BFloat16Tensor = torch.BFloat16Tensor
+
+    from megatron.core.tensor_parallel import random
+
+    # There is but one random state here, so its warning that the CPU's changed along with the GPU's says nothing
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

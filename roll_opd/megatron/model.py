@@ -1,0 +1,121 @@
+"""A Megatron model from a Hugging Face directory, whose forward pass returns token log-probs.
+
+Legend: N packed tokens, M scored tokens, E hidden size.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from roll_opd.config.frozen import thaw
+from roll_opd.config.plan import MegatronPlan
+from roll_opd.megatron.bridge import Bridge, bridge_for
+from roll_opd.megatron.layers import layer_spec
+from roll_opd.megatron.logprobs import vocab_parallel_logprobs
+from roll_opd.megatron.rope import inverse_frequencies
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TokenLogprobModel(GPTModel):
+    """A GPT model that ends in the log-probs of given tokens instead of logits."""
+
+    vocab_size_real: int
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        scored_M: Tensor,
+        packed_seq_params: PackedSeqParams,
+        temperature: float,
+    ) -> Tensor:
+        """Return f32 [M] on the last pipeline stage: log p(tokens[scored] | what stands before); else hidden states.
+
+        `scored_M` holds positions in the pack, none of them the first of its sequence.
+        """
+        hidden = super().forward(
+            tokens_N[None], positions_N[None], attention_mask=None, packed_seq_params=packed_seq_params
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        tied = self.share_embeddings_and_output_weights
+        return vocab_parallel_logprobs(
+            # The one place that shifts by one: the state at position i - 1 predicts token i.
+            hidden[:, 0].index_select(0, scored_M - 1),
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            tokens_N[scored_M],
+            temperature=temperature,
+            vocab_size=self.vocab_size_real,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        return hidden_states
+
+
+def build_model(plan: MegatronPlan, *, trainable: bool) -> tuple[list[torch.nn.Module], Bridge]:
+    """Build this rank's model chunks (one, or one a virtual pipeline stage) with the weights of `plan.model`.
+
+    Collective. `trainable` False freezes the weights and leaves out whatever only training needs.
+    """
+    hf_config = AutoConfig.from_pretrained(plan.model.path)
+    dtype = DTYPES[plan.model.dtype]
+    overrides = {
+        "sequence_parallel": plan.layout.sequence_parallel and plan.layout.tp > 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "calculate_per_token_loss": True,  # losses arrive already divided by the global count
+        "gradient_accumulation_fusion": False,
+        "fp16": dtype is torch.float16,
+        **thaw(plan.megatron_args),
+    }
+    bridge = bridge_for(hf_config, dtype, padding=plan.layout.tp, overrides=overrides)
+    chunks = [_build_chunk(bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]
+    bridge.load_weights(chunks, plan.model.path)
+    if dtype is not torch.float32:
+        chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        chunk.requires_grad_(trainable)
+    return chunks, bridge
+
+
+def _build_chunk(bridge: Bridge, hf_config: PretrainedConfig, stage: int) -> TokenLogprobModel:
+    virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
+    vp_stage = stage if virtual else None
+    model = TokenLogprobModel(
+        config=bridge.config,
+        transformer_layer_spec=layer_spec(bridge.config, vp_stage),
+        vocab_size=bridge.padded_vocab_size,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+    )
+    model.vocab_size_real = hf_config.vocab_size
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
+    return model
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside Megatron's wrappers."""
+    while isinstance(module, DistributedDataParallel | Float16Module):
+        module = module.module
+    return module

@@ -1,0 +1,64 @@
+"""Process groups and device of one Megatron rank; the only place that decides between CUDA and CPU.
+
+Reads what `torchrun` and our Ray workers both set: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+"""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from roll_opd.config.plan import Layout
+from roll_opd.megatron.cpu import install_cpu_port
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
+
+
+def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.device:
+    """Join the process group, build Megatron's groups for `layout`, and return this rank's device.
+
+    Raises:
+        ValueError: when WORLD_SIZE does not fit the layout.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != layout.world_size:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size} but tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} "
+            f"needs {layout.world_size} ranks: start that many, or change the layout"
+        )
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        install_cpu_port()
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def reports_logprobs() -> bool:
+    """Whether this rank speaks for its data-parallel group: last pipeline stage, first tensor rank."""
+    return (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def shutdown() -> None:
+    """Leave all groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Brings a plan's roles to life on the cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from transformers import AutoConfig
+
+from roll_opd.cluster.group import WorkerGroup
+from roll_opd.cluster.placement import Placement
+from roll_opd.config.plan import RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.workers.megatron import TeacherWorker, TrainWorker
+from roll_opd.workers.reward import RewardWorker
+from roll_opd.workers.roles import Judge, Sampler, Student, Teacher
+from roll_opd.workers.rollout import RolloutWorker
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Everyone who takes part in a run."""
+
+    student: Student
+    sampler: Sampler
+    teachers: tuple[Teacher, ...]
+    judges: tuple[Judge, ...]
+
+
+async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
+    """Start every role but the judges, all at once, and wait until all are ready."""
+    engine = {"seed": plan.seed, "deterministic": plan.deterministic}
+    student = WorkerGroup(TrainWorker, plan.student, placement, _environment(plan))
+    groups = [WorkerGroup(TeacherWorker, t.worker, placement, _environment(plan)) for t in plan.teachers]
+    sampler, *_ = await asyncio.gather(
+        start_sampler(plan, plan.rollout, placement),
+        student.setup(**engine),
+        *[group.setup(**engine) for group in groups],
+    )
+    teachers = [Teacher(t, g, _vocab_size(t)) for t, g in zip(plan.teachers, groups, strict=True)]
+    return Cast(Student(plan.student, student), sampler, tuple(teachers), judges)
+
+
+async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:
+    """Start the engines of `rollout`."""
+    actors = []
+    for engine in range(rollout.engines):
+        devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
+        # the engine core is a process of its own and must not outlive a killed run
+        env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
+        actors.append(RolloutWorker.options(**placement.options(devices, env)).remote())
+    await asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
+    return Sampler(actors)
+
+
+@asynccontextmanager
+async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Placement) -> AsyncIterator[Sampler]:
+    """A teacher on the student's inference devices, to see how well it answers itself."""
+    rollout = replace(plan.rollout, name=teacher.name, model=teacher.worker.model)
+    sampler = await start_sampler(plan, rollout, placement)
+    try:
+        yield sampler
+    finally:
+        await sampler.close()
+
+
+async def start_judges(plan: RunPlan) -> tuple[Judge, ...]:
+    """Start the reward workers; they need no device."""
+    judges = tuple(Judge(reward, _reward_workers(plan, reward)) for reward in plan.rewards)
+    await asyncio.gather(
+        *[worker.setup.remote(j.plan, plan.student.model.path) for j in judges for worker in j.workers]
+    )
+    return judges
+
+
+def _reward_workers(plan: RunPlan, reward: RewardPlan) -> list:
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
+    return [RewardWorker.options(**options).remote() for _ in range(reward.world_size)]
+
+
+def _environment(plan: RunPlan) -> dict[str, str]:
+    return {name: str(value) for name, value in plan.env.items()}
+
+
+def _vocab_size(teacher: TeacherPlan) -> int:
+    return int(AutoConfig.from_pretrained(teacher.worker.model.path).vocab_size)

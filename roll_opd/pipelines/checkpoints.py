@@ -1,0 +1,144 @@
+"""Checkpoints of a run: written aside, made valid by one rename, found again, and thinned out."""
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.plan import CheckpointPlan
+from roll_opd.tracking.run_directory import RunDirectory
+
+STATE_FILE = "run_state.json"
+_PARTIAL = ".partial_"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or found; the message says what is left and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+    source_state: dict[str, Any]  # of the prompt source
+
+    @property
+    def run(self) -> Path:
+        """The run directory it belongs to."""
+        return self.path.parent.parent
+
+    @classmethod
+    def read(cls, path: Path) -> "Checkpoint":
+        """Open the checkpoint at `path`. CheckpointError where there is none."""
+        try:
+            state = json.loads((path / STATE_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a checkpoint ({error}); give a run directory or its checkpoints/step_N"
+            ) from error
+        return cls(path.resolve(), state["step"], state["source"])
+
+
+class Checkpoints:
+    """The checkpoints directory of one run."""
+
+    def __init__(self, run: RunDirectory, plan: CheckpointPlan, last_step: int) -> None:
+        self._run, self._plan, self._last_step = run, plan, last_step
+        for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
+            shutil.rmtree(leftover)
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step`."""
+        every = self._plan.save_steps
+        return step == self._last_step or (every > 0 and step % every == 0)
+
+    async def write(
+        self, step: int, save: Callable[[Path], Awaitable[None]], source_state: dict[str, Any]
+    ) -> None:
+        """Write everything aside; `commit` makes it count. CheckpointError when the disk refuses."""
+        partial = self._partial(step)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "state").mkdir(parents=True)
+            await save(partial)
+            (partial / STATE_FILE).write_text(json.dumps({"step": step, "source": source_state}))
+            _flush(partial)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(self._write_failed(step, error)) from error
+
+    def commit(self, step: int) -> None:
+        """Make the checkpoint of `step` valid, then remove those beyond `max_ckpt_to_keep`."""
+        target = self._run.checkpoint(step)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(self._partial(step), target)
+        _flush_directory(self._run.checkpoints)
+        if self._plan.max_ckpt_to_keep:
+            for old in complete(self._run.path)[self._plan.max_ckpt_to_keep :]:
+                shutil.rmtree(old)
+
+    def _partial(self, step: int) -> Path:
+        return self._run.checkpoints / f"{_PARTIAL}step_{step}"
+
+    def _write_failed(self, step: int, error: Exception) -> str:
+        free = shutil.disk_usage(self._run.path).free
+        left = complete(self._run.path)
+        resume = f"the last good checkpoint is {left[0]}" if left else "there is no earlier checkpoint"
+        return (
+            f"the checkpoint of step {step} could not be written below {self._run.checkpoints} "
+            f"({free / 2**20:.0f} MiB free): {_first_line(error)}\n{resume}. Free space, lower max_ckpt_to_keep or "
+            "change output_dir, then continue with resume_from_checkpoint=true"
+        )
+
+
+def complete(run: Path) -> list[Path]:
+    """The complete checkpoints of a run directory, newest first."""
+    found = [path for path in (run / "checkpoints").glob("step_*") if (path / STATE_FILE).exists()]
+    return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))
+
+
+def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
+    """Return the checkpoint to resume from, or None to start afresh.
+
+    `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names a run or one
+    of its checkpoints. CheckpointError where a named one does not exist.
+    """
+    if plan.resume is False:
+        return None
+    if plan.resume is True:
+        candidates = [path for run in RunDirectory.runs(output_dir, exp_name) for path in complete(run)[:1]]
+        return Checkpoint.read(candidates[0]) if candidates else None
+    path = Path(plan.resume)
+    newest = complete(path)[:1]
+    return Checkpoint.read(newest[0] if newest else path)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong at the bottom of a chain of exceptions, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    system = [line for line in lines if "Errno" in line or "No space" in line]
+    return (system or lines or [type(error).__name__])[-1]
+
+
+def _flush(directory: Path) -> None:
+    """Have everything below `directory` on the disk: a rename must not become visible before its contents."""
+    for root, _, files in os.walk(directory):
+        for name in files:
+            with open(Path(root) / name, "rb") as file:
+                os.fsync(file.fileno())
+        _flush_directory(Path(root))
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""From a command line to a run: plan, check, start, and end with an exit code that says what happened.
+
+0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from roll_opd.config.build import load_plan
+from roll_opd.config.errors import ConfigError
+from roll_opd.config.plan import DataPlan, RunPlan
+from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
+
+DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(description: str, *, pure: bool, arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for and return the exit code."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config_path", required=True, metavar="DIR", help="directory, from here or from examples/")
+    parser.add_argument("--config_name", required=True, metavar="NAME", help="YAML file in it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides: key=value, +key=value, ~key")
+    parsed = parser.parse_args(arguments)
+    try:
+        plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure)
+        return _launch(plan)
+    except (ConfigError, CheckpointError) as error:
+        return _refused(error)
+    except KeyboardInterrupt:
+        print("roll-opd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _launch(plan: RunPlan) -> int:
+    from roll_opd.data.rows import DataError
+
+    os.environ |= {name: str(value) for name, value in plan.env.items()}
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    try:
+        resume = find(plan.checkpoint, plan.output_dir, plan.exp_name)
+        return _run(plan, resume)
+    except DataError as error:
+        return _refused(error)
+
+
+def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
+    from roll_opd.data.source import PromptSource
+    from roll_opd.data.templates import load_tokenizer
+
+    tokenizer = load_tokenizer(plan.student.model.path)
+    source = PromptSource(_prompts(plan.data, tokenizer), plan.seed)
+    held_out = _prompts(plan.validation.data, tokenizer) if plan.validation else []
+    if resume:
+        source.load_state_dict(resume.source_state)
+
+    from roll_opd.cluster.runtime import ray_cluster
+    from roll_opd.pipelines.record import Record
+    from roll_opd.pipelines.rlvr import run_rlvr
+    from roll_opd.tracking.run_directory import RunDirectory
+    from roll_opd.tracking.trackers import Trackers
+
+    run = _directory(plan, resume, RunDirectory)
+    checkpoints = Checkpoints(run, plan.checkpoint, plan.max_steps)
+    trackers = Trackers.open(plan.trackers, run, resume.step if resume else None, plan.tracker_dirs)
+    record = Record(plan, run, trackers, tokenizer)
+    record.note(f"Run directory: {run.path}" + (f", resumed after step {resume.step}" if resume else ""))
+    try:
+        with ray_cluster(plan.devices_per_node):
+            asyncio.run(run_rlvr(plan, source, held_out, record, checkpoints, resume))
+    except (KeyboardInterrupt, CheckpointError):
+        raise
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    record.finish()
+    return DONE
+
+
+def _prompts(data: DataPlan, tokenizer) -> list:
+    from roll_opd.data.rows import load_rows
+    from roll_opd.data.source import build_prompts
+
+    rows, row_report = load_rows(data)
+    prompts, prompt_report = build_prompts(rows, tokenizer, data)
+    print(row_report.summary())
+    print(prompt_report.summary())
+    return prompts
+
+
+def _directory(plan: RunPlan, resume: Checkpoint | None, directories):
+    """A resumed run goes on in its own directory if that belongs to this experiment; else a new one is made."""
+    experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
+    if resume and str(resume.run.parent) == experiment:
+        run = directories.resume(resume.run, resume.step)
+    else:
+        run = directories.create(plan.output_dir, plan.exp_name)
+    run.checkpoints.mkdir(exist_ok=True)
+    run.write_config(plan.config_yaml)
+    return run
+
+
+def _refused(error: Exception) -> int:
+    print(f"roll-opd: {error}", file=sys.stderr)
+    return USER_ERROR

@@ -1,0 +1,97 @@
+"""What a run tells: console, trackers, and the JSON lines of its directory."""
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.experience import Experience
+from roll_opd.data.source import Prompt
+from roll_opd.tracking.clock import PhaseClock, time_metrics
+from roll_opd.tracking.console import Console
+from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, RunDirectory
+from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
+from roll_opd.tracking.trackers import Trackers
+
+
+class Record:
+    """Takes what happens in a step to everyone who wants to know. Its `clock` times the steps."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        run: RunDirectory,
+        trackers: Trackers,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.clock = PhaseClock()
+        self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
+        self._console = Console(plan.max_steps)
+        self._teachers: dict[str, float] = {}
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.note(text)
+
+    def teacher_accuracy(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Remember how well a teacher answers; with several, the best one counts as the teacher's accuracy."""
+        if ACCURACY in metrics:
+            self._teachers[name] = metrics[ACCURACY]
+            self.note(f"Teacher {name}: validation accuracy {metrics[ACCURACY]:.3f}")
+
+    def start(self, metrics: Mapping[str, float]) -> None:
+        """Log the state before the first step, as step 0."""
+        lap = self.clock.lap()  # start-up belongs to no step
+        row = {**metrics, **{f"val_correct/teacher/{name}": value for name, value in self._teachers.items()}}
+        if self._teachers:
+            row[TEACHER_ACCURACY] = max(self._teachers.values())
+        if ACCURACY in metrics:
+            self.note(f"Student before training: validation accuracy {metrics[ACCURACY]:.3f}")
+        row["time/startup"] = lap["step"]
+        self._trackers.log(0, row)
+
+    def step(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        experiences: Sequence[Experience],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Log a finished step."""
+        row = {**metrics, **time_metrics(self.clock.lap())}
+        self._run.append_jsonl(PROMPTS, [{"step": step, "ids": [prompt.id for prompt in prompts]}])
+        shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
+        self._run.append_jsonl(
+            SAMPLES, [self._sample(step, e) for e in shown[: self._plan.samples_per_step]]
+        )
+        self._trackers.log(step, row)
+        if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
+            self._console.step(step, row)
+
+    def finish(self) -> None:
+        """Write `summary.json` and print the before/after table."""
+        self._trackers.close()
+        self._console.finish(write_summary(self._run, seed=self._plan.seed))
+        self.note(f"Run directory: {self._run.path}")
+
+    def _sample(self, step: int, experience: Experience) -> dict:
+        prompt = experience.tokens[: experience.prompt_length]
+        return {
+            "step": step,
+            "id": experience.id,
+            "tag": experience.tag,
+            "prompt": self._tokenizer.decode(prompt),
+            "response": self._tokenizer.decode(experience.response_tokens),
+            "ground_truth": experience.ground_truth,
+            "reward": experience.reward,
+            "finish_reason": experience.finish_reason,
+            "weights_version": experience.weights_version,
+            "tokens": experience.tokens,
+            "prompt_length": experience.prompt_length,
+            "action_mask": experience.action_mask,
+            "rollout_logprobs": experience.rollout_logprobs,
+            "student_logprobs": experience.old_logprobs,
+            "teacher_logprobs": experience.teacher_logprobs,
+        }
+
+

@@ -1,0 +1,91 @@
+"""The on-policy loop: the student writes, the teachers score every token, the student learns, and writes again."""
+
+from roll_opd.cluster.placement import Placement
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.source import Prompt, PromptSource
+from roll_opd.pipelines.cast import Cast, assemble, start_judges, teacher_as_sampler
+from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
+from roll_opd.pipelines.record import Record
+from roll_opd.rollout.scheduler import roll_out
+from roll_opd.rollout.validation import validate
+from roll_opd.tracking.metrics import opd_metrics
+
+
+async def run_rlvr(
+    plan: RunPlan,
+    source: PromptSource,
+    held_out: list[Prompt],
+    record: Record,
+    checkpoints: Checkpoints,
+    resume: Checkpoint | None,
+) -> None:
+    """Train from the first step, or from the one after `resume`, to `plan.max_steps`."""
+    placement = Placement(plan.num_nodes, plan.devices_per_node)
+    clock, temperature = record.clock, plan.rollout.sampling.temperature
+    judges = await start_judges(plan)
+    done = resume.step if resume else 0
+
+    if not resume and held_out and plan.validation.measure_teacher:
+        record.note("Measuring the teacher on the validation prompts ...")
+        for teacher in plan.teachers:
+            async with teacher_as_sampler(plan, teacher, placement) as sampler:
+                record.teacher_accuracy(teacher.name, await _validate(plan, held_out, sampler, judges, clock))
+
+    record.note("Starting student, teacher and inference engines ...")
+    cast = await assemble(plan, placement, judges)
+    if resume:
+        await cast.student.load(resume.path)
+        source.load_state_dict(resume.source_state)
+    await _send_weights(cast, version=done)
+    if not resume:
+        record.start(await _validate(plan, held_out, cast.sampler, judges, clock) if held_out else {})
+
+    for step in range(done + 1, plan.max_steps + 1):
+        drawn, prompts = source.position, source.take(plan.rollout_batch_size)
+        experiences = await roll_out(
+            prompts,
+            cast.sampler,
+            plan.rollout.sampling,
+            cast.teachers,
+            cast.judges,
+            first_draw=drawn,
+            seed=plan.seed,
+            chunk_prompts=plan.chunk_prompts,
+            clock=clock,
+        )
+        if plan.objective.recompute_old_logprobs:
+            with clock.phase("old_logprobs"):
+                experiences = await cast.student.logprobs(experiences, temperature)
+        with clock.phase("train"):
+            experiences, metrics = await cast.student.learn(
+                experiences, plan.teachers, plan.objective, temperature
+            )
+        with clock.phase("weight_sync"):
+            await _send_weights(cast, version=step)
+
+        metrics |= opd_metrics(experiences)
+        if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
+            metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)
+        if checkpoints.due(step):
+            with clock.phase("checkpoint"):
+                await checkpoints.write(step, cast.student.save, source.state_dict())
+        record.step(step, prompts, experiences, metrics)
+        if checkpoints.due(step):
+            checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
+    await cast.sampler.close()
+
+
+async def _send_weights(cast: Cast, version: int) -> None:
+    await cast.sampler.update_weights(await cast.student.weights(), version)
+
+
+async def _validate(plan: RunPlan, prompts: list[Prompt], sampler, judges, clock) -> dict[str, float]:
+    return await validate(
+        prompts,
+        sampler,
+        plan.validation.sampling,
+        judges,
+        seed=plan.seed,
+        chunk_prompts=plan.chunk_prompts,
+        clock=clock,
+    )

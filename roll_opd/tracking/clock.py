@@ -1,0 +1,66 @@
+"""Where the seconds of a step go, as the driver sees it.
+
+Phases are wall time of the driver and exclusive, so that they and "other" sum to the step. One rule settles
+overlaps: at every moment the time belongs to the open phase that was opened first. A teacher that scores
+while samples are still being generated therefore costs only what it takes beyond the generation, and
+generation inside a validation is validation.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PHASES = ("generate", "teacher", "old_logprobs", "reward", "train", "weight_sync", "validate", "checkpoint")
+
+
+class PhaseClock:
+    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and be opened from several
+    threads.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._open: list[tuple[object, str]] = []  # oldest first; the object tells two of a name apart
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._lap_began = self._settled = now()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside the `with` block under `name`, one of `PHASES` (else `ValueError`)."""
+        if name not in self._seconds:
+            raise ValueError(f"unknown phase {name!r}; known are {', '.join(PHASES)}")
+        entry = (object(), name)
+        with self._lock:
+            self._settle()
+            self._open.append(entry)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._settle()
+                self._open.remove(entry)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by phase since the last lap, with `other` (the rest) and `step` (the whole); starts a new
+        lap.
+        """
+        with self._lock:
+            self._settle()
+            step = self._settled - self._lap_began
+            seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+            self._lap_began = self._settled
+        return {**seconds, "other": max(0.0, step - sum(seconds.values())), "step": step}
+
+    def _settle(self) -> None:
+        """Give the time since the last change to its owner."""
+        now = self._now()
+        if self._open:
+            self._seconds[self._open[0][1]] += now - self._settled
+        self._settled = now
+
+
+def time_metrics(lap: dict[str, float]) -> dict[str, float]:
+    """A lap as metrics: `time/<phase>` and `time/step`, in seconds."""
+    return {f"time/{name}": seconds for name, seconds in lap.items()}

@@ -1,0 +1,189 @@
+"""Named numbers of a step: a collector that knows how each is reduced, and the metrics of on-policy
+distillation.
+
+Names are ROLL's where it has one. Token statistics are over action tokens only, and a sample that no teacher
+scored is in no statistic that speaks of a teacher. Legend: K action tokens of the samples at hand.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_opd.data.experience import Experience
+
+REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
+    "mean": lambda values: float(values.mean()),
+    "sum": lambda values: float(values.sum()),
+    "max": lambda values: float(values.max()),
+    "min": lambda values: float(values.min()),
+    "last": lambda values: float(values[-1]),
+    "p50": lambda values: float(np.percentile(values, 50)),
+    "p95": lambda values: float(np.percentile(values, 95)),
+}
+
+LOG_RATIO_LIMIT = 10.0  # one token a teacher finds impossible must not be the whole mean of `opd/prob_ratio`
+
+
+class Metrics:
+    """Collects values under names and reduces each name its own way."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[np.ndarray]] = {}
+        self._reductions: dict[str, str] = {}
+
+    def add(self, name: str, values: float | Sequence[float] | np.ndarray, reduction: str = "mean") -> None:
+        """Add one value or many. A suffix such as `@sum` on the name is the reduction, and is not part of the
+        name.
+
+        Raises `ValueError` for an unknown reduction, and for a name that already has another one.
+        """
+        name, _, suffix = name.partition("@")
+        reduction = suffix or reduction
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"metric {name}: {reduction!r} is not one of {', '.join(REDUCTIONS)}")
+        known = self._reductions.setdefault(name, reduction)
+        if known != reduction:
+            raise ValueError(f"metric {name} is reduced by {known!r} and cannot be by {reduction!r} too")
+        self._values.setdefault(name, []).append(np.atleast_1d(np.asarray(values, dtype=np.float64)).ravel())
+
+    def update(self, metrics: dict[str, float]) -> None:
+        """Add every item of a dict; a suffix of a name is its reduction."""
+        for name, value in metrics.items():
+            self.add(name, value)
+
+    def reduce(self) -> dict[str, float]:
+        """One number a name, in the order the names first came; names without a value are left out."""
+        joined = {name: np.concatenate(parts) for name, parts in self._values.items()}
+        return {
+            name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size
+        }
+
+
+def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Iterable[str]) -> dict[str, float]:
+    """`{prefix/kind: reduction of values}` for each kind; empty where there are no values."""
+    array = np.asarray(values, dtype=np.float64)
+    return {f"{prefix}/{kind}": REDUCTIONS[kind](array) for kind in kinds} if array.size else {}
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What one teacher says of one sample; arrays are f64 [K]."""
+
+    teacher: str
+    tag: str
+    student_logprobs: np.ndarray
+    teacher_logprobs: np.ndarray
+
+    @property
+    def reverse_kl(self) -> np.ndarray:
+        return self.student_logprobs - self.teacher_logprobs
+
+
+def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """The metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
+
+    The student's log-probs are `old_logprobs`, or `rollout_logprobs` where those were not recomputed. With
+    several teachers every (sample, teacher) pair counts once. Keys whose denominator would be zero are left
+    out. Raises `ValueError` where an array of log-probs is not as long as the response.
+    """
+    pairs = [pair for experience in experiences for pair in _scored(experience)]
+    metrics = _distillation(pairs)
+    metrics.update(_groups("opd/teacher", pairs, lambda pair: pair.teacher))
+    metrics.update(_groups("opd/tag", pairs, lambda pair: pair.tag))
+    metrics.update(_rewards(experiences))
+    metrics.update(_lengths(experiences))
+    metrics.update(_mismatch(experiences))
+    return metrics
+
+
+def _scored(experience: Experience) -> Iterable[_Scored]:
+    student = experience.old_logprobs if experience.old_logprobs is not None else experience.rollout_logprobs
+    for teacher, logprobs in experience.teacher_logprobs.items():
+        yield _Scored(
+            teacher,
+            experience.tag,
+            _of_actions(experience, student, "student"),
+            _of_actions(experience, logprobs, f"teacher {teacher!r}"),
+        )
+
+
+def _of_actions(experience: Experience, logprobs: np.ndarray, whose: str) -> np.ndarray:
+    """f64 [K] of f32 [T-P]."""
+    if (
+        len(logprobs) != experience.response_length
+        or len(experience.action_mask) != experience.response_length
+    ):
+        raise ValueError(
+            f"sample {experience.id}: {len(logprobs)} log-probs of the {whose} and "
+            f"{len(experience.action_mask)} mask entries for {experience.response_length} response tokens"
+        )
+    return np.asarray(logprobs, dtype=np.float64)[experience.action_mask]
+
+
+def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
+    if not pairs:
+        return {}
+    student = np.concatenate([pair.student_logprobs for pair in pairs])
+    teacher = np.concatenate([pair.teacher_logprobs for pair in pairs])
+    if not student.size:
+        return {}
+    reverse_kl = student - teacher
+    ratio = np.exp(np.clip(reverse_kl, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return {
+        **statistics("opd/reverse_kl", reverse_kl, ("mean", "p50", "p95", "max")),
+        "critic/kl": float(reverse_kl.mean()),
+        "opd/student_logprob": float(student.mean()),
+        "opd/teacher_logprob": float(teacher.mean()),
+        "opd/abs_gap": float(np.abs(reverse_kl).mean()),
+        "opd/student_perplexity": float(np.exp(-student.mean())),
+        "opd/teacher_perplexity": float(np.exp(-teacher.mean())),
+        "opd/prob_ratio": float(ratio.mean()),
+    }
+
+
+def _groups(prefix: str, pairs: Sequence[_Scored], key: Callable[[_Scored], str]) -> dict[str, float]:
+    groups: dict[str, list[np.ndarray]] = {}
+    for pair in pairs:
+        groups.setdefault(key(pair), []).append(pair.reverse_kl)
+    metrics: dict[str, float] = {}
+    for name, parts in groups.items():
+        metrics.update(statistics(f"{prefix}/{name}/reverse_kl", np.concatenate(parts), ("mean",)))
+    return metrics
+
+
+def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
+    rewards = [experience.reward for experience in experiences if experience.reward is not None]
+    kinds = ("mean", "max", "min")
+    return {**statistics("critic/score", rewards, kinds), **statistics("critic/rewards", rewards, kinds)}
+
+
+def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
+    if not experiences:
+        return {}
+    kinds = ("mean", "max", "min")
+    responses = [experience.response_length for experience in experiences]
+    return {
+        **statistics("opd/response_length", responses, kinds),
+        **statistics("tokens/response_length", responses, kinds),
+        **statistics("tokens/prompt_length", [item.prompt_length for item in experiences], kinds),
+        "rollout/generated_tokens": float(sum(int(item.action_mask.sum()) for item in experiences)),
+        "rollout/finish_length_rate": float(
+            np.mean([item.finish_reason == "length" for item in experiences])
+        ),
+    }
+
+
+def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
+    """How far the inference engine's log-probs are from the training engine's, for the same weights and
+    tokens.
+    """
+    gaps = [
+        np.abs(
+            _of_actions(item, item.rollout_logprobs, "rollout")
+            - _of_actions(item, item.old_logprobs, "student")
+        )
+        for item in experiences
+        if item.old_logprobs is not None
+    ]
+    return statistics("rollout/train_logprob_gap", np.concatenate(gaps) if gaps else [], ("mean", "max"))

@@ -1,0 +1,167 @@
+"""The directory a run leaves behind: where each thing is, and JSON lines that survive a kill.
+
+`<output_dir>/<exp_name>/<run id>/` holds the run, `<output_dir>/<exp_name>/latest` links to the newest.
+Appended files may end in half a line when a run is killed; resuming cuts them back to the step it resumes
+from.
+"""
+
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+PROMPTS = "prompts.jsonl"
+STEP_FILES = (METRICS, SAMPLES, PROMPTS)  # JSON lines whose rows carry a `step`
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's directory; make it with `create` or `resume`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
+        """Make `<output_dir>/<exp_name>/<run id>` with a new id, and point `latest` at it.
+
+        Raises `OSError` where it cannot be written, and `FileExistsError` where `latest` is not a link.
+        """
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        run = cls(Path(output_dir) / exp_name / run_id)
+        run.path.mkdir(parents=True)
+        run._link_latest()
+        return run
+
+    @classmethod
+    def resume(cls, path: str | Path, step: int) -> "RunDirectory":
+        """Reopen a run and cut its `STEP_FILES` back to rows of `step` and earlier; `latest` points at it
+        again.
+
+        Raises `FileNotFoundError` where there is no such directory.
+        """
+        run = cls(Path(path).resolve())
+        if not run.path.is_dir():
+            raise FileNotFoundError(f"there is no run at {path} to resume")
+        for name in STEP_FILES:
+            truncate_jsonl(run.path / name, step)
+        run._link_latest()
+        return run
+
+    @staticmethod
+    def runs(output_dir: str | Path, exp_name: str) -> list[Path]:
+        """The run directories of an experiment, newest first; empty where there are none."""
+        parent = Path(output_dir) / exp_name
+        if not parent.is_dir():
+            return []
+        found = [entry for entry in parent.iterdir() if entry.is_dir() and not entry.is_symlink()]
+        return sorted(found, key=lambda entry: entry.name, reverse=True)
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of `step` is or will be; nothing is made."""
+        return self.checkpoints / f"step_{step}"
+
+    def write_config(self, yaml: str) -> None:
+        """Write the resolved configuration, whole or not at all."""
+        write_atomic(self.config_file, yaml)
+
+    def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append `rows` to the file `name`, one JSON object a line, as `to_json` writes them."""
+        text = "".join(f"{to_json(row)}\n" for row in rows)
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _link_latest(self) -> None:
+        latest = self.path.parent / "latest"
+        if latest.exists() and not latest.is_symlink():
+            raise FileExistsError(f"{latest} should be a link to the newest run and is none: move it away")
+        fresh = self.path.parent / f".latest-{secrets.token_hex(3)}"
+        fresh.symlink_to(self.path.name, target_is_directory=True)
+        os.replace(fresh, latest)
+
+
+def to_json(value: Any) -> str:
+    """One line of strict JSON: numpy values become plain ones, NaN and infinity null."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file in order; lines that are not whole are left out, a missing file is
+    empty.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut off by a kill
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def truncate_jsonl(path: Path, step: int) -> None:
+    """Keep the rows whose `step` is at most `step` (and those that have none); the file is replaced whole."""
+    if path.exists():
+        kept = [row for row in read_jsonl(path) if row.get("step", step) <= step]
+        write_atomic(path, "".join(f"{to_json(row)}\n" for row in kept))
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write `text` so that a reader, or a run after a kill, finds the old file or the new one and nothing
+    between.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

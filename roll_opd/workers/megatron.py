@@ -1,0 +1,89 @@
+"""Ray actors around the Megatron engines: one rank each. Import Megatron only inside, where the process is theirs."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.config.plan import MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.data.experience import Experience
+from roll_opd.workers.samples import train_samples
+
+
+class _Rank:
+    """What every rank of a Megatron role has."""
+
+    _engine: Any
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a free port: where rank 0's process group will listen."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def setup(
+        self, *, master_addr: str, master_port: int, plan: MegatronPlan, seed: int, deterministic: bool
+    ) -> None:
+        """Join the process group and load the model."""
+        os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
+        self._engine = self._build(plan, seed, deterministic)
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.engine import MegatronEngine
+
+        return MegatronEngine(plan, seed=seed, deterministic=deterministic)
+
+    def logprobs(self, experiences: Sequence[Experience], temperature: float) -> dict[int, np.ndarray] | None:
+        """Log-probs of every response token; see `MegatronEngine.logprobs`."""
+        return self._engine.logprobs([(e.tokens, e.prompt_length) for e in experiences], temperature)
+
+
+@ray.remote
+class TeacherWorker(_Rank):
+    """A rank of a teacher."""
+
+
+@ray.remote
+class TrainWorker(_Rank):
+    """A rank of the student that learns."""
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.trainer import MegatronTrainer
+
+        assert isinstance(plan, TrainPlan)
+        return MegatronTrainer(plan, seed=seed, deterministic=deterministic)
+
+    def update(
+        self,
+        experiences: Sequence[Experience],
+        teachers: Sequence[TeacherPlan],
+        objective: ObjectivePlan,
+        temperature: float,
+    ) -> Any:
+        """One optimizer update from one mini-batch; see `MegatronTrainer.update`."""
+        return self._engine.update(train_samples(experiences, teachers), objective, temperature)
+
+    def weights(self) -> list[ray.ObjectRef] | None:
+        """All weights under Hugging Face names, as references to `WeightBucket`s, from rank 0; None elsewhere."""
+        from roll_opd.megatron.export import weight_buckets
+
+        references = [ray.put(bucket) for bucket in weight_buckets(self._engine)]
+        return references or None
+
+    def save(self, directory: Path) -> None:
+        """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
+        from roll_opd.megatron.checkpoint import save_state
+        from roll_opd.megatron.export import save_hf
+
+        save_state(self._engine, directory / "state")
+        save_hf(self._engine, directory / "hf")
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        from roll_opd.megatron.checkpoint import load_state
+
+        load_state(self._engine, directory / "state")

@@ -1,0 +1,36 @@
+"""Ray actor that scores answers with one domain's reward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from roll_opd.config.plan import RewardPlan
+from roll_opd.data.experience import Experience
+
+
+@ray.remote
+class RewardWorker:
+    """One process of a reward domain."""
+
+    _reward: Any
+    _tokenizer: Any
+
+    def setup(self, plan: RewardPlan, model_path: str) -> None:
+        """Find the reward, and load the tokenizer that turns responses into text."""
+        from roll_opd.data.templates import load_tokenizer
+        from roll_opd.rewards.registry import resolve
+
+        self._reward = resolve(plan.worker, dict(plan.args))
+        self._tokenizer = load_tokenizer(model_path)
+
+    def score(self, experiences: Sequence[Experience]) -> list[float]:
+        """One reward an experience, in order."""
+        from roll_opd.rewards.interface import RewardSample, score_samples
+
+        texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)
+        samples = [
+            RewardSample(e.id, text, e.ground_truth, e.tag, experience=e)
+            for e, text in zip(experiences, texts, strict=True)
+        ]
+        return score_samples(self._reward, samples)

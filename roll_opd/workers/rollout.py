@@ -1,0 +1,69 @@
+"""Ray actor around one vLLM engine."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.config.plan import RolloutPlan, SamplingPlan
+from roll_opd.inference.completion import Completion
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. Requests with one `chunk` number are handed back together."""
+
+    chunk: int
+    prompt_tokens: np.ndarray  # int64 [P]
+    seed: int
+
+
+@ray.remote
+class RolloutWorker:
+    """One inference engine with the student's weights."""
+
+    _engine: Any
+
+    async def setup(self, plan: RolloutPlan, seed: int, deterministic: bool) -> None:
+        """Start the engine."""
+        from roll_opd.inference.engine import InferenceEngine
+
+        self._engine = await InferenceEngine.start(
+            plan.model,
+            max_model_len=plan.max_model_len,
+            seed=seed,
+            tensor_parallel_size=plan.tp,
+            engine_args=plan.engine_args,
+            deterministic=deterministic,
+        )
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: SamplingPlan
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        """Run all requests in one continuous batch; yield (chunk, its completions in order) as chunks complete."""
+        members: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            members.setdefault(request.chunk, []).append(index)
+        done: dict[int, Completion] = {}
+        missing = {chunk: len(indices) for chunk, indices in members.items()}
+        batch = self._engine.generate_batch(
+            [request.prompt_tokens.tolist() for request in requests],
+            sampling,
+            [request.seed for request in requests],
+        )
+        async for index, completion in batch:
+            done[index] = completion
+            chunk = requests[index].chunk
+            missing[chunk] -= 1
+            if not missing[chunk]:
+                yield chunk, [done.pop(member) for member in members[chunk]]
+
+    async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
+        """Load new weights and check that they arrived; `buckets` refer to `WeightBucket`s."""
+        await self._engine.update_weights([(await bucket).tensors() for bucket in buckets], version)
+
+    async def close(self) -> None:
+        """End the engine."""
+        await self._engine.close()

@@ -1,0 +1,41 @@
+"""From experiences to what a train step reads."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_opd.config.plan import TeacherPlan
+from roll_opd.data.experience import Experience
+
+if TYPE_CHECKING:
+    from roll_opd.megatron.trainer import TrainSample
+
+
+def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list["TrainSample"]:
+    """Return one `TrainSample` an experience, its teachers merged into two numbers a token (see algorithms.opd)."""
+    from roll_opd.megatron.trainer import TrainSample
+
+    coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
+    samples = []
+    for experience in experiences:
+        mask = experience.action_mask
+        scored = experience.teacher_logprobs
+        total = np.float32(sum(coefficients[name] for name in scored))
+        weighted = sum(
+            (np.float32(coefficients[name]) * logprobs for name, logprobs in scored.items()),
+            np.zeros(len(mask), np.float32),
+        )
+        samples.append(
+            TrainSample(
+                tokens=experience.tokens,
+                prompt_length=experience.prompt_length,
+                action_mask=mask,
+                advantages=np.zeros(len(mask), np.float32),
+                opd_coefficients=total * mask.astype(np.float32),
+                # where, not a product: what lies under the mask may be infinite
+                opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
+                old_logprobs=experience.old_logprobs,
+            )
+        )
+    return samples

@@ -1,0 +1,140 @@
+"""`roll-opd plan`: its text and JSON, the memory estimate, and the shipped examples."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_assets import write_config, write_model
+
+from roll_opd.cli import main
+from roll_opd.config.build import load_plan
+from roll_opd.config.describe import readable_bytes, to_json, to_text
+from roll_opd.config.load import REPOSITORY
+from roll_opd.config.memory import parameters_per_rank
+from roll_opd.config.models import read_model
+from roll_opd.config.plan import Layout
+from roll_opd.config.ranges import short_devices
+
+DEMO_MODELS = REPOSITORY / "examples" / "demo" / "models"
+DEMO_FILES = [DEMO_MODELS / name / "model.safetensors" for name in ("student", "teacher")]
+needs_demo_models = pytest.mark.skipif(
+    not all(file.is_file() for file in DEMO_FILES),
+    reason="the demo's models have not been made (examples/demo)",
+)
+
+
+def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan",
+        "--config_path",
+        write_config(root, values),
+        "--config_name",
+        "run",
+        "--json",
+        "seed=3",
+    ]
+    assert main(arguments) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["mode"], content["pipeline"], content["warnings"]) == ("pure", "rlvr", [])
+    assert content["roles"]["teacher"] | {"memory_bytes_per_rank": 0} == {
+        "strategy": "megatron_infer",
+        "model": str(root / "teacher"),
+        "dtype": "fp32",
+        "devices": [2, 3],
+        "tp": 2,
+        "pp": 1,
+        "cp": 1,
+        "ep": 1,
+        "dp": 1,
+        "tags": None,
+        "opd_kl_coef": 1.0,
+        "memory_bytes_per_rank": 0,
+    }
+    assert all(role["memory_bytes_per_rank"] > 0 for role in content["roles"].values())
+    assert content["batch"]["sequences_per_step"] == 16
+
+
+def test_text(plan: Callable[..., Any]) -> None:
+    text = to_text(plan({"logging_dir": "x"}))
+    assert "0-1: student_train, student_infer (take turns)" in text
+    assert "8 prompts x 2 responses = 16 sequences a step, 1 update(s) of 16 a step" in text
+    assert "Warnings\n  - these ROLL keys" in text
+
+
+def test_small_writers() -> None:
+    assert short_devices([0, 1, 2, 3, 6, 8, 9]) == "0-3,6,8-9"
+    assert [readable_bytes(size) for size in (12, 2048, 3 << 20, 5 << 40)] == [
+        "12 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5120.0 GiB",
+    ]
+
+
+def test_parameters_per_rank(root: Path) -> None:
+    dense = read_model(write_model(root / "dense"))
+    assert dense.parameters == 8 * 16 + 16 * 32
+    assert parameters_per_rank(dense, Layout(tp=2, pp=2, dp=3)) == dense.parameters // 4
+    expert = read_model(write_model(root / "moe", num_experts=2, num_hidden_layers=1, moe_intermediate_size=4))
+    in_experts = 1 * 2 * 3 * 16 * 4
+    assert parameters_per_rank(expert, Layout(ep=2)) == expert.parameters - in_experts // 2
+
+
+def test_memory_of_the_optimizer_is_sharded(plan: Callable[..., Any]) -> None:
+    sharded = plan({"student_train.model_args.dtype": "bf16"}).memory["student_train"]
+    assert sharded["weights"] == 640 * 2
+    assert sharded["gradients"] == 640 * 4
+    assert sharded["optimizer"] == 640 * 12 // 2
+    whole = plan({"student_train.strategy_args.strategy_config": {"use_distributed_optimizer": False}})
+    assert whole.memory["student_train"]["optimizer"] == 640 * 12
+
+
+@needs_demo_models
+def test_demo_example_plans_cleanly() -> None:
+    run = load_plan("demo", "onpolicy_distill", pure=True)
+    assert run.warnings == ()
+    assert run.mode == "pure"
+    assert run.sequences_per_step == 256
+    assert run.student.mini_batch_sequences == 256
+    assert run.student.layout != run.teachers[0].worker.layout
+    assert run.teachers[0].worker.layout.tp == 2
+    assert run.validation is not None
+    assert run.validation.measure_teacher
+
+
+@needs_demo_models
+def test_gsm8k_example_plans_cleanly(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "0", "messages": "[]", "tag": "math_rule", "ground_truth": "1"}\n')
+    run = load_plan("gsm8k", "onpolicy_distill", [f"student_train.data_args.file_name={rows}"], pure=True)
+    assert run.warnings == ()
+    assert run.max_steps == 5
+
+
+def test_groups_hold_only_known_keys(root: Path, values: dict[str, Any]) -> None:
+    """Every fragment in configs/ composes into a configuration that plans, on enough devices."""
+    values["num_gpus_per_node"] = 64
+    values["teacher"]["device_mapping"] = "list(range(16,32))"
+    write_model(root / "teacher", seed=2, num_attention_heads=8, num_key_value_heads=8)
+    directory = write_config(root, values)
+    targets = {
+        "parallel": "parallel@teacher.strategy_args.strategy_config",
+        "rollout": "rollout@student_infer.strategy_args.strategy_config",
+        "trackers": "trackers",
+    }
+    for group, target in targets.items():
+        for fragment in sorted((REPOSITORY / "configs" / group).glob("*.yaml")):
+            assert to_json(load_plan(directory, "run", [f"+{target}={fragment.stem}"], pure=True))["roles"]
+
+
+def test_overrides_may_stand_anywhere(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_config(root, values)
+    arguments = ["plan", "exp_name=one", "--config_path", directory, "max_steps=3", "--config_name", "run"]
+    assert main([*arguments, "--json", "~rewards"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["exp_name"], content["batch"]["steps"]) == ("one", 3)
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--no-such-option"])
+    assert caught.value.code == 2

@@ -1,0 +1,235 @@
+"""What a right configuration becomes: values, ROLL's defaults, overrides, composition, immutability."""
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from config_assets import set_key, write_config, write_model
+
+from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan
+
+Plan = Callable[..., RunPlan]
+
+
+def test_base_plan(plan: Plan, root: Any) -> None:
+    run = plan()
+    assert (run.mode, run.pipeline, run.exp_name, run.max_steps) == ("pure", "rlvr", "tiny", 10)
+    assert run.student.name == "student_train"
+    assert run.student.layout == Layout(dp=2)
+    assert run.student.model.path == str(root / "student")
+    assert run.student.mini_batch_sequences == 4 * 2 * 2
+    assert run.student.train_limits == MicroBatchLimits(sequences=4)
+    assert run.student.forward_limits == MicroBatchLimits(sequences=16)  # ROLL's default infer_batch_size
+    assert run.rollout.engines == 2
+    assert run.rollout.max_model_len == 80
+    assert run.rollout.sampling.n == 2
+    assert run.rollout.sampling.max_new_tokens == 48
+    teacher = run.teachers[0]
+    assert (teacher.name, teacher.worker.name, teacher.opd_kl_coef, teacher.tags) == (
+        "teacher",
+        "teacher",
+        1.0,
+        None,
+    )
+    assert teacher.worker.layout == Layout(tp=2)
+    assert run.objective.adv_estimator == "on_policy_distill"
+    assert run.objective.policy_loss == "importance_sampling"
+    assert run.objective.dual_clip is None
+    assert run.eval_steps == 0  # nothing to validate on
+    assert run.rewards[0].worker == "math_rule"
+    assert run.warnings == ()
+    assert set(run.memory) == {"student_train", "student_infer", "teacher"}
+
+
+def test_plan_is_immutable_and_picklable(plan: Plan) -> None:
+    run = plan({"system_envs": {"A": "1"}})
+    assert pickle.loads(pickle.dumps(run)) == run
+    assert hash(run.student.layout) == hash(pickle.loads(pickle.dumps(run.student.layout)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.seed = 1  # type: ignore[misc]
+    with pytest.raises(TypeError, match="immutable"):
+        run.env["A"] = "2"
+
+
+def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
+    """Planning must work on a machine that has none of the engines."""
+    code = (
+        "import sys; from roll_opd.config.build import load_plan;"
+        f"load_plan({write_config(root, values)!r}, 'run', pure=True);"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'ray'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("max_steps=7", lambda run: run.max_steps, 7),
+        ("seed=7", lambda run: run.seed, 7),  # not in the file
+        ("+seed=8", lambda run: run.seed, 8),
+        ("++max_steps=9", lambda run: run.max_steps, 9),
+        ("~rewards", lambda run: run.rewards, ()),
+        (
+            "student_train.training_args.learning_rate=1e-6",
+            lambda run: run.student.optimizer.learning_rate,
+            1e-6,
+        ),
+        (
+            "student_train.training_args.learning_rate='1e-6'",
+            lambda run: run.student.optimizer.learning_rate,
+            1e-6,
+        ),
+        ("teacher.device_mapping=list(range(0,4))", lambda run: run.teachers[0].worker.layout.dp, 2),
+        ("teacher.device_mapping=[0,1]", lambda run: run.teachers[0].worker.devices, (0, 1)),
+        ("response_length=16", lambda run: run.rollout.sampling.max_new_tokens, 16),  # through interpolation
+        ("track_with=[stdout,tensorboard]", lambda run: run.trackers, ("stdout", "tensorboard")),
+        ("student_infer.generating_args.stop_strings=x", lambda run: run.rollout.sampling.stop, ("x",)),
+        ("dual_clip_loss=true", lambda run: run.objective.dual_clip, 1.4),
+        ("dual_clip_loss=3", lambda run: run.objective.dual_clip, 3.0),
+    ],
+)
+def test_overrides(plan: Plan, override: str, read: Callable[[RunPlan], Any], expected: Any) -> None:
+    assert read(plan(overrides=(override,))) == expected
+
+
+def test_composes_from_the_repository_groups(plan: Plan) -> None:
+    run = plan(
+        {
+            "defaults": [{"parallel@teacher.strategy_args.strategy_config": "single"}, "_self_"],
+            "teacher.strategy_args.strategy_config": ...,
+        }
+    )
+    assert run.teachers[0].worker.layout == Layout(dp=2)
+    chosen = plan(overrides=("parallel@teacher.strategy_args.strategy_config=tp2",))
+    assert chosen.teachers[0].worker.layout == Layout(tp=2)
+
+
+def test_composes_from_a_file_beside_it(plan: Plan, root: Any) -> None:
+    (root / "config").mkdir()
+    (root / "config" / "common.yaml").write_text("max_steps: 5\nseed: 3\n")
+    run = plan({"defaults": ["common", "_self_"]})
+    assert (run.seed, run.max_steps) == (3, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = plan({"defaults": ["common"]})
+    assert (run.seed, run.max_steps) == (3, 10)
+
+
+def test_top_level_coefficient_counts_and_a_teachers_own_wins(plan: Plan, values: dict[str, Any], root: Any) -> None:
+    assert plan({"opd_kl_coef": 0.5}).teachers[0].opd_kl_coef == 0.5
+    single = values.pop("teacher")
+    write_model(root / "other", seed=9)
+    other = {**single, "model_args": {"model_name_or_path": str(root / "other")}, "opd_kl_coef": 0.25}
+    rows = '{"messages": "[]", "tag": "math"}\n{"messages": "[]", "tag": "code"}\n'
+    (root / "train.jsonl").write_text(rows)
+    run = plan({"teacher": {"m": {**single, "tag_included": ["math"]}, "c": {**other, "tag_included": "code"}}})
+    assert [(t.name, t.worker.name, t.opd_kl_coef, t.tags) for t in run.teachers] == [
+        ("m", "teacher.m", 0.5, ("math",)),
+        ("c", "teacher.c", 0.25, ("code",)),
+    ]
+
+
+def test_student_infer_takes_the_students_path_and_pretrain_fills_students_only(plan: Plan, root: Any) -> None:
+    run = plan({"student_infer.model_args": ..., "student_train.model_args": ..., "pretrain": str(root / "student")})
+    assert run.rollout.model.path == run.student.model.path == str(root / "student")
+    assert run.student.model.dtype == "bf16"  # ROLL's default
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"ppo_epochs": 2}, True),
+        ({"student_train.training_args.gradient_accumulation_steps": 1}, True),
+        ({"enable_old_logprobs_recompute": True}, True),
+    ],
+)
+def test_old_logprobs_are_recomputed_where_weights_move(plan: Plan, changes: dict[str, Any], expected: bool) -> None:
+    run = plan(changes)
+    assert run.objective.recompute_old_logprobs is expected
+    updates = run.objective.ppo_epochs * run.sequences_per_step // run.student.mini_batch_sequences
+    assert run.student.optimizer.total_steps == 10 * updates
+
+
+def test_warmup_ratio_becomes_updates(plan: Plan) -> None:
+    run = plan({"student_train.training_args.warmup_ratio": 0.25})
+    assert run.student.optimizer.warmup_steps == 3
+
+
+def test_token_limits(plan: Plan) -> None:
+    run = plan(
+        {
+            "student_train.use_dynamic_batching_in_train": True,
+            "student_train.max_tokens_per_microbatch_in_train": 160,
+            "teacher.use_sequence_packing": True,
+            "teacher.sequence_packing_args": {"algorithm": "none", "max_packed_sequence_length_forward": 320},
+        }
+    )
+    assert run.student.train_limits == MicroBatchLimits(tokens=160)
+    assert run.teachers[0].worker.forward_limits == MicroBatchLimits(tokens=320)
+
+
+def test_megatron_settings_reach_the_layout_and_the_rest_passes_through(plan: Plan) -> None:
+    config = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": False,
+        "recompute_granularity": "full",
+    }
+    run = plan({"student_train.strategy_args.strategy_config": config, "rollout_batch_size": 4})
+    assert run.student.layout == Layout(tp=2, sequence_parallel=True)
+    assert run.student.megatron_args == {"recompute_granularity": "full"}
+    assert run.student.optimizer.use_distributed_optimizer is False
+
+
+def test_vllm_settings_pass_through(plan: Plan) -> None:
+    config = {"tensor_parallel_size": 2, "block_size": 16, "load_format": "dummy", "sleep_level": 2}
+    run = plan({"student_infer.strategy_args.strategy_config": config})
+    assert (run.rollout.tp, run.rollout.engines) == (2, 1)
+    assert run.rollout.engine_args == {"block_size": 16, "load_format": "dummy"}
+
+
+def test_environments_merge(plan: Plan) -> None:
+    run = plan({"system_envs": {"A": 1, "B": "b"}, "teacher.system_envs": {"B": "c"}})
+    assert run.env == {"A": "1", "B": "b"}
+    assert run.teachers[0].worker.env == {"A": "1", "B": "c"}
+
+
+def test_reward_worker_names(plan: Plan) -> None:
+    dotted = "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
+    run = plan({"rewards": {"math_rule": {"worker_cls": dotted, "format_pattern": "x", "infer_batch_size": 1}}})
+    assert (run.rewards[0].worker, run.rewards[0].args) == ("math_rule", {"format_pattern": "x"})
+    own = plan({"rewards": {"math_rule": {"worker_cls": "my_package.rewards.Mine"}}})
+    assert own.rewards[0].worker == "my_package.rewards.Mine"
+
+
+def test_validation(plan: Plan, root: Any) -> None:
+    section = {
+        "data_args": {"file_name": str(root / "train.jsonl"), "limit": 2},
+        "generating_args": {"temperature": 0, "max_new_tokens": 64},
+        "measure_teacher": True,
+    }
+    run = plan({"validation": section})
+    assert run.validation is not None
+    assert run.validation.sampling.max_new_tokens == 64
+    assert run.validation.data.limit == 2
+    assert run.rollout.max_model_len == 32 + 64
+    assert run.eval_steps == 10
+
+
+def test_mode_follows_the_entry_and_the_configuration(plan: Plan, values: dict[str, Any]) -> None:
+    assert plan(pure=None).mode == "pure"
+    assert plan({"is_pure_opd": True}, pure=False).mode == "pure"
+    values["actor_train"] = values.pop("student_train")
+    values["actor_infer"] = values.pop("student_infer")
+    set_key(values, "is_pure_opd", False)
+    run = plan({"use_opd": True}, pure=None, runnable=False)
+    assert (run.mode, run.student.name, run.objective.policy_loss) == ("mixed", "actor_train", "ppo")
+    assert any("not available yet" in text for text in run.warnings)
+    assert plan({"use_opd": False}, pure=False, runnable=False).mode == "rl"

@@ -1,0 +1,413 @@
+"""What a wrong configuration is told: the key, the value, what to do, and where it was written."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_assets import VOCABULARY, set_key, write_config, write_model, write_tokenizer
+
+from roll_opd.config import surroundings
+from roll_opd.config.build import plan_config
+from roll_opd.config.errors import ConfigError
+from roll_opd.config.load import LoadedConfig, load_config
+from roll_opd.config.schema import Top
+
+Problems = Callable[..., list[str]]
+MEGATRON = "strategy_args.strategy_config"
+
+# changes to the working configuration -> parts of the one sentence they cause
+ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
+    ({"max_stepz": 3}, ["max_stepz: unknown key", "'max_steps'", "(run.yaml:"]),
+    ({"student_trian": {}}, ["student_trian: unknown key", "'student_train'"]),
+    (
+        {"student_train.model_args.dtypes": "fp32"},
+        ["student_train.model_args.dtypes: unknown key", "'dtype'"],
+    ),
+    ({"teacher.divice_mapping": "[0]"}, ["teacher.divice_mapping: unknown key", "'device_mapping'"]),
+    ({"rewards.math_rule.tag_includet": ["a"]}, ["tag_includet: unknown key", "'tag_included'"]),
+    ({f"teacher.{MEGATRON}.tensor_parallel_size": 2}, ["unknown key", "'tensor_model_parallel_size'"]),
+    ({f"teacher.{MEGATRON}.num_layers": 2}, ["num_layers: is decided by the model's config.json"]),
+    ({"max_steps": "many"}, ["max_steps: should be a valid integer", '"many"', "(run.yaml:"]),
+    ({"max_steps": 0}, ["max_steps: should be greater than or equal to 1"]),
+    ({"save_steps": True}, ["save_steps: should be a valid integer"]),
+    (
+        {"student_train.training_args.learning_rate": "fast"},
+        ["learning_rate: should be a valid number", '"fast"'],
+    ),
+    (
+        {"student_train.model_args.dtype": "float32"},
+        ["dtype: should be 'fp32', 'bf16' or 'fp16'", '"float32"'],
+    ),
+    ({"student_train.model_args": "x"}, ["student_train.model_args: should be", "object"]),
+    ({"loss_agg_mode": "mean"}, ["loss_agg_mode: should be 'token-mean'"]),
+    ({"teacher": ...}, ["teacher: is missing"]),
+    ({"student_infer": ...}, ["student_infer: is missing"]),
+    (
+        {"teacher.model_args.model_name_or_path": ...},
+        ["teacher.model_args.model_name_or_path: is missing", "own"],
+    ),
+    ({"teacher.model_args.model_name_or_path": "no/such"}, ["teacher.", "'no/such' not found", "(run.yaml:"]),
+    (
+        {"teacher.strategy_args.strategy_name": "vllm"},
+        ["strategy_name: 'vllm' cannot do", "'megatron_infer'"],
+    ),
+    ({"teacher.device_mapping": ...}, ["teacher.device_mapping: is missing"]),
+    ({"teacher.device_mapping": "list(range(0,3)"}, ["teacher.device_mapping: ", "cannot be read"]),
+    ({"teacher.device_mapping": [2, 2]}, ["device 2 is listed twice"]),
+    ({"teacher.device_mapping": [3, 4]}, ["device 4 does not exist", "devices 0 to 3"]),
+    ({"teacher.device_mapping": [2]}, ["teacher.device_mapping: 1 devices cannot hold whole copies", "tp 2"]),
+    ({"response_length": 4096}, ["4096 new tokens is more than the positions of student (128) and teacher (128)"]),
+    ({"student_infer.generating_args.max_new_tokens": 49}, ["49 is more than the response length 48"]),
+    ({"sequence_length": 70}, ["sequence_length: 70 is less than prompt_length 32 + response_length 48"]),
+    ({"rollout_batch_size": 9}, ["9 prompts x 2 responses = 18 sequences", "mini-batch of 16"]),
+    ({"student_infer.generating_args.temperature": 0}, ["temperature: 0 does not sample"]),
+    (
+        {"student_infer.generating_args.num_return_sequences": 3},
+        ["3 contradicts num_return_sequences_in_group 2"],
+    ),
+    ({"student_train.data_args.file_name": "no.jsonl"}, ["file_name: no file 'no.jsonl'"]),
+    ({"student_train.data_args": ...}, ["student_train.data_args.file_name: is missing"]),
+    ({"global_template": "qwen9"}, ["global_template: 'qwen9' is not a known template"]),
+    ({"track_with": "wandb"}, ["track_with: 'wandb' is not available yet"]),
+    ({"track_with": ["tensorbord"]}, ["'tensorbord' is not a known tracker"]),
+    ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint: 'no/such' is no directory"]),
+    ({"rewards.math_rule.worker_cls": "mathrule"}, ["no reward worker 'mathrule'", "math_rule"]),
+    ({"rewards.code.worker_cls": "a.B"}, ["rewards.code.tag_included: every tag", "rewards.math_rule"]),
+    ({"use_opd": True}, ["use_opd", "exclude each other"]),
+    ({"student_train.model_args.lora_target": "all"}, ["lora_target: LoRA adapters"]),
+    (
+        {f"student_train.{MEGATRON}.bf16": True},
+        ["bf16: true contradicts student_train.model_args.dtype fp32"],
+    ),
+    (
+        {f"student_train.{MEGATRON}.virtual_pipeline_model_parallel_size": 2},
+        ["needs pipeline_model_parallel_size"],
+    ),
+    ({f"teacher.{MEGATRON}.expert_model_parallel_size": 2}, ["dense model without experts"]),
+    (
+        {"student_train.use_dynamic_batching_in_train": True},
+        ["max_tokens_per_microbatch_in_train: is missing"],
+    ),
+    ({"teacher.tag_included": ["code"]}, ["teacher: no teacher has tag 'math'"]),
+    ({f"student_infer.{MEGATRON}.max_model_len": 79}, ["79 would cut sequences of up to 80 tokens"]),
+    ({f"student_infer.{MEGATRON}.max_model_len": 129}, ["129 is more than the model's 128 positions"]),
+    ({f"student_infer.{MEGATRON}.seed": 1}, ["seed: is set by the run itself"]),
+    ({f"student_infer.{MEGATRON}.pipeline_parallel_size": 2}, ["pipeline_parallel_size: only 1"]),
+    ({"student_infer.model_args.model_name_or_path": "${teacher.model_args.model_name_or_path}"}, ["is not the model"]),
+    ({"exp_name": "a/b"}, ["exp_name: 'a/b' cannot name a directory"]),
+    ({"validation.data_args.file_name": "no.jsonl"}, ["validation.data_args.file_name: no file"]),
+    ({"exp_name": "${no_such_key}"}, ["exp_name: ", "no_such_key"]),
+    ({"exp_name": "???"}, ["exp_name: ", "has no value yet (???)"]),
+    ({"actor_train": {}}, ["actor_train: pure distillation names this role 'student_train'"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "parts"), ONE_PROBLEM, ids=lambda value: "-".join(value)[:60])
+def test_one_problem_one_sentence(problems: Problems, changes: dict[str, Any], parts: list[str]) -> None:
+    found = problems(changes)
+    assert len(found) == 1, found
+    for part in parts:
+        assert part in found[0]
+
+
+def test_all_problems_come_together_with_their_places(problems: Problems) -> None:
+    found = problems(
+        {"max_stepz": 3, "teacher.device_mapping": [3, 9], "rollout_batch_size": 9, "track_with": "wandb"},
+        overrides=("student_train.training_args.lerning_rate=1",),
+    )
+    assert len(found) == 5
+    assert all("(run.yaml:" in text or "(command line)" in text for text in found)
+    assert sum("(command line)" in text for text in found) == 1
+    numbered = str(ConfigError(found))
+    assert numbered.startswith("the configuration has 5 problems:\n  1. ")
+
+
+def test_line_numbers_are_right(problems: Problems, root: Path) -> None:
+    text = problems({"teacher.device_mapping": [3, 9]})[0]
+    line = int(text.rpartition(":")[2].rstrip(")"))
+    assert "device_mapping:" in (root / "config" / "run.yaml").read_text().splitlines()[line - 1]
+
+
+def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
+    found = problems({"student_train.infer_batch_size": "a", f"teacher.{MEGATRON}.tensor_model_parallel_size": 4})
+    assert any("student_train.infer_batch_size" in text for text in found)
+    assert any("teacher.device_mapping: 2 devices cannot hold" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            {"tensor_model_parallel_size": 2},
+            "3 attention heads",
+        ),
+        ({"num_key_value_heads": 1}, {"tensor_model_parallel_size": 2}, "more than the 1 key/value heads"),
+        ({"intermediate_size": 33}, {"tensor_model_parallel_size": 2}, "MLP width of teacher (33)"),
+        (
+            {"num_hidden_layers": 1},
+            {"pipeline_model_parallel_size": 2},
+            "1 layers of teacher are fewer than 2",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            {"pipeline_model_parallel_size": 2},
+            "3 layers of teacher are not divisible",
+        ),
+        (
+            {"num_hidden_layers": 6},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "not divisible by 4 stages",
+        ),
+        (
+            {"num_experts": 3},
+            {"expert_model_parallel_size": 2},
+            "3 experts of teacher are not divisible by 2",
+        ),
+        ({"model_type": "gpt9"}, {}, "model_type 'gpt9', which is not supported; supported: llama"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, {}, "vision-language model"),
+        ({"vocab_size": 4}, {}, "uses token id 7, but the model has only 4"),
+        ({"hidden_size": None}, {}, "config.json lacks 'hidden_size'"),
+        ({"hidden_size": "16"}, {}, "hidden_size in config.json should be a whole number, got '16'"),
+        ({"max_position_embeddings": 64}, {}, "more than the positions of teacher (64)"),
+    ],
+)
+def test_teacher_that_does_not_fit(
+    problems: Problems, root: Path, config: dict[str, Any], layout: dict[str, int], message: str
+) -> None:
+    write_model(root / "teacher", seed=2, **config)
+    found = problems({f"teacher.{MEGATRON}": layout})
+    assert any(message in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "is not valid JSON"),
+        (lambda path: (path / "model.safetensors").unlink(), "no weights"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"short"), "not a safetensors file"),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), ".bin form only"),
+        (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer files"),
+        (lambda path: (path / "tokenizer.json").write_text('{"added_tokens": [3]}'), "not in a known form"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]"), "damaged header"),
+        (lambda path: _cut(path / "model.safetensors"), "is cut off"),
+        (
+            lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
+            "weight file x.safetensors that the index names is missing",
+        ),
+    ],
+)
+def test_damaged_teacher(problems: Problems, root: Path, damage: Callable[[Path], Any], message: str) -> None:
+    write_model(root / "teacher", seed=2)
+    damage(root / "teacher")
+    found = problems()
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"end": "<|stop|>"}, "special token 4 is '<|end|>' in the student, '<|stop|>' in the teacher"),
+        ({"chat_template": "{{ messages }}"}, "the chat templates differ from line 1 on"),
+        ({"chat_template": None}, "only the student has a chat template"),
+        ({"vocab": {**VOCABULARY, "x": 7, "y": 6}}, "2 vocabulary entries differ, the first is 'x': id 6"),
+        ({"merges": ["b a"]}, "merge 0 is 'a b' in the student, 'b a' in the teacher"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer differs"),
+        ({"eos": "<|pad|>"}, "eos_token is '<|end|>' in the student, '<|pad|>' in the teacher"),
+    ],
+)
+def test_tokenizers_that_differ(problems: Problems, root: Path, changes: dict[str, Any], message: str) -> None:
+    write_tokenizer(root / "teacher", **changes)
+    found = problems()
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_tokenizers_written_differently_are_the_same(plan: Callable[..., Any], root: Path) -> None:
+    """Merges as pairs, a special token as an object, the template in its own file: same content."""
+    write_tokenizer(root / "teacher", merges=[["a", "b"]], eos={"content": "<|end|>", "lstrip": False})
+    settings = json.loads((root / "teacher" / "tokenizer_config.json").read_text())
+    (root / "teacher" / "chat_template.jinja").write_text(settings.pop("chat_template"))
+    (root / "teacher" / "tokenizer_config.json").write_text(json.dumps(settings))
+    plan()
+
+
+@pytest.mark.parametrize("how", ["path", "symlink", "copy"])
+def test_self_teacher(problems: Problems, plan: Callable[..., Any], root: Path, how: str) -> None:
+    path = root / "student"
+    if how == "symlink":
+        path = root / "link"
+        path.symlink_to(root / "student")
+    elif how == "copy":
+        path = write_model(root / "copy", seed=1)
+    changes = {"teacher.model_args.model_name_or_path": str(path)}
+    found = problems(changes)
+    assert len(found) == 1
+    assert "the teacher has the student's" in found[0]
+    assert "allow_self_teacher" in found[0]
+    plan({**changes, "allow_self_teacher": True})
+
+
+@pytest.mark.parametrize(
+    ("train", "teacher", "allowed"),
+    [
+        ([0, 1], [0, 1], True),
+        ([0, 1], [2, 3], True),
+        ([0], [0, 1], True),
+        ([0, 1, 2, 3], [2, 3], True),
+        ([0, 1], [1, 2], False),
+    ],
+)
+def test_overlapping_devices(
+    plan: Callable[..., Any], problems: Problems, train: list[int], teacher: list[int], allowed: bool
+) -> None:
+    changes = {
+        "student_train.device_mapping": train,
+        "student_infer.device_mapping": train,
+        "teacher.device_mapping": teacher,
+        "rollout_batch_size": 16,
+    }
+    if allowed:
+        plan(changes)
+    else:
+        assert all("share only 1;" in text for text in problems(changes))
+
+
+JUNK: list[Any] = [3, -1, 0, "x", "", [], [[]], {}, {"a": 1}, True, 1e99, float("nan"), "1e-6", None]
+
+
+def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any]) -> None:
+    """Put junk at every key, one at a time: the answer is a plan or a ConfigError, never another exception."""
+    del values["hydra"]  # composing takes it out
+    values["student_infer"]["generating_args"]["max_new_tokens"] = 48  # nothing resolves ${...} here
+    values |= {key: field.default for key, field in Top.model_fields.items() if key not in values}
+    values |= {"tracker_kwargs": {}, "validation": None}
+    outcomes = {True: 0, False: 0}
+    for key in _dotted(values):
+        for junk in JUNK:
+            changed = json.loads(json.dumps(values))
+            set_key(changed, key, junk)
+            try:
+                plan_config(LoadedConfig("run", root, changed, {}), pure=True)
+                outcomes[True] += 1
+            except ConfigError as error:
+                assert all(error.problems)
+                outcomes[False] += 1
+    assert min(outcomes.values()) > 100
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in values.items():
+        keys.append(prefix + key)
+        if isinstance(value, dict):
+            keys += _dotted(value, f"{prefix}{key}.")
+    return keys
+
+
+def test_full_disk(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real disk cannot be filled here; everything but the number of free bytes is real."""
+    real = surroundings.shutil.disk_usage
+    monkeypatch.setattr(surroundings.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    found = problems()
+    assert "output_dir: one checkpoint of 640 parameters" in found[0]
+
+
+def test_output_dir_under_a_file(problems: Problems, root: Path) -> None:
+    assert "train.jsonl is a file" in problems({"output_dir": str(root / "train.jsonl")})[0]
+
+
+def test_planning_writes_nothing(plan: Callable[..., Any], root: Path) -> None:
+    plan()
+    assert not (root / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {"logging_dir": "x", "student_train.worker_cls": "y"},
+            ["no effect", "logging_dir", "student_train.worker_cls"],
+        ),
+        ({"student_infer.generating_args.top_p": 0.9}, ["top_p 0.9", "truncated distribution"]),
+        ({"adv_estimator": "grpo", "gamma": 1}, ["pure distillation fixes", "adv_estimator grpo, gamma 1"]),
+        ({"student_infer.strategy_args": {"strategy_name": "sglang"}}, ["'sglang' does not exist", "'vllm'"]),
+        (
+            {"student_train.strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {"a": 1}}},
+            ["'fsdp2_train' does not exist", "'megatron_train' takes its place", "dropped: a"],
+        ),
+    ],
+)
+def test_warnings(plan: Callable[..., Any], changes: dict[str, Any], parts: list[str]) -> None:
+    warnings = plan(changes).warnings
+    assert len(warnings) == 1
+    for part in parts:
+        assert part in warnings[0]
+
+
+def test_strict_strategies(problems: Problems) -> None:
+    changes = {"student_infer.strategy_args": {"strategy_name": "sglang"}, "strict_strategies": True}
+    assert "strict_strategies is true" in problems(changes)[0]
+
+
+def test_what_cannot_be_run_yet_is_refused_for_a_run_and_planned_with_a_warning(
+    problems: Problems, plan: Callable[..., Any]
+) -> None:
+    changes = {f"teacher.{MEGATRON}": {"context_parallel_size": 2}}
+    assert "context parallelism is not available yet" in problems(changes)[0]
+    assert "context parallelism is not available yet" in plan(changes, runnable=False).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2\n", "line 2: not valid YAML"),
+        ("a: 1\na: 2\n", "duplicate key a"),
+        ("- 1\n", "broken.yaml"),
+        ("defaults:\n  - no_such_file\n", "no_such_file"),
+        ("a: ${b\n", "broken.yaml"),
+    ],
+)
+def test_yaml_and_hydra_errors_are_sentences(root: Path, text: str, message: str) -> None:
+    (root / "broken.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(root), "broken", [])
+    assert message in str(caught.value)
+    assert "\n  2." not in str(caught.value)
+
+
+def test_wrong_places_and_overrides(root: Path, values: dict[str, Any]) -> None:
+    directory = write_config(root, values)
+    for arguments, message in [
+        ((str(root / "nowhere"), "run", []), "no such directory"),
+        ((directory, "other", []), "no other.yaml in"),
+        ((directory, "run", ["max_steps"]), "override 'max_steps' cannot be read"),
+        ((directory, "run", ["max_steps=1,2"]), "names several values"),
+        ((directory, "run", ["~no_such=1"]), "no_such"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(*arguments)
+        assert message in str(caught.value)
+
+
+def test_command_line_error_is_quick_and_exits_with_2(root: Path, values: dict[str, Any]) -> None:
+    set_key(values, "max_stepz", 1)
+    command = [sys.executable, "-m", "roll_opd.cli", "plan", "--config_path", write_config(root, values)]
+    start = time.monotonic()
+    done = subprocess.run([*command, "--config_name", "run.yaml"], capture_output=True, text=True)
+    assert time.monotonic() - start < 3
+    assert done.returncode == 2
+    assert "max_stepz: unknown key; did you mean 'max_steps'? (run.yaml:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

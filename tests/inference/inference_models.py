@@ -1,0 +1,104 @@
+"""Tiny random Qwen3 models on disk, their Hugging Face log-probs, and a loop to run engines on."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from roll_opd.config.plan import ModelPlan
+from roll_opd.inference.engine import InferenceEngine
+
+VOCABULARY = 99  # not a multiple of vLLM's padding
+MAX_MODEL_LEN = 64
+
+
+def make_model(seed: int, tied: bool = False) -> Qwen3ForCausalLM:
+    """A random model whose every weight, norms too, depends on `seed`."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save_model(model: Qwen3ForCausalLM, path: Path) -> str:
+    """Write `model` with a word-level tokenizer ("w17" is token 17; 1 is the end)."""
+    model.save_pretrained(path)
+    words = {"<pad>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(path)
+    return str(path)
+
+
+@torch.no_grad()
+def hf_logits(model: Qwen3ForCausalLM, tokens: Sequence[int]) -> torch.Tensor:
+    """f32 [T-1, V]: the logits that predict tokens 1..T-1."""
+    return model(torch.tensor([list(tokens)])).logits[0, :-1].float()
+
+
+def hf_logprobs(model: Qwen3ForCausalLM, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """f32 [T-1]: log-probs of tokens 1..T-1."""
+    logprobs = torch.log_softmax(hf_logits(model, tokens) / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0].numpy()
+
+
+def buckets_of(model: Qwen3ForCausalLM, count: int = 3) -> list[dict[str, torch.Tensor]]:
+    """The weights as an exporter sends them, dealt out so that the parts of fused layers come in different buckets."""
+    weights = dict(model.named_parameters())
+    names = list(weights)
+    return [{name: weights[name] for name in names[first::count]} for first in range(count)]
+
+
+class Running:
+    """An engine together with the event loop it lives on."""
+
+    def __init__(self, path: str, **arguments: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        starting = InferenceEngine.start(ModelPlan(path), max_model_len=MAX_MODEL_LEN, seed=0, **arguments)
+        self.engine = self.run(starting)
+
+    def run(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def batch(self, *arguments: Any) -> list[Any]:
+        """`generate_batch` to the end, in the order of the prompts."""
+
+        async def collect() -> list[Any]:
+            found = {i: completion async for i, completion in self.engine.generate_batch(*arguments)}
+            return [found[index] for index in sorted(found)]
+
+        return self.run(collect())
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self.loop.close()
+
+
+def running(path: str, **arguments: Any) -> Iterator[Running]:
+    """Body of a fixture: an engine that ends with it."""
+    engine = Running(path, **arguments)
+    yield engine
+    engine.close()

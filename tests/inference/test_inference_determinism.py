@@ -1,0 +1,37 @@
+"""Deterministic mode: the same bits from fresh engines, from a repeated batch, and whatever else was asked before."""
+
+import numpy as np
+import pytest
+from inference_models import Running
+
+from roll_opd.config.plan import SamplingPlan
+from roll_opd.inference.completion import Completion
+
+PROMPTS = [np.random.default_rng(seed).integers(2, 99, 3 + seed % 20).tolist() for seed in range(64)]
+BATCH = ([prompt for prompt in PROMPTS for _ in range(2)], SamplingPlan(max_new_tokens=24), range(128))
+
+
+def bits(completions: list[Completion]) -> list[tuple[bytes, bytes, str]]:
+    return [(c.tokens.tobytes(), c.logprobs.tobytes(), c.finish_reason) for c in completions]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model_path: str) -> list[list]:
+    """Three batches from each of two fresh engines: once, again, and again after another batch."""
+    found = []
+    for _ in range(2):
+        running = Running(tiny_model_path, deterministic=True, engine_args={"max_num_seqs": 48})
+        first, again = running.batch(*BATCH), running.batch(*BATCH)
+        running.batch(PROMPTS[5:9], SamplingPlan(max_new_tokens=7, temperature=0), range(4))
+        found += [bits(first), bits(again), bits(running.batch(*BATCH))]
+        word = f"w{first[0].tokens[4]}"
+        stopped = running.run(running.engine.generate(PROMPTS[0], SamplingPlan(max_new_tokens=24, stop=(word,)), 0))
+        assert stopped.finish_reason == "stop" and len(stopped.tokens) <= 5
+        running.close()
+    return found
+
+
+@pytest.mark.parametrize("other", range(1, 6))
+def test_a_batch_gives_the_same_bits(runs: list[list], other: int) -> None:
+    assert runs[other] == runs[0]
+    assert len(set(runs[0])) > 64  # and the samples are not all alike

@@ -1,0 +1,64 @@
+"""What a user may and may not pass to vLLM, and the plugin that vLLM loads in every process."""
+
+import os
+
+import pytest
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import ModelPlan
+from roll_opd.inference import plugin, settings
+
+KNOWN = {"gpu_memory_utilization", "block_size", "max_num_seqs", "load_format", "seed", "compilation_config"}
+
+
+def resolve(on_cpu: bool = True, **engine_args: object) -> dict:
+    return settings.resolve_engine_args(
+        ModelPlan("some/model", "bf16"),
+        max_model_len=32,
+        seed=3,
+        tensor_parallel_size=1,
+        on_cpu=on_cpu,
+        engine_args=FrozenDict(engine_args),
+    )
+
+
+def test_an_unknown_argument_names_its_nearest_and_all_are_reported() -> None:
+    wrong = {"gpu_memory_utilisation": 0.5, "seed": 1, "block_size": 16}
+    with pytest.raises(ValueError) as caught:
+        settings.check_engine_args(wrong, KNOWN)
+    message = str(caught.value)
+    assert "'gpu_memory_utilisation'" in message and "nearest: 'gpu_memory_utilization'" in message
+    assert "'seed' cannot be set here" in message and "block_size" not in message
+
+
+def test_a_users_arguments_win_over_defaults_and_arrive_as_plain_containers() -> None:
+    assert resolve()["enforce_eager"] is True
+    arguments = resolve(enforce_eager=False, compilation_config={"cudagraph_capture_sizes": [1, 2]})
+    assert arguments["enforce_eager"] is False
+    assert type(arguments["compilation_config"]) is dict
+    assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
+    assert arguments["dtype"] == "bfloat16" and arguments["seed"] == 3
+
+
+def test_cpu_defaults_stay_on_the_cpu() -> None:
+    assert "enforce_eager" not in resolve(on_cpu=False)
+    assert resolve(on_cpu=False, enable_chunked_prefill=True)["enable_chunked_prefill"] is True
+    with pytest.raises(ValueError, match="enable_chunked_prefill"):
+        resolve(on_cpu=True, enable_chunked_prefill=True)
+
+
+def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "7", "VLLM_PLUGINS": "other"})
+    settings.prepare_environment()
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert os.environ["VLLM_PLUGINS"] == "other,roll_opd"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_the_entry_point_is_installed_and_registering_twice_is_harmless() -> None:
+    settings.check_plugin_is_installed()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    plugin.register()
+    plugin.register()
+    assert plugin.BACKEND in WeightTransferEngineFactory._registry

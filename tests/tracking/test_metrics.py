@@ -1,0 +1,168 @@
+"""Metrics of distillation against a loop over tokens, and the denominators that are easy to get wrong."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from roll_opd.data.experience import Experience
+from roll_opd.tracking.metrics import LOG_RATIO_LIMIT, Metrics, opd_metrics
+
+
+def experience(rng: np.random.Generator, number: int, teachers: tuple[str, ...], tag: str) -> Experience:
+    prompt, response = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+
+    def logprobs() -> np.ndarray:
+        return -rng.exponential(size=response).astype(np.float32)
+
+    mask = rng.random(response) < 0.7
+    mask[-1] = True
+    return Experience(
+        id=f"e{number}",
+        group_id="g",
+        tag=tag,
+        domain="d",
+        tokens=np.arange(prompt + response),
+        prompt_length=prompt,
+        action_mask=mask,
+        rollout_logprobs=logprobs(),
+        finish_reason="length" if number % 3 == 0 else "stop",
+        weights_version=0,
+        old_logprobs=logprobs(),
+        teacher_logprobs={name: logprobs() for name in teachers},
+        reward=float(number % 2) if number != 4 else None,
+    )
+
+
+@pytest.fixture
+def batch() -> list[Experience]:
+    rng = np.random.default_rng(0)
+    routes = [("a",), ("b",), ("a", "b"), (), ("a",), (), ("b",)]
+    return [experience(rng, n, teachers, f"tag{n % 2}") for n, teachers in enumerate(routes)]
+
+
+def naive_pairs(batch: list[Experience]) -> list[tuple[str, str, float, float]]:
+    """(teacher, tag, student log-prob, teacher log-prob) of every action token that a teacher scored."""
+    found = []
+    for item in batch:
+        for name, logprobs in item.teacher_logprobs.items():
+            for position in range(item.response_length):
+                if item.action_mask[position]:
+                    pair = float(item.old_logprobs[position]), float(logprobs[position])
+                    found.append((name, item.tag, *pair))
+    return found
+
+
+def test_distillation_metrics_equal_a_loop_over_tokens(batch: list[Experience]) -> None:
+    metrics = opd_metrics(batch)
+    pairs = naive_pairs(batch)
+    kls = sorted(student - teacher for _, _, student, teacher in pairs)
+    count = len(kls)
+    mean_student = sum(pair[2] for pair in pairs) / count
+    mean_teacher = sum(pair[3] for pair in pairs) / count
+    expected = {
+        "opd/reverse_kl/mean": sum(kls) / count,
+        "critic/kl": sum(kls) / count,
+        "opd/reverse_kl/max": kls[-1],
+        "opd/reverse_kl/p50": (kls[(count - 1) // 2] + kls[count // 2]) / 2,
+        "opd/student_logprob": mean_student,
+        "opd/teacher_logprob": mean_teacher,
+        "opd/abs_gap": sum(map(abs, kls)) / count,
+        "opd/student_perplexity": math.exp(-mean_student),
+        "opd/teacher_perplexity": math.exp(-mean_teacher),
+        "opd/prob_ratio": sum(math.exp(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, kl))) for kl in kls)
+        / count,
+    }
+    for position, group in ((0, "teacher"), (1, "tag")):
+        for name in {pair[position] for pair in pairs}:
+            own = [pair[2] - pair[3] for pair in pairs if pair[position] == name]
+            expected[f"opd/{group}/{name}/reverse_kl/mean"] = sum(own) / len(own)
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-9), name
+    below = sum(kl <= metrics["opd/reverse_kl/p95"] for kl in kls) / count
+    assert 0.9 <= below <= 1.0
+
+
+def test_samples_without_a_teacher_or_outside_the_mask_change_nothing(batch: list[Experience]) -> None:
+    scored = [item for item in batch if item.teacher_logprobs]
+
+    def teacher_part(items: list[Experience]) -> dict[str, float]:
+        metrics = opd_metrics(items)
+        return {name: metrics[name] for name in metrics if name.startswith("opd/") and "length" not in name}
+
+    assert teacher_part(batch) == teacher_part(scored)
+    noise = [
+        replace(item, old_logprobs=np.where(item.action_mask, item.old_logprobs, -99.0)) for item in scored
+    ]
+    assert teacher_part(noise) == teacher_part(scored)
+    assert teacher_part(scored[::-1]) == pytest.approx(teacher_part(scored))
+
+
+def test_a_teacher_equal_to_the_student_has_no_reverse_kl(batch: list[Experience]) -> None:
+    same = [replace(item, teacher_logprobs={"t": item.old_logprobs}) for item in batch]
+    metrics = opd_metrics(same)
+    assert metrics["opd/reverse_kl/mean"] == metrics["opd/abs_gap"] == 0.0
+    assert metrics["opd/prob_ratio"] == 1.0
+
+
+def test_without_recomputed_logprobs_the_rollouts_count(batch: list[Experience]) -> None:
+    off = [replace(item, old_logprobs=None) for item in batch]
+    as_old = [replace(item, old_logprobs=item.rollout_logprobs) for item in batch]
+    assert opd_metrics(off)["critic/kl"] == opd_metrics(as_old)["critic/kl"] != 0.0
+    assert "rollout/train_logprob_gap/mean" not in opd_metrics(off)
+    assert opd_metrics(as_old)["rollout/train_logprob_gap/max"] == 0.0
+
+
+def test_rewards_and_lengths(batch: list[Experience]) -> None:
+    metrics = opd_metrics(batch)
+    rewards = [item.reward for item in batch if item.reward is not None]
+    assert len(rewards) == len(batch) - 1
+    assert metrics["critic/rewards/mean"] == metrics["critic/score/mean"] == sum(rewards) / len(rewards)
+    assert (metrics["critic/rewards/max"], metrics["critic/rewards/min"]) == (1.0, 0.0)
+    lengths = [item.response_length for item in batch]
+    assert metrics["tokens/response_length/mean"] == metrics["opd/response_length/mean"]
+    assert metrics["opd/response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert metrics["opd/response_length/max"] == max(lengths)
+    assert metrics["rollout/finish_length_rate"] == pytest.approx(3 / 7)
+    assert metrics["rollout/generated_tokens"] == sum(int(item.action_mask.sum()) for item in batch)
+    gaps = [
+        abs(float(item.rollout_logprobs[t]) - float(item.old_logprobs[t]))
+        for item in batch
+        for t in range(item.response_length)
+        if item.action_mask[t]
+    ]
+    assert metrics["rollout/train_logprob_gap/mean"] == pytest.approx(sum(gaps) / len(gaps))
+    assert metrics["rollout/train_logprob_gap/max"] == pytest.approx(max(gaps))
+
+
+def test_nothing_to_measure_gives_no_number(batch: list[Experience]) -> None:
+    assert opd_metrics([]) == {}
+    masked = [replace(item, action_mask=np.zeros_like(item.action_mask), reward=None) for item in batch]
+    metrics = opd_metrics(masked)
+    assert not [name for name in metrics if "reverse_kl" in name or "reward" in name]
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_logprobs_of_another_length_are_named(batch: list[Experience]) -> None:
+    wrong = replace(batch[0], teacher_logprobs={"a": batch[0].old_logprobs[:-1]})
+    with pytest.raises(ValueError, match=r"sample e0: .*teacher 'a'"):
+        opd_metrics([wrong])
+
+
+def test_the_collector_reduces_each_name_its_own_way() -> None:
+    metrics = Metrics()
+    metrics.add("mean", [1.0, 2.0])
+    metrics.add("mean", 6.0)
+    metrics.add("tokens@sum", [1, 2])
+    metrics.add("worst", np.array([[3.0, 5.0]]), reduction="max")
+    metrics.add("lr@last", [1.0, 0.5])
+    metrics.add("median@p50", [1.0, 2.0, 9.0])
+    metrics.add("nothing", [])
+    metrics.update({"tokens@sum": 4.0})
+    expected = {"mean": 3.0, "tokens": 7.0, "worst": 5.0, "lr": 0.5, "median": 2.0}
+    assert metrics.reduce() == expected
+    with pytest.raises(ValueError, match="tokens is reduced by 'sum'"):
+        metrics.add("tokens", 1.0)
+    with pytest.raises(ValueError, match="'avg' is not one of"):
+        metrics.add("x@avg", 1.0)

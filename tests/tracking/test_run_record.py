@@ -1,0 +1,210 @@
+"""The run directory, the trackers and the summary: what a run leaves behind, killed and resumed or not."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.run_directory import (
+    METRICS,
+    PROMPTS,
+    SAMPLES,
+    STEP_FILES,
+    RunDirectory,
+    read_jsonl,
+    to_json,
+)
+from roll_opd.tracking.summary import read_summary, summarize, write_summary
+from roll_opd.tracking.trackers import TRACKERS, Trackers
+
+
+def test_latest_is_the_newest_run(tmp_path: Path) -> None:
+    first = RunDirectory.create(tmp_path, "exp")
+    second = RunDirectory.create(tmp_path, "exp")
+    latest = tmp_path / "exp" / "latest"
+    assert not os.path.isabs(os.readlink(latest))
+    assert latest.resolve() == second.path.resolve()
+    assert set(RunDirectory.runs(tmp_path, "exp")) == {first.path, second.path}
+    RunDirectory.resume(first.path, step=0)
+    assert latest.resolve() == first.path.resolve()
+    assert RunDirectory.runs(tmp_path, "none") == []
+    assert sorted(os.listdir(tmp_path / "exp")) == sorted([first.path.name, second.path.name, "latest"])
+
+
+def test_a_real_latest_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "exp" / "latest").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="move it away"):
+        RunDirectory.create(tmp_path, "exp")
+
+
+def test_resume_cuts_back_to_the_step(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "exp")
+    for name in STEP_FILES:
+        run.append_jsonl(name, [{"step": step, "x": step / 2} for step in (1, 2, 2, 3)])
+    with (run.path / SAMPLES).open("a") as file:
+        file.write('{"step": 1, "tex')  # killed while writing
+    again = RunDirectory.resume(tmp_path / "exp" / "latest", step=2)
+    assert again.path == run.path.resolve()
+    for name in STEP_FILES:
+        assert [row["step"] for row in read_jsonl(run.path / name)] == [1, 2, 2]
+        assert (run.path / name).read_text().endswith("\n")
+    again.append_jsonl(PROMPTS, [{"step": 3}])
+    assert len(read_jsonl(run.path / PROMPTS)) == 4
+    with pytest.raises(FileNotFoundError, match="no run at"):
+        RunDirectory.resume(tmp_path / "nowhere", step=0)
+
+
+def test_json_lines_are_strict_json() -> None:
+    row = {
+        "nan": float("nan"),
+        "inf": np.float32("inf"),
+        "array": np.arange(2),
+        "scalar": np.int64(3),
+        "flag": np.bool_(True),
+        "path": Path("a"),
+        "nested": ({"x": np.float64(0.5)},),
+    }
+    expected = {
+        "nan": None,
+        "inf": None,
+        "array": [0, 1],
+        "scalar": 3,
+        "flag": True,
+        "path": "a",
+        "nested": [{"x": 0.5}],
+    }
+    assert json.loads(to_json(row), parse_constant=pytest.fail) == expected
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_trackers_agree_and_resume_replaces_later_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory.create(tmp_path, "exp")
+    trackers = Trackers.open(("tensorboard", "stdout"), run)
+    assert trackers.names == ("jsonl", "tensorboard", "stdout")
+    for step in (1, 2, 3):
+        trackers.log(step, {"opd/x": float(step)})
+    assert "step=3 opd/x=3" in capsys.readouterr().out
+    assert scalars(run.tensorboard) == {"opd/x": [(1, 1.0), (2, 2.0), (3, 3.0)]}  # before any close
+    trackers.close()
+    trackers.close()
+
+    run = RunDirectory.resume(run.path, step=2)
+    trackers = Trackers.open(("tensorboard",), run, resume_step=2)
+    trackers.log(3, {"opd/x": 30.0})
+    trackers.close()
+    assert scalars(run.tensorboard) == {"opd/x": [(1, 1.0), (2, 2.0), (3, 30.0)]}
+    rows = [(row["step"], row["opd/x"]) for row in read_jsonl(run.path / METRICS)]
+    assert rows == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_tracker_may_have_a_directory_of_its_own(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "exp")
+    trackers = Trackers.open(("tensorboard",), run, directories={"tensorboard": str(tmp_path / "tb")})
+    trackers.log(1, {"x": 1.0})
+    trackers.close()
+    assert scalars(tmp_path / "tb") == {"x": [(1, 1.0)]}
+
+
+def test_a_failing_tracker_warns_once_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def log(self, step: int, metrics: object) -> None:
+            if step == 2:
+                raise OSError("connection lost")
+
+        def close(self) -> None:
+            raise OSError("never reached")
+
+    def cannot_open(*_: object) -> Failing:
+        raise ImportError("not installed")
+
+    monkeypatch.setitem(TRACKERS, "failing", lambda *_: Failing())
+    monkeypatch.setitem(TRACKERS, "absent", cannot_open)
+    run = RunDirectory.create(tmp_path, "exp")
+    trackers = Trackers.open(("failing", "absent"), run)
+    for step in (1, 2, 3):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
+    assert "absent could not be opened" in warnings[0]
+    assert "failing failed at step 2" in warnings[1]
+    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="unknown trackers nowhere"):
+        Trackers.open(("nowhere",), run)
+
+
+def step_row(step: int) -> dict[str, float]:
+    row = {
+        "step": step,
+        "opd/reverse_kl/mean": 2.0 - step / 20,
+        "rollout/generated_tokens": 10.0,
+        "time/step": 2.0,
+    }
+    row.update({f"time/{phase}": 0.25 for phase in PHASES})
+    return row
+
+
+def test_the_summary_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> None:
+    whole = RunDirectory.create(tmp_path, "whole")
+    whole.append_jsonl(METRICS, [{"step": 0, "val_correct/all/mean": 0.1, "val_correct/teacher/mean": 0.9}])
+    whole.append_jsonl(METRICS, [step_row(step) for step in range(1, 31)])
+    whole.append_jsonl(METRICS, [{"step": 30, "val_correct/all/mean": 0.8}])
+
+    parts = RunDirectory.create(tmp_path, "parts")
+    parts.append_jsonl(METRICS, [{"step": 0, "val_correct/all/mean": 0.1, "val_correct/teacher/mean": 0.9}])
+    parts.append_jsonl(METRICS, [step_row(step) for step in range(1, 19)])
+    parts = RunDirectory.resume(parts.path, step=15)
+    parts.append_jsonl(METRICS, [step_row(step) for step in range(16, 31)])
+    parts.append_jsonl(METRICS, [{"step": 30, "val_correct/all/mean": 0.8}])
+
+    summary = write_summary(whole, seed=5)
+    assert summary == write_summary(parts, seed=5) == read_summary(whole.summary_file)
+    assert set(summary) == {
+        "val_accuracy_first",
+        "val_accuracy_last",
+        "teacher_val_accuracy",
+        "reverse_kl_first",
+        "reverse_kl_last",
+        "steps",
+        "generated_tokens",
+        "wall_seconds",
+        "phase_seconds",
+        "seed",
+        "versions",
+    }
+    accuracies = (
+        summary["val_accuracy_first"],
+        summary["val_accuracy_last"],
+        summary["teacher_val_accuracy"],
+    )
+    assert accuracies == (0.1, 0.8, 0.9)
+    assert summary["reverse_kl_first"] == pytest.approx(np.mean([2.0 - step / 20 for step in (1, 2, 3)]))
+    assert summary["reverse_kl_last"] == pytest.approx(np.mean([2.0 - step / 20 for step in (28, 29, 30)]))
+    assert (summary["steps"], summary["generated_tokens"], summary["wall_seconds"]) == (30, 300, 60.0)
+    assert summary["phase_seconds"]["train"] == 7.5
+    assert set(summary["phase_seconds"]) == {*PHASES, "other"}
+    assert set(summary["versions"]) == {"python", "torch", "vllm", "megatron-core", "ray", "transformers"}
+    assert summary["versions"]["transformers"]
+
+
+def test_what_was_not_measured_is_null() -> None:
+    summary = summarize([])
+    assert (
+        summary["val_accuracy_first"] is summary["teacher_val_accuracy"] is summary["reverse_kl_last"] is None
+    )
+    assert (summary["steps"], summary["generated_tokens"], summary["wall_seconds"]) == (0, 0, 0)
+    one = summarize([{"step": 1, "opd/reverse_kl/mean": 3.0}, {"step": 2, "opd/reverse_kl/mean": None}])
+    assert (one["reverse_kl_first"], one["reverse_kl_last"]) == (3.0, 3.0)
