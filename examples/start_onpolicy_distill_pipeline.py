@@ -1,6 +1,6 @@
 """Pure on-policy distillation: the student learns from the teacher alone.
 
-    python examples/start_onpolicy_distill_pipeline.py --config_path DIR --config_name NAME [key=value ...]
+python examples/start_onpolicy_distill_pipeline.py --config_path DIR --config_name NAME [key=value ...]
 """
 
 import sys

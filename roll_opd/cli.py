@@ -49,8 +49,28 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _score_arguments(parser: argparse.ArgumentParser) -> None:
+    from roll_opd.scoring import add_arguments
+
+    add_arguments(parser)
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from roll_opd.scoring import run
+
+    return run(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from roll_opd.doctor import main as examine_and_report
+
+    return examine_and_report()
+
+
 COMMANDS: dict[str, Command] = {
     "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
+    "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
+    "doctor": Command("say what is installed, what will be used and what is broken", lambda parser: None, _doctor),
 }
 
 

@@ -24,7 +24,7 @@ def ray_cluster(devices_per_node: int) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    common = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "configure_logging": False}
+    common = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "logging_level": "warning"}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**common)
     else:

@@ -27,9 +27,7 @@ def final_answer(answer: str) -> str:
     return tail.strip().replace(",", "")
 
 
-def convert(
-    examples: Iterable[Mapping[str, Any]], split: str, instruction: str = ""
-) -> Iterator[dict[str, str]]:
+def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str = "") -> Iterator[dict[str, str]]:
     """Yield one row for each example, in order, with ids `gsm8k-<split>-<n>` from 0.
 
     `instruction` is added to every question on a line of its own. Raises `DataError` that names the example
@@ -72,9 +70,7 @@ def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping
     try:
         return load_dataset(dataset, name, split=split)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"datasets.load_dataset({dataset!r}, {name!r}, split={split!r}) failed: {error}"
-        ) from error
+        raise DataError(f"datasets.load_dataset({dataset!r}, {name!r}, split={split!r}) failed: {error}") from error
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
@@ -96,16 +92,12 @@ def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0 when the file is written, 2 when the input is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m roll_opd.data.gsm8k", description="GSM8K to prompt rows."
-    )
+    parser = argparse.ArgumentParser(prog="python -m roll_opd.data.gsm8k", description="GSM8K to prompt rows.")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--input", help="a JSONL file in GSM8K's form")
     given.add_argument("--dataset", help="a data set for datasets.load_dataset, e.g. openai/gsm8k")
     parser.add_argument("--name", help="the configuration of --dataset, e.g. main")
-    parser.add_argument(
-        "--split", help="default: train; with --input, the stem of the file (used in the ids)"
-    )
+    parser.add_argument("--split", help="default: train; with --input, the stem of the file (used in the ids)")
     parser.add_argument("--instruction", default="", help="text added to every question on a line of its own")
     parser.add_argument("--output", required=True, help="the JSONL file to write")
     options = parser.parse_args(arguments)

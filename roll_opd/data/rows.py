@@ -131,9 +131,7 @@ def _refuse_if_asked(report: RowReport, plan: DataPlan) -> None:
 
 def _existing_files(files: tuple[str, ...]) -> list[Path]:
     if not files:
-        raise DataError(
-            "no prompt file is given; name at least one JSONL or Parquet file in data_args.file_name"
-        )
+        raise DataError("no prompt file is given; name at least one JSONL or Parquet file in data_args.file_name")
     missing = [name for name in files if not Path(name).is_file()]
     if missing:
         raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
@@ -232,9 +230,7 @@ def _encodable(text: str, name: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _BadRow(
-            WRONG_TYPE, f"{name} holds half of a surrogate pair, which no tokenizer takes"
-        ) from None
+        raise _BadRow(WRONG_TYPE, f"{name} holds half of a surrogate pair, which no tokenizer takes") from None
     return text
 
 

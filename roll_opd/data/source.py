@@ -113,9 +113,7 @@ def _refuse_if_asked(report: PromptReport, data: DataPlan) -> None:
     if report.unusable and data.on_bad_row == "refuse":
         remedies.append("correct the rows that are not encodable or set `on_bad_row: drop`")
     if remedies:
-        raise DataError(
-            f"rows that cannot be prompts:\n{report.describe_bad()}\nTo go on, {' and '.join(remedies)}."
-        )
+        raise DataError(f"rows that cannot be prompts:\n{report.describe_bad()}\nTo go on, {' and '.join(remedies)}.")
     if not report.prompts:
         raise DataError(
             f"no row is left to sample from:\n{report.describe_bad()}\nCheck `prompt_length` and `template`."

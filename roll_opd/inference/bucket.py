@@ -39,8 +39,7 @@ def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
 
 
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """CRC-32 as sent and, where that differs, as the model will hold it: dtype name -> one value a sampled
-    row.
+    """CRC-32 as sent and, where that differs, as the model will hold it: dtype name -> one value a row read.
 
     A vector is one row. Cheap on purpose: at most `SAMPLED_ROWS` rows of a matrix are read.
     """

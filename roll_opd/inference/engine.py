@@ -1,5 +1,4 @@
-"""One vLLM engine: samples with log-probs, continuous batching, and weights that change under a version
-number.
+"""One vLLM engine: samples with log-probs, continuous batching, and weights that change by version.
 
 The engine core is a process of its own; this is the asynchronous front to it. vLLM is imported when the first
 engine starts, not before. Legend: R response tokens, T tokens in all.
@@ -34,6 +33,7 @@ from roll_opd.inference.settings import (
 )
 
 if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -72,28 +72,22 @@ class InferenceEngine:
         untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
         is run from the same weights: batches then run one after another, each from an empty prefix cache.
         """
-        prepare_environment()
-        check_plugin_is_installed()
-        from vllm import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        given = dict(engine_args or {})
-        check_engine_args(given, {field.name for field in fields(AsyncEngineArgs)})
-        arguments = resolve_engine_args(
+        arguments = _vllm_arguments(
             model,
             max_model_len=max_model_len,
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
-            on_cpu=current_platform.is_cpu(),
-            engine_args=given,
+            engine_args=dict(engine_args or {}),
         )
-        # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
-        gc.collect()
-        gc.freeze()
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
-        engine = cls(llm, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic)
+        # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
+        return await cls._launch(arguments, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic)
+
+    @classmethod
+    async def _launch(cls, arguments: "AsyncEngineArgs", **attributes: Any) -> "InferenceEngine":
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
         await engine._warm_up()
         return engine
 
@@ -158,8 +152,7 @@ class InferenceEngine:
                 output = await waiting[index].get()
                 finished.put_nowait((index, completion_of(output, self.weights_version)))
             except Exception as error:  # raised where the caller is waiting, not in a task nobody looks at
-                # vLLM gives every request one and the same exception, which would collect all their
-                # tracebacks
+                # vLLM raises one and the same exception for all requests: it would collect every traceback
                 finished.put_nowait((index, error.with_traceback(None)))
 
         tasks = [asyncio.create_task(follow(index)) for index in range(len(waiting))]
@@ -232,11 +225,11 @@ class InferenceEngine:
         self._broken = "it is closed"
         self._llm.shutdown()
         self._llm = None  # type: ignore[assignment]  # or it would be collected, with a complaint, at exit
+        gc.unfreeze()
         gc.collect()
 
     async def _warm_up(self) -> None:
-        # the first request ever pays for lazy imports and kernels (seconds): better here than inside a timed
-        # step
+        # the first request ever pays for lazy imports and kernels: seconds that belong to the start
         await self.generate([0], SamplingPlan(max_new_tokens=min(2, self._max_model_len - 1)), seed=0)
 
     def _check_usable(self) -> None:
@@ -252,3 +245,18 @@ class InferenceEngine:
                     f"prompt {index} has {len(prompt)} tokens; expected 1 to {self._max_model_len - 1}, "
                     f"so that the response fits into max_model_len {self._max_model_len}"
                 )
+
+
+def _vllm_arguments(model: ModelPlan, *, engine_args: Mapping[str, Any], **plan: int) -> "AsyncEngineArgs":
+    prepare_environment()
+    check_plugin_is_installed()
+    import vllm.v1.engine.async_llm  # noqa: F401
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
+    arguments = resolve_engine_args(model, on_cpu=current_platform.is_cpu(), engine_args=engine_args, **plan)
+    # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
+    gc.collect()
+    gc.freeze()
+    return AsyncEngineArgs(**arguments)

@@ -1,8 +1,7 @@
 """A process that must not outlive the one which started it.
 
 SIGKILL gives a parent no chance to stop its children, so the child watches: a daemon thread ends the process
-as soon as the kernel has handed it to another parent. Used by vLLM's engine core and by whoever starts
-helpers.
+as soon as the kernel has handed it to another parent. For vLLM's engine core and other helper processes.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Entry point `vllm.general_plugins`: what vLLM runs in each of its processes before it builds an engine.
 
 It makes the "shared_memory" weight transfer known by name (nothing is imported until an engine asks for it), and
-ties vLLM's child processes to their parent. In a vLLM process that has nothing to do with us it changes
-nothing else.
+ties vLLM's child processes to their parent. A vLLM process that has nothing to do with us sees no other change.
 """
 
 import multiprocessing
@@ -34,8 +33,7 @@ def _register_backend() -> None:
 
 
 def _follow_parent() -> None:
-    # only vLLM's own children (engine core, workers): the front process may well outlive the shell that
-    # started it
+    # only vLLM's own children (engine core, workers): a front process may well outlive its shell
     parent = multiprocessing.parent_process()
     if parent is None:
         return

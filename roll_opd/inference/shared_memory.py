@@ -96,8 +96,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         incomplete = incomplete_layers(self.model, set(self._sent), {name for name, _ in self._tied_heads})
         finalize_layerwise_reload(self.model, self.model_config)
         for _, head in self._tied_heads:
-            # reload sees only the embedding; on CPU a tied head also has its own packed copy, which is now
-            # stale
+            # reload sees only the embedding; on CPU a tied head has a packed copy of its own, now stale
             head.quant_method.process_weights_after_loading(head)
         if incomplete:
             raise RuntimeError(f"weights version {self._pending_version} did not arrive: {_listed(incomplete)}")

@@ -10,7 +10,7 @@ import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from transformers import PretrainedConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+from roll_opd.config.availability import RUNNABLE_MODEL_TYPES
 
 # The norm before a linear layer: its name in the local spec -> its name fused into Transformer Engine's layer
 _FUSED_NORMS = {
@@ -50,8 +50,8 @@ def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int,
 
 def _refuse_variants(hf_config: PretrainedConfig) -> None:
     kind = hf_config.model_type
-    if kind not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    if kind not in RUNNABLE_MODEL_TYPES:
+        raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(RUNNABLE_MODEL_TYPES)}")
     settings = hf_config.to_dict()
     for key, needed in (
         ("mlp_bias", False),

@@ -3,39 +3,19 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from roll_opd.data.weights import WeightBucket
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 
 BUCKET_BYTES = 512 * 2**20
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth")  # the old weights
-
-
-@dataclass(frozen=True)
-class WeightBucket:
-    """Some named tensors in one flat buffer, which travels between processes without a copy."""
-
-    entries: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, torch dtype name, shape, byte offset
-    buffer: np.ndarray  # uint8
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Views into the buffer, by name."""
-        flat = torch.from_numpy(self.buffer)
-        result = {}
-        for name, dtype_name, shape, offset in self.entries:
-            dtype = getattr(torch, dtype_name)
-            count = int(np.prod(shape)) * dtype.itemsize
-            result[name] = flat[offset : offset + count].view(dtype).view(shape)
-        return result
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
@@ -56,23 +36,12 @@ def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> 
         if dist.get_rank() != 0:
             continue
         if held and size + tensor.nbytes > bucket_bytes:
-            yield _bucket(held)
+            yield WeightBucket.of(held)
             held, size = [], 0
         held.append((name, tensor.to("cpu", copy=True).contiguous()))
         size += tensor.nbytes
     if held:
-        yield _bucket(held)
-
-
-def _bucket(named: list[tuple[str, Tensor]]) -> WeightBucket:
-    entries, pieces, offset = [], [], 0
-    for name, tensor in named:
-        raw = tensor.flatten().view(torch.uint8).numpy()
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
-        padding = -raw.nbytes % 16  # views of any dtype need aligned offsets
-        pieces += [raw, np.zeros(padding, np.uint8)]
-        offset += raw.nbytes + padding
-    return WeightBucket(tuple(entries), np.concatenate(pieces))
+        yield WeightBucket.of(held)
 
 
 def save_hf(engine: MegatronEngine, directory: Path) -> None:

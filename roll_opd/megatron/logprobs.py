@@ -59,7 +59,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ):
         parallel = dist.get_world_size(group) > 1
         target_logits, log_normalisers = [], []
-        for start in range(0, hidden_ME.size(0), rows):
+        for start in range(0, max(hidden_ME.size(0), 1), rows):  # one (empty) chunk where nothing is scored
             logits_CV = _chunk_logits(hidden_ME[start : start + rows], weight_VE, inverse_temperature, real_columns)
             targets_C = local_targets_M[start : start + rows]
             mine_C = (targets_C >= 0) & (targets_C < real_columns)

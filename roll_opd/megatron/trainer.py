@@ -4,13 +4,10 @@ Legend: M scored tokens of a pack.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -24,34 +21,11 @@ from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses import POLICY_LOSSES, PolicyLoss, probability_ratio
 from roll_opd.algorithms.opd import discounted_to_go, opd_penalty
 from roll_opd.config.plan import ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import DTYPES
-
-
-@dataclass(frozen=True)
-class TrainSample:
-    """One sequence to learn from: T tokens, P of them prompt; every array [T-P]."""
-
-    tokens: np.ndarray  # int64 [T]
-    prompt_length: int
-    action_mask: np.ndarray  # bool
-    advantages: np.ndarray  # f32, of the external reward (0 in pure distillation)
-    opd_coefficients: np.ndarray  # f32, see algorithms.opd
-    opd_teacher: np.ndarray  # f32
-    old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """One rank's share of an update: sums over its tokens, and the log-probs it computed on the way."""
-
-    sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `MegatronTrainer.update`
-    logprobs: dict[int, np.ndarray]  # sample number -> f32 [T-P], before the update
-    grad_norm: float
-    learning_rate: float
-    applied: bool  # False: a loss or gradient was not finite and the weights were left alone
 
 
 class MegatronTrainer(MegatronEngine):
@@ -218,8 +192,3 @@ def _scheduler(optimizer: object, plan: OptimizerPlan) -> OptimizerParamSchedule
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-
-
-def data_parallel_size() -> int:
-    """Ranks that hold the same weights and see different samples."""
-    return parallel_state.get_data_parallel_world_size()

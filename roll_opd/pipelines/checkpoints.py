@@ -57,9 +57,7 @@ class Checkpoints:
         every = self._plan.save_steps
         return step == self._last_step or (every > 0 and step % every == 0)
 
-    async def write(
-        self, step: int, save: Callable[[Path], Awaitable[None]], source_state: dict[str, Any]
-    ) -> None:
+    async def write(self, step: int, save: Callable[[Path], Awaitable[None]], source_state: dict[str, Any]) -> None:
         """Write everything aside; `commit` makes it count. CheckpointError when the disk refuses."""
         partial = self._partial(step)
         try:

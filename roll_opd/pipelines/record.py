@@ -61,9 +61,7 @@ class Record:
         row = {**metrics, **time_metrics(self.clock.lap())}
         self._run.append_jsonl(PROMPTS, [{"step": step, "ids": [prompt.id for prompt in prompts]}])
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
-        self._run.append_jsonl(
-            SAMPLES, [self._sample(step, e) for e in shown[: self._plan.samples_per_step]]
-        )
+        self._run.append_jsonl(SAMPLES, [self._sample(step, e) for e in shown[: self._plan.samples_per_step]])
         self._trackers.log(step, row)
         if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
             self._console.step(step, row)
@@ -93,5 +91,3 @@ class Record:
             "student_logprobs": experience.old_logprobs,
             "teacher_logprobs": experience.teacher_logprobs,
         }
-
-

@@ -57,9 +57,7 @@ async def run_rlvr(
             with clock.phase("old_logprobs"):
                 experiences = await cast.student.logprobs(experiences, temperature)
         with clock.phase("train"):
-            experiences, metrics = await cast.student.learn(
-                experiences, plan.teachers, plan.objective, temperature
-            )
+            experiences, metrics = await cast.student.learn(experiences, plan.teachers, plan.objective, temperature)
         with clock.phase("weight_sync"):
             await _send_weights(cast, version=step)
 

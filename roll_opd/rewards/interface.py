@@ -45,7 +45,5 @@ def score_samples(reward: Reward, samples: Sequence[RewardSample]) -> list[float
         raise RewardError(f"reward {reward!r} returned {len(scores)} scores for {len(samples)} samples")
     for sample, score in zip(samples, scores, strict=True):
         if not math.isfinite(score):
-            raise RewardError(
-                f"reward {reward!r} returned {score} for sample {sample.id}; scores must be finite"
-            )
+            raise RewardError(f"reward {reward!r} returned {score} for sample {sample.id}; scores must be finite")
     return scores

@@ -33,9 +33,7 @@ def register(name: str) -> Callable[[Registered], Registered]:
             reward.__module__,
             reward.__qualname__,
         ):
-            raise RewardError(
-                f"a reward named {name!r} is already registered: {known.__module__}.{known.__qualname__}"
-            )
+            raise RewardError(f"a reward named {name!r} is already registered: {known.__module__}.{known.__qualname__}")
         _REGISTERED[name] = reward
         return reward
 
@@ -66,13 +64,9 @@ def _find(worker: str) -> Callable[..., Any]:
         return _REGISTERED[name]
     known = ", ".join(sorted({*_OURS, *_REGISTERED}))
     if worker.startswith("roll."):
-        raise RewardError(
-            f"{worker} has no counterpart here yet; known are {known}, or give a dotted path of your own"
-        )
+        raise RewardError(f"{worker} has no counterpart here yet; known are {known}, or give a dotted path of your own")
     if "." not in worker:
-        raise RewardError(
-            f"unknown reward {worker!r}; known are {known}, or a dotted path such as mypackage.my_reward"
-        )
+        raise RewardError(f"unknown reward {worker!r}; known are {known}, or a dotted path such as mypackage.my_reward")
     return _import(worker)
 
 

@@ -98,16 +98,12 @@ async def _score(
         routed = [i for i, e in enumerate(experiences) if teacher.plan.scores(e.tag)]
         if not routed:
             return
-        for i, logprobs in zip(
-            routed, await teacher.score([experiences[i] for i in routed], temperature), strict=True
-        ):
+        for i, logprobs in zip(routed, await teacher.score([experiences[i] for i in routed], temperature), strict=True):
             scores = {**result[i].teacher_logprobs, teacher.plan.name: logprobs}
             result[i] = replace(result[i], teacher_logprobs=scores)
 
     async def ask_judge(judge: Judge) -> None:
-        routed = [
-            i for i, e in enumerate(experiences) if judge.plan.scores(e.tag) and e.ground_truth is not None
-        ]
+        routed = [i for i, e in enumerate(experiences) if judge.plan.scores(e.tag) and e.ground_truth is not None]
         if not routed:
             return
         for i, reward in zip(routed, await judge.score([experiences[i] for i in routed]), strict=True):

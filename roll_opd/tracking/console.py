@@ -102,8 +102,7 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
         ("reverse KL", *map(_number, kl), "-", _ratio(kl[1], kl[0], "of first")),
     ]
     lines = [
-        f"{name:<22}{before:>10}{after:>10}{ref:>10}{ratio:>20}".rstrip()
-        for name, before, after, ref, ratio in rows
+        f"{name:<22}{before:>10}{after:>10}{ref:>10}{ratio:>20}".rstrip() for name, before, after, ref, ratio in rows
     ]
     rule = "-" * 72
     foot = (

@@ -55,9 +55,7 @@ class Metrics:
     def reduce(self) -> dict[str, float]:
         """One number a name, in the order the names first came; names without a value are left out."""
         joined = {name: np.concatenate(parts) for name, parts in self._values.items()}
-        return {
-            name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size
-        }
+        return {name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size}
 
 
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Iterable[str]) -> dict[str, float]:
@@ -110,10 +108,7 @@ def _scored(experience: Experience) -> Iterable[_Scored]:
 
 def _of_actions(experience: Experience, logprobs: np.ndarray, whose: str) -> np.ndarray:
     """f64 [K] of f32 [T-P]."""
-    if (
-        len(logprobs) != experience.response_length
-        or len(experience.action_mask) != experience.response_length
-    ):
+    if len(logprobs) != experience.response_length or len(experience.action_mask) != experience.response_length:
         raise ValueError(
             f"sample {experience.id}: {len(logprobs)} log-probs of the {whose} and "
             f"{len(experience.action_mask)} mask entries for {experience.response_length} response tokens"
@@ -168,9 +163,7 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
         **statistics("tokens/response_length", responses, kinds),
         **statistics("tokens/prompt_length", [item.prompt_length for item in experiences], kinds),
         "rollout/generated_tokens": float(sum(int(item.action_mask.sum()) for item in experiences)),
-        "rollout/finish_length_rate": float(
-            np.mean([item.finish_reason == "length" for item in experiences])
-        ),
+        "rollout/finish_length_rate": float(np.mean([item.finish_reason == "length" for item in experiences])),
     }
 
 
@@ -179,10 +172,7 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
     tokens.
     """
     gaps = [
-        np.abs(
-            _of_actions(item, item.rollout_logprobs, "rollout")
-            - _of_actions(item, item.old_logprobs, "student")
-        )
+        np.abs(_of_actions(item, item.rollout_logprobs, "rollout") - _of_actions(item, item.old_logprobs, "student"))
         for item in experiences
         if item.old_logprobs is not None
     ]

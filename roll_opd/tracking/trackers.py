@@ -65,9 +65,7 @@ class TensorBoardTracker:
 TrackerFactory = Callable[[RunDirectory, str | None, int | None], Tracker]
 
 TRACKERS: dict[str, TrackerFactory] = {
-    "tensorboard": lambda run, directory, resume_step: TensorBoardTracker(
-        directory or run.tensorboard, resume_step
-    ),
+    "tensorboard": lambda run, directory, resume_step: TensorBoardTracker(directory or run.tensorboard, resume_step),
     "stdout": lambda run, directory, resume_step: StdoutTracker(),
     "jsonl": lambda run, directory, resume_step: JsonlTracker(run),
 }
@@ -96,9 +94,7 @@ class Trackers:
         wanted = dict.fromkeys(("jsonl", *names))
         unknown = [name for name in wanted if name not in TRACKERS]
         if unknown:
-            raise ValueError(
-                f"unknown trackers {', '.join(unknown)}; known are {', '.join(sorted(TRACKERS))}"
-            )
+            raise ValueError(f"unknown trackers {', '.join(unknown)}; known are {', '.join(sorted(TRACKERS))}")
         opened: dict[str, Tracker] = {}
         for name in wanted:
             try:
@@ -132,6 +128,4 @@ class Trackers:
 
 
 def _warn(name: str, what: str, error: Exception) -> None:
-    print(
-        f"warning: tracker {name} {what}; the run goes on without it: {error!r}", file=sys.stderr, flush=True
-    )
+    print(f"warning: tracker {name} {what}; the run goes on without it: {error!r}", file=sys.stderr, flush=True)

@@ -25,9 +25,7 @@ class _Rank:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def setup(
-        self, *, master_addr: str, master_port: int, plan: MegatronPlan, seed: int, deterministic: bool
-    ) -> None:
+    def setup(self, *, master_addr: str, master_port: int, plan: MegatronPlan, seed: int, deterministic: bool) -> None:
         """Join the process group and load the model."""
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         self._engine = self._build(plan, seed, deterministic)

@@ -1,21 +1,16 @@
 """From experiences to what a train step reads."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from roll_opd.config.plan import TeacherPlan
 from roll_opd.data.experience import Experience
-
-if TYPE_CHECKING:
-    from roll_opd.megatron.trainer import TrainSample
+from roll_opd.data.training import TrainSample
 
 
-def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list["TrainSample"]:
+def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[TrainSample]:
     """Return one `TrainSample` an experience, its teachers merged into two numbers a token (see algorithms.opd)."""
-    from roll_opd.megatron.trainer import TrainSample
-
     coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
     samples = []
     for experience in experiences:

@@ -27,9 +27,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     core.train_from_iterator(["what is 2+2 and how many are they"], trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHAT_TEMPLATE
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(directory)

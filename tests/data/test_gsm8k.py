@@ -52,9 +52,7 @@ def test_a_local_data_set_gives_the_same_rows(tmp_path: Path, monkeypatch: pytes
     assert outputs[0].read_text() == outputs[1].read_text()
 
 
-def test_wrong_input_ends_with_2_and_leaves_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_ends_with_2_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
     not_gsm8k = write(tmp_path / "a.jsonl", [EXAMPLES[0], {"question": "x", "answer": "no mark"}])
     lacking = write(tmp_path / "b.jsonl", [{"text": "x"}])
@@ -78,7 +76,5 @@ def test_all_of_gsm8k_loads(tmp_path: Path, gsm8k_dir: Path, tokenizer_dir: Path
     assert (report.rows, report.bad, report.renamed) == (7473, 0, 0)
     prompts, prompt_report = build_prompts(rows, load_tokenizer(str(tokenizer_dir)), data)
     assert (prompt_report.prompts, prompt_report.too_long) == (7473, 0)
-    question = json.loads((gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()[7472])[
-        "question"
-    ]
+    question = json.loads((gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()[7472])["question"]
     assert question in load_tokenizer(str(tokenizer_dir)).decode(prompts[7472].tokens)

@@ -33,9 +33,7 @@ def test_the_sequence_does_not_depend_on_how_it_is_taken() -> None:
     whole = ids(PromptSource(prompts(7), seed=1).take(60))
     for size in (1, 2, 5, 7, 20):
         source = PromptSource(prompts(7), seed=1)
-        assert [name for _ in range(60 // size) for name in ids(source.take(size))] == whole[
-            : 60 // size * size
-        ]
+        assert [name for _ in range(60 // size) for name in ids(source.take(size))] == whole[: 60 // size * size]
 
 
 def test_resume_at_any_point_is_the_uninterrupted_sequence() -> None:

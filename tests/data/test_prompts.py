@@ -12,9 +12,7 @@ from roll_opd.data.templates import TEMPLATES, encode_prompt, load_tokenizer
 
 
 def chat(identity: str, content: str, role: str = "user") -> Row:
-    return Row(
-        id=identity, tag="t", messages=(FrozenDict({"role": role, "content": content}),), ground_truth="4"
-    )
+    return Row(id=identity, tag="t", messages=(FrozenDict({"role": role, "content": content}),), ground_truth="4")
 
 
 USER = "<|im_start|>user\nhow many<|im_end|>\n<|im_start|>assistant\n"
@@ -84,8 +82,6 @@ def test_long_and_refused_rows_are_reported(tokenizer_dir: Path) -> None:
 def test_the_longest_prompt_allowed_is_kept(tokenizer_dir: Path) -> None:
     tokenizer = load_tokenizer(str(tokenizer_dir))
     length = len(encode_prompt(tokenizer, chat("a", "2")))
-    assert (
-        len(build_prompts([chat("a", "2")], tokenizer, DataPlan(files=("x",), prompt_length=length))[0]) == 1
-    )
+    assert len(build_prompts([chat("a", "2")], tokenizer, DataPlan(files=("x",), prompt_length=length))[0]) == 1
     with pytest.raises(DataError):
         build_prompts([chat("a", "2")], tokenizer, DataPlan(files=("x",), prompt_length=length - 1))

@@ -93,6 +93,7 @@ class Running:
         return self.run(collect())
 
     def close(self) -> None:
+        """End the engine and its loop."""
         self.run(self.engine.close())
         self.loop.close()
 

@@ -1,5 +1,8 @@
 """Deterministic mode: the same bits from fresh engines, from a repeated batch, and whatever else was asked before."""
 
+import asyncio
+from typing import Any
+
 import numpy as np
 import pytest
 from inference_models import Running
@@ -15,18 +18,35 @@ def bits(completions: list[Completion]) -> list[tuple[bytes, bytes, str]]:
     return [(c.tokens.tobytes(), c.logprobs.tobytes(), c.finish_reason) for c in completions]
 
 
+def submit_slowly(running: Running) -> list[bool]:
+    """Let requests trickle in, as on a busy machine; returns whether the scheduler was paused at each."""
+    llm = running.engine._llm
+    add_request, paused = llm.add_request, []
+
+    async def add_late(*arguments: Any) -> Any:
+        if len(paused) % 40 == 0:
+            await asyncio.sleep(0.05)
+        paused.append(await llm.is_paused())
+        return await add_request(*arguments)
+
+    llm.add_request = add_late
+    return paused
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_model_path: str) -> list[list]:
     """Three batches from each of two fresh engines: once, again, and again after another batch."""
     found = []
-    for _ in range(2):
+    for slowly in (False, True):
         running = Running(tiny_model_path, deterministic=True, engine_args={"max_num_seqs": 48})
+        paused = submit_slowly(running) if slowly else [True]
         first, again = running.batch(*BATCH), running.batch(*BATCH)
         running.batch(PROMPTS[5:9], SamplingPlan(max_new_tokens=7, temperature=0), range(4))
         found += [bits(first), bits(again), bits(running.batch(*BATCH))]
         word = f"w{first[0].tokens[4]}"
         stopped = running.run(running.engine.generate(PROMPTS[0], SamplingPlan(max_new_tokens=24, stop=(word,)), 0))
         assert stopped.finish_reason == "stop" and len(stopped.tokens) <= 5
+        assert all(paused)  # no step can have depended on when a request came
         running.close()
     return found
 

@@ -134,9 +134,7 @@ def test_an_expression_that_never_ends_is_wrong_in_time_and_the_next_is_scored()
 
 
 def test_it_works_in_threads() -> None:
-    samples = [
-        RewardSample(str(n), rf"\boxed{{\sqrt{{{n * n}}}}}", str(n + n % 2), "t") for n in range(1, 13)
-    ]
+    samples = [RewardSample(str(n), rf"\boxed{{\sqrt{{{n * n}}}}}", str(n + n % 2), "t") for n in range(1, 13)]
     with ThreadPoolExecutor(4) as pool:
         scores = list(pool.map(lambda sample: math_rule([sample])[0], samples))
     assert scores == math_rule(samples) == [float(n % 2 == 0) for n in range(1, 13)]

@@ -72,9 +72,7 @@ def test_what_cannot_be_found_is_said(users_module: str, worker: str, message: s
         resolve(worker)
 
 
-@pytest.mark.parametrize(
-    ("scores", "message"), [([1.0], "1 scores for 2"), ([1.0, float("nan")], "sample b")]
-)
+@pytest.mark.parametrize(("scores", "message"), [([1.0], "1 scores for 2"), ([1.0, float("nan")], "sample b")])
 def test_scores_are_checked(scores: list[float], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score_samples(lambda samples: scores, SAMPLES)

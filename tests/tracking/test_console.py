@@ -24,16 +24,14 @@ METRICS = {
 def test_a_line_of_a_step() -> None:
     metrics = {name: value for name, value in METRICS.items() if name != "val_correct/all/mean"}
     assert progress_line(12, 160, metrics, eta_seconds=296) == (
-        "step  12/160  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s "
-        "(gen 50% train 30% teach 10%)  ETA 4m56s"
+        "step  12/160  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s (gen 50% train 30% teach 10%)  ETA 4m56s"
     )
 
 
 def test_a_wide_line_shows_fewer_phases() -> None:
     line = progress_line(12, 160, METRICS, eta_seconds=296)
     assert line == (
-        "step  12/160  acc 0.445  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s "
-        "(gen 50% train 30%)  ETA 4m56s"
+        "step  12/160  acc 0.445  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s (gen 50% train 30%)  ETA 4m56s"
     )
     assert len(line) <= WIDTH
 

@@ -71,8 +71,7 @@ def test_distillation_metrics_equal_a_loop_over_tokens(batch: list[Experience]) 
         "opd/abs_gap": sum(map(abs, kls)) / count,
         "opd/student_perplexity": math.exp(-mean_student),
         "opd/teacher_perplexity": math.exp(-mean_teacher),
-        "opd/prob_ratio": sum(math.exp(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, kl))) for kl in kls)
-        / count,
+        "opd/prob_ratio": sum(math.exp(max(-LOG_RATIO_LIMIT, min(LOG_RATIO_LIMIT, kl))) for kl in kls) / count,
     }
     for position, group in ((0, "teacher"), (1, "tag")):
         for name in {pair[position] for pair in pairs}:
@@ -92,9 +91,7 @@ def test_samples_without_a_teacher_or_outside_the_mask_change_nothing(batch: lis
         return {name: metrics[name] for name in metrics if name.startswith("opd/") and "length" not in name}
 
     assert teacher_part(batch) == teacher_part(scored)
-    noise = [
-        replace(item, old_logprobs=np.where(item.action_mask, item.old_logprobs, -99.0)) for item in scored
-    ]
+    noise = [replace(item, old_logprobs=np.where(item.action_mask, item.old_logprobs, -99.0)) for item in scored]
     assert teacher_part(noise) == teacher_part(scored)
     assert teacher_part(scored[::-1]) == pytest.approx(teacher_part(scored))
 

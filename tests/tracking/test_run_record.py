@@ -86,9 +86,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def test_trackers_agree_and_resume_replaces_later_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trackers_agree_and_resume_replaces_later_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory.create(tmp_path, "exp")
     trackers = Trackers.open(("tensorboard", "stdout"), run)
     assert trackers.names == ("jsonl", "tensorboard", "stdout")
@@ -202,9 +200,7 @@ def test_the_summary_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> 
 
 def test_what_was_not_measured_is_null() -> None:
     summary = summarize([])
-    assert (
-        summary["val_accuracy_first"] is summary["teacher_val_accuracy"] is summary["reverse_kl_last"] is None
-    )
+    assert summary["val_accuracy_first"] is summary["teacher_val_accuracy"] is summary["reverse_kl_last"] is None
     assert (summary["steps"], summary["generated_tokens"], summary["wall_seconds"]) == (0, 0, 0)
     one = summarize([{"step": 1, "opd/reverse_kl/mean": 3.0}, {"step": 2, "opd/reverse_kl/mean": None}])
     assert (one["reverse_kl_first"], one["reverse_kl_last"]) == (3.0, 3.0)

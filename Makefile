@@ -1,0 +1,38 @@
+# `make demo` and `make test` are all that a fresh clone needs; both set the environment up first.
+
+PYTHON_IN_VENV := .venv/bin/python
+DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
+
+.PHONY: help setup demo test lint format doctor clean
+
+help:
+	@echo "make demo     set up, then distil the example teacher into the example student on the CPU"
+	@echo "make test     set up, then lint and run all tests"
+	@echo "make setup    make .venv and install what requirements/*.lock pin (at once when it is up to date)"
+	@echo "make doctor   set up, then say what is installed, what will be used and what is broken"
+	@echo "make format   set up, then let ruff fix and format the code"
+	@echo "make clean    remove .venv and caches; run directories (output/) stay"
+
+setup:
+	@bash scripts/setup.sh
+
+demo: setup
+	@$(DEMO)
+
+test: lint
+	@$(PYTHON_IN_VENV) -m pytest -q
+
+lint: setup
+	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) -m ruff format --check .
+
+format: setup
+	@$(PYTHON_IN_VENV) -m ruff check --fix .
+	@$(PYTHON_IN_VENV) -m ruff format .
+
+doctor: setup
+	@.venv/bin/roll-opd doctor
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache build roll_opd.egg-info
+	find roll_opd tests examples -name __pycache__ -type d -exec rm -rf {} +

