@@ -1,10 +1,13 @@
 """Ray: started for one run and gone with it, or joined where a cluster is already up."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+
+from roll_opd.cluster.guardian import guarded
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
 
@@ -24,19 +27,17 @@ def ray_cluster(devices_per_node: int) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Tokens stay on; that they are is not news to the reader of every run
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "logging_level": "warning"}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**common)
-    else:
-        cores = max(os.cpu_count() or 1, devices_per_node)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=cores,
-            resources={SLOT: devices_per_node},
-            **common,
-        )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with guarded():
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**common)
+        else:
+            cores = max(os.cpu_count() or 1, devices_per_node)
+            resources = {SLOT: devices_per_node}
+            ray.init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
+        try:
+            yield
+        finally:
+            ray.shutdown()

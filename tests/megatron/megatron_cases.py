@@ -1,0 +1,199 @@
+"""What the Megatron workers are asked to do: layouts, sequences, train samples and the list of jobs of each launch.
+
+Shared by the workers and by the tests that compare their answers with Hugging Face, so everything is seeded, and
+nothing here imports an engine.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
+from roll_opd.data.training import TrainSample
+
+VOCABULARY = 101  # odd: padded wherever the vocabulary is split
+DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
+DEMO_VOCABULARY = 320
+
+LAYOUTS = {
+    "tp1": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2sp": Layout(tp=2, sequence_parallel=True),
+    "pp2": Layout(pp=2),
+    "dp2": Layout(dp=2),
+    "tp2dp2": Layout(tp=2, dp=2),
+    "tp2pp2": Layout(tp=2, pp=2),
+    "tp2sppp2": Layout(tp=2, pp=2, sequence_parallel=True),
+}
+MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
+DEMO_MODELS = ("demo_student", "demo_teacher")
+FROZEN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2pp2", "tp2sppp2")
+TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2")
+
+# name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature)
+PASSES = {"pack": (None, None, 1.0), "single": (1, None, 1.0), "cold": (None, 100, 0.7)}
+
+TEMPERATURE = 0.9
+TRAIN_MODELS = {"qwen3_tied": "opd", "qwen2_tied": "ppo"}  # model -> its objective
+OBJECTIVES = {
+    "opd": ObjectivePlan(),
+    "ppo": ObjectivePlan(
+        policy_loss="ppo",
+        pg_clip_low=0.1,
+        pg_clip_high=0.3,
+        dual_clip=1.2,
+        loss_agg_mode="seq-mean-token-mean",
+        opd_kl_discount=0.5,
+    ),
+}
+UPDATES = 4
+SAVED_AFTER = 2
+
+
+def optimizer_plan(distributed: bool) -> OptimizerPlan:
+    """Every part of the schedule and of AdamW takes part, and clipping bites.
+
+    A large epsilon: where a gradient is nothing but rounding, Adam would blow it up to a full step.
+    """
+    return OptimizerPlan(
+        learning_rate=1e-3,
+        weight_decay=0.05,
+        adam_beta1=0.8,
+        adam_beta2=0.95,
+        adam_epsilon=1e-4,
+        max_grad_norm=0.5,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        total_steps=6,
+        min_learning_rate=1e-4,
+        use_distributed_optimizer=distributed,
+    )
+
+
+def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
+    """(tokens, prompt length): of all lengths, among them one without a response and one of a single token."""
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(9, 60, size=9), 20, 1]
+    prompts = [*rng.integers(1, 9, size=9), 20, 1]
+    return [(rng.integers(0, vocabulary, size=int(n)), int(p)) for n, p in zip(lengths, prompts, strict=True)]
+
+
+def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSample]:
+    """The mini-batch of one update; sample 3 has nothing to learn from, sample 5 no response at all."""
+    rng = np.random.default_rng(100 + step)
+    samples = []
+    for index in range(count):
+        prompt = int(rng.integers(1, 9))
+        response = 0 if index == 5 else int(rng.integers(5, 50))
+        mask = (rng.random(response) > 0.2) & (index != 3)
+        ppo = objective == "ppo"
+        samples.append(
+            TrainSample(
+                tokens=rng.integers(0, VOCABULARY, size=prompt + response),
+                prompt_length=prompt,
+                action_mask=mask,
+                advantages=(rng.normal(0, 2 * ppo, size=response) * mask).astype(np.float32),
+                opd_coefficients=(0.5 * mask).astype(np.float32),
+                opd_teacher=(0.5 * rng.normal(-4, 1, size=response) * mask).astype(np.float32),
+                old_logprobs=rng.normal(-4.6, 0.5, size=response).astype(np.float32) if ppo else None,
+            )
+        )
+    return samples
+
+
+def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Hidden states, output embedding, targets, and the gradient that arrives."""
+    rng = np.random.default_rng(7)
+    return (
+        rng.normal(size=(rows, width)).astype(np.float32),
+        rng.normal(size=(vocabulary, width)).astype(np.float32),
+        rng.integers(0, vocabulary, size=rows),
+        rng.normal(size=rows).astype(np.float32),
+    )
+
+
+VOCAB_ROWS, VOCAB_WIDTH = 23, 16
+VOCAB_CHUNK_ROWS = {"one": 1, "odd": 7, "all": 1000}
+
+
+def model_path(root: Path, name: str) -> str:
+    """Where a model lies: the demo's in the repository, the random ones under `root`."""
+    return str(DEMO / name.removeprefix("demo_") if name in DEMO_MODELS else root / "models" / name)
+
+
+def train_name(model: str, layout: str, distributed: bool, tokens: int | None) -> str:
+    return f"train-{model}-{layout}-{'distributed' if distributed else 'plain'}-{tokens or 'unlimited'}"
+
+
+def train_variants(layout: str) -> list[tuple[str, bool, int | None]]:
+    """(model, distributed optimizer, tokens a micro-batch) to train under `layout`."""
+    variants = [("qwen3_tied", True, 70), ("qwen3_tied", False, None), ("qwen2_tied", True, 70)]
+    return [*variants, ("qwen3_tied", True, None), ("qwen3_tied", False, 70)] if layout == "tp1" else variants
+
+
+def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
+    """All that one launch of the worker does; `launch` is a world size, or "resume" (2 ranks, after "2")."""
+    if launch == "resume":
+        return _resume_jobs(root)
+    world = int(launch)
+    jobs: list[dict[str, Any]] = []
+    for layout in (name for name in FROZEN_LAYOUTS if LAYOUTS[name].world_size == world):
+        for model in (*MODELS, *DEMO_MODELS):
+            jobs.append({"op": "frozen", "name": f"frozen-{model}-{layout}", "model": model, "layout": layout})
+    for layout in (name for name in TRAIN_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs += [_train_job(layout, *variant) for variant in train_variants(layout)]
+        if world < 4:
+            jobs.append({**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1})
+    if world == 1:
+        jobs += [{"op": "vocab", "name": "vocab-tp1", "layout": "tp1"}, {"op": "memory", "layout": "tp1"}]
+    if world == 2:
+        jobs += [{"op": "vocab", "name": "vocab-tp2", "layout": "tp2"}]
+        for layout in ("dp2", "pp2", "tp2"):
+            for value in ("nan", "inf"):
+                jobs.append({"op": "poison", "name": f"poison-{layout}-{value}", "layout": layout, "value": value})
+    return jobs
+
+
+def _train_job(layout: str, model: str, distributed: bool, tokens: int | None) -> dict[str, Any]:
+    saves = layout in ("tp2", "dp2") and model == "qwen3_tied"
+    return {
+        "op": "train",
+        "name": train_name(model, layout, distributed, tokens),
+        "model": model,
+        "layout": layout,
+        "distributed": distributed,
+        "tokens": tokens,
+        "save_after": SAVED_AFTER if saves else None,
+        "load": None,
+        "count": 12,
+    }
+
+
+# (layout that saved, layout that loads, distributed optimizer, its tokens a micro-batch)
+RESUMES = [
+    ("tp2", "tp2", True, 70),
+    ("tp2", "tp2", False, None),
+    ("dp2", "dp2", True, 70),
+    ("dp2", "dp2", False, None),
+    ("tp2", "pp2", True, 70),
+    ("tp2", "dp2", True, 70),
+    ("dp2", "tp2", True, 70),
+    ("tp2", "pp2", False, None),
+]
+
+
+def resume_name(saved: str, loads: str, distributed: bool) -> str:
+    return f"resume-{saved}-{loads}-{'distributed' if distributed else 'plain'}"
+
+
+def _resume_jobs(root: Path) -> list[dict[str, Any]]:
+    return [
+        {
+            **_train_job(loads, "qwen3_tied", distributed, tokens),
+            "name": resume_name(saved, loads, distributed),
+            "save_after": None,
+            "load": str(root / f"{train_name('qwen3_tied', saved, distributed, tokens)}.ckpt"),
+        }
+        for saved, loads, distributed, tokens in RESUMES
+    ]

@@ -1,0 +1,130 @@
+"""Tiny random models on disk, and what Hugging Face and plain torch make of them: the naive side of every comparison."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron_cases import TEMPERATURE, UPDATES, VOCABULARY, optimizer_plan, train_samples
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.training import TrainSample
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
+    "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
+    "qwen2_tied": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False),
+    "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
+}
+
+
+def save_models(directory: Path) -> None:
+    """Write every model, its norms and biases moved off their initial ones and zeros."""
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config()).float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(directory / name)
+
+
+def load(path: str | Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def all_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float) -> torch.Tensor:
+    """[T, V]: row t is the distribution of the token that follows token t."""
+    return (model(torch.from_numpy(tokens)[None]).logits[0] / temperature).log_softmax(-1)
+
+
+def token_logprobs(model: PreTrainedModel, tokens: np.ndarray, prompt: int, temperature: float) -> torch.Tensor:
+    """[T-P]: entry i speaks of token P + i, which the model predicts at P + i - 1."""
+    table = all_logprobs(model, tokens, temperature)
+    picked = [table[place - 1, int(tokens[place])] for place in range(prompt, len(tokens))]
+    return torch.stack(picked) if picked else torch.zeros(0)
+
+
+def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample], objective: ObjectivePlan):
+    """The objective from its formula, token by token."""
+    counts = [int(sample.action_mask.sum()) for sample in samples]
+    total = torch.zeros(())
+    for sample, new, count in zip(samples, logprobs, counts, strict=True):
+        old = new.detach() if sample.old_logprobs is None else torch.from_numpy(sample.old_logprobs)
+        penalty = [
+            float(sample.opd_coefficients[t]) * float(old[t]) - float(sample.opd_teacher[t]) for t in range(len(new))
+        ]
+        for t in np.flatnonzero(sample.action_mask):
+            later = sum(objective.opd_kl_discount ** (k - t) * penalty[k] for k in range(t, len(new)))
+            advantage = float(sample.advantages[t]) - later
+            ratio = (new[t] - old[t]).exp()
+            loss = -advantage * ratio
+            if objective.policy_loss == "ppo":
+                clipped = ratio.clamp(1 - objective.pg_clip_low, 1 + objective.pg_clip_high)
+                loss = max(loss, -advantage * clipped)
+                if advantage < 0:
+                    loss = min(loss, torch.tensor(-advantage * objective.dual_clip))
+            if objective.loss_agg_mode == "token-mean":
+                total = total + loss / sum(counts)
+            else:  # seq-mean-token-mean
+                total = total + loss / count / sum(count > 0 for count in counts)
+    return total
+
+
+def learning_rate(step: int) -> float:
+    """Of update `step` = 1, 2, ...: linear warm-up, then a cosine down to the minimum."""
+    plan = optimizer_plan(False)
+    if step <= plan.warmup_steps:
+        return plan.learning_rate * step / plan.warmup_steps
+    done = (step - plan.warmup_steps) / (plan.total_steps - plan.warmup_steps)
+    return plan.min_learning_rate + (plan.learning_rate - plan.min_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
+    """Train with autograd and torch's AdamW; return (loss, grad_norm, learning rate, ...) an update, and the weights."""
+    model, plan = load(path), optimizer_plan(False)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]  # never decayed
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(plan.adam_beta1, plan.adam_beta2),
+        eps=plan.adam_epsilon,
+    )
+    records = []
+    for step in range(UPDATES):
+        samples = train_samples(step, objective_name)
+        logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
+        loss = naive_loss(logprobs, samples, objective)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
+        scale = min(1.0, plan.max_grad_norm / (norm + 1e-6))
+        for parameter in model.parameters():
+            parameter.grad.mul_(scale)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step + 1)
+        optimizer.step()
+        records.append({"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate(step + 1)})
+    return records, {name: tensor.detach() for name, tensor in model.named_parameters()}

@@ -1,0 +1,85 @@
+"""What a user can give wrongly, through the launcher: a message, exit code 2, nothing started, nothing written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY
+
+from roll_opd.pipelines import launch as launcher
+
+DEMO = REPOSITORY / "examples" / "demo"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+    def nothing_may_start(*_: object) -> None:
+        raise AssertionError("the run was started")
+
+    monkeypatch.setattr("roll_opd.cluster.runtime.ray_cluster", nothing_may_start)
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    arguments = ["--config_path", "demo", "--config_name", "onpolicy_distill"]
+    code = launcher.main("test", pure=True, arguments=[*arguments, f"output_dir={tmp_path / 'out'}", *overrides])
+    assert code == 2
+    assert not (tmp_path / "out").exists()
+    return capsys.readouterr().err
+
+
+def rows_file(tmp_path: Path, *lines: str) -> str:
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"id": "a", "messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2"})
+    path.write_text("\n".join([good, *lines]) + "\n")
+    return f"student_train.data_args.file_name={path}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{not json", ":2"),
+        (json.dumps({"id": "b", "ground_truth": "2"}), "messages"),
+        (json.dumps({"id": "b", "messages": "{not a list"}), ":2"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, expected: str) -> None:
+    message = refused(tmp_path, capsys, rows_file(tmp_path, line))
+    assert expected in message and "rows.jsonl" in message and "on_bad_row" in message
+
+
+def test_long_prompts_are_refused_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = json.dumps({"id": "long", "messages": [{"role": "user", "content": "9" * 100}], "ground_truth": "2"})
+    message = refused(tmp_path, capsys, rows_file(tmp_path, long), "on_long_prompt=refuse")
+    assert "long" in message and "prompt_length" in message
+
+
+def test_missing_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(tmp_path, capsys, "teacher.model_args.model_name_or_path=/no/such/model")
+    assert "teacher" in message and "/no/such/model" in message
+
+
+def test_teacher_equal_to_student(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(tmp_path, capsys, "teacher.model_args.model_name_or_path=examples/demo/models/student")
+    assert "allow_self_teacher" in message
+
+
+def test_tokenizers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = tmp_path / "teacher"
+    shutil.copytree(DEMO / "models" / "teacher", changed)
+    template = changed / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={changed}")
+    assert "chat template" in message
+
+
+def test_resuming_from_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/no/such/run" in refused(tmp_path, capsys, "resume_from_checkpoint=/no/such/run")
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(tmp_path, capsys, "max_stepz=3", "response_length=4096", "student_train.device_mapping=[7]")
+    for part in ("max_stepz", "max_steps", "2048", "device_mapping"):
+        assert part in message
