@@ -34,10 +34,7 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], device: torch.device, multiple: int) -> PackedBatch:
-    """Put `samples` end to end, and pad the pack to a multiple of `multiple` with a sequence nobody scores.
-
-    Sequence parallelism needs the padding: each tensor rank holds an equal slice of the pack.
-    """
+    """Put `samples` end to end, and pad the pack to a multiple of `multiple` with a sequence nobody scores."""
     lengths = [len(sample.tokens) for sample in samples]
     padding = -sum(lengths) % multiple
     tokens = [sample.tokens for sample in samples] + [np.zeros(padding, np.int64)]

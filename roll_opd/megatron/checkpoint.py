@@ -24,7 +24,8 @@ from megatron.core.optimizer import DistributedOptimizer
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.trainer import MegatronTrainer
 
-# Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it
+# Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it.
+# Passed as a copy: Megatron stores the process groups of the current layout in it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -66,10 +67,10 @@ def load_state(trainer: MegatronTrainer, directory: Path) -> None:
 
 def _state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]:
     model = {
-        _chunk_key(index): unwrapped(chunk).sharded_state_dict(metadata=_METADATA)
+        _chunk_key(index): unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
         for index, chunk in enumerate(trainer.chunks)
     }
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
     common = {"scheduler": trainer.scheduler.state_dict(), "random": _random_state()}
     return {**model, "optimizer": optimizer, **common}
 

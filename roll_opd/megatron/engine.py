@@ -4,6 +4,7 @@ Runs under plain `torchrun` as well as in a Ray worker. Every method is collecti
 the same arguments.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.data.packing import assign
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, pack
+from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.model import build_model
 
 LossFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -32,7 +34,8 @@ class MegatronEngine:
         self.plan = plan
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         self.chunks, self.bridge = build_model(plan, trainable=self.trainable)
-        self._pack_multiple = plan.layout.tp if self.bridge.config.sequence_parallel else 1
+        # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
+        self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
 
     def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> dict[int, np.ndarray] | None:
         """Score every token after the prompt.

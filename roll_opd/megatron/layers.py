@@ -23,6 +23,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
+from roll_opd.megatron.exact import VECTOR, ExactRowParallelLinear
+
 
 class LocalRMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose weight tells Megatron to sum its gradient over tensor ranks under sequence parallelism."""
@@ -76,7 +78,7 @@ class PackedAttention(torch.nn.Module):
         out_NHD = torch.empty_like(query_NHD)
         pieces, indices = [], []
         for block in blocks_of_similar_length(lengths, self.MAX_PADDING):
-            longest = max(lengths[row] for row in block)
+            longest = -(-max(lengths[row] for row in block) // VECTOR) * VECTOR
             index, valid = _padded_index(block, boundaries, lengths, longest, query_NHD.device)
             q, k, v = (_rows(t, index, len(block), longest) for t in (query_NHD, key_NGD, value_NGD))
             out = F.scaled_dot_product_attention(
@@ -129,6 +131,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | 
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.self_attention.submodules
+    attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm

@@ -58,7 +58,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx, hidden_ME, weight_VE, local_targets_M, inverse_temperature, real_columns, group, rows
     ):
         parallel = dist.get_world_size(group) > 1
-        target_logits, log_normalisers = [], []
+        logprobs, log_normalisers = [], []
         for start in range(0, max(hidden_ME.size(0), 1), rows):  # one (empty) chunk where nothing is scored
             logits_CV = _chunk_logits(hidden_ME[start : start + rows], weight_VE, inverse_temperature, real_columns)
             targets_C = local_targets_M[start : start + rows]
@@ -68,17 +68,18 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             largest_C = logits_CV.amax(dim=1)
             if parallel:
                 dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-            sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1)
+            # summed in f64, so that the result does not depend on how many ranks share the vocabulary
+            sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1, dtype=torch.float64)
             if parallel:  # one collective for both
-                both = torch.stack([sums_C, picked_C])
+                both = torch.stack([sums_C, picked_C.double()])
                 dist.all_reduce(both, group=group)
                 sums_C, picked_C = both
-            target_logits.append(picked_C)
-            log_normalisers.append(sums_C.log() + largest_C)
-        log_normaliser_M = torch.cat(log_normalisers)
-        ctx.save_for_backward(hidden_ME, weight_VE, local_targets_M, log_normaliser_M)
+            log_normaliser_C = sums_C.log() + largest_C
+            logprobs.append((picked_C - log_normaliser_C).float())
+            log_normalisers.append(log_normaliser_C.float())
+        ctx.save_for_backward(hidden_ME, weight_VE, local_targets_M, torch.cat(log_normalisers))
         ctx.settings = inverse_temperature, real_columns, rows
-        return torch.cat(target_logits) - log_normaliser_M
+        return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx, grad_M):  # type: ignore[override]

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from roll_opd.config.frozen import thaw
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.megatron.bridge import Bridge, bridge_for
+from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.layers import layer_spec
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.rope import inverse_frequencies
@@ -65,6 +66,14 @@ class TokenLogprobModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        decoder_input, *rest = super()._preprocess(*args, **kwargs)
+        if decoder_input is not None:
+            # [N, 1, E] as a transposed [1, N, E] has a stride on which torch multiplies row by row: slower, and with
+            # other last bits than a rank that received the same numbers in one piece
+            decoder_input = decoder_input.flatten(0, 1)[:, None]
+        return decoder_input, *rest
+
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return hidden_states
 
@@ -83,9 +92,10 @@ def build_model(plan: MegatronPlan, *, trainable: bool) -> tuple[list[torch.nn.M
         "calculate_per_token_loss": True,  # losses arrive already divided by the global count
         "gradient_accumulation_fusion": False,
         "fp16": dtype is torch.float16,
+        **({"activation_func": exact_silu(hf_config)} if dtype is torch.float32 else {}),
         **thaw(plan.megatron_args),
     }
-    bridge = bridge_for(hf_config, dtype, padding=plan.layout.tp, overrides=overrides)
+    bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
     chunks = [_build_chunk(bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]
     bridge.load_weights(chunks, plan.model.path)
     if dtype is not torch.float32:

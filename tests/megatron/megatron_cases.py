@@ -122,6 +122,11 @@ def model_path(root: Path, name: str) -> str:
     return str(DEMO / name.removeprefix("demo_") if name in DEMO_MODELS else root / "models" / name)
 
 
+def demo_models(layout: str) -> tuple[str, ...]:
+    """The demo's models that fit a layout: the student's three layers make no two equal stages."""
+    return DEMO_MODELS if LAYOUTS[layout].pp == 1 else DEMO_MODELS[1:]
+
+
 def train_name(model: str, layout: str, distributed: bool, tokens: int | None) -> str:
     return f"train-{model}-{layout}-{'distributed' if distributed else 'plain'}-{tokens or 'unlimited'}"
 
@@ -139,12 +144,14 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
     world = int(launch)
     jobs: list[dict[str, Any]] = []
     for layout in (name for name in FROZEN_LAYOUTS if LAYOUTS[name].world_size == world):
-        for model in (*MODELS, *DEMO_MODELS):
+        for model in (*MODELS, *demo_models(layout)):
             jobs.append({"op": "frozen", "name": f"frozen-{model}-{layout}", "model": model, "layout": layout})
     for layout in (name for name in TRAIN_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs += [_train_job(layout, *variant) for variant in train_variants(layout)]
         if world < 4:
-            jobs.append({**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1})
+            jobs.append(
+                {**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1, "save_after": None}
+            )
     if world == 1:
         jobs += [{"op": "vocab", "name": "vocab-tp1", "layout": "tp1"}, {"op": "memory", "layout": "tp1"}]
     if world == 2:

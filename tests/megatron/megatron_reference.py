@@ -1,4 +1,4 @@
-"""Tiny random models on disk, and what Hugging Face and plain torch make of them: the naive side of every comparison."""
+"""Tiny random models on disk, and what Hugging Face and plain torch make of them: the naive side of each test."""
 
 import math
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ def learning_rate(step: int) -> float:
 
 
 def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
-    """Train with autograd and torch's AdamW; return (loss, grad_norm, learning rate, ...) an update, and the weights."""
+    """Train with autograd and torch's AdamW; return what each update reports, and the weights."""
     model, plan = load(path), optimizer_plan(False)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]  # never decayed

@@ -7,7 +7,9 @@ Importing Megatron's engine patches torch on a CPU, so this never runs inside th
 
 import json
 import os
+import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +125,7 @@ def poison(job: Job, root: Path) -> None:
     after_both = weights(trainer)
     parallel.shutdown()
 
-    os.environ["TORCHELASTIC_RESTART_COUNT"] += "-again"
+    meet_anew(root / f"port-{job['name']}")
     trainer = trainer_of(job, root, optimizer, MicroBatchLimits(tokens=70))
     trainer.update(good, objective, 1.0)
     facts = {
@@ -217,11 +219,24 @@ def memory(job: Job, root: Path) -> None:
 OPERATIONS = {"frozen": frozen, "train": train, "poison": poison, "vocab": vocab, "memory": memory}
 
 
+def meet_anew(file: Path) -> None:
+    """Give the next process group a store of its own: gloo takes addresses left in an old one for its peers'."""
+    if os.environ["RANK"] == "0":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(str(port))
+        unfinished.rename(file)
+    while not file.exists():
+        time.sleep(0.002)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="127.0.0.1", MASTER_PORT=file.read_text())
+
+
 def main() -> None:
     launch, root = sys.argv[1], Path(sys.argv[2])
     for number, job in enumerate(cases.jobs_of(launch, root)):
-        # A process group of its own for each job: torchrun's store separates them by this count
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        meet_anew(root / f"port-{launch}-{number}")
         OPERATIONS[job["op"]](job, root)
         parallel.shutdown()
 

@@ -1,0 +1,279 @@
+"""The parts of a step called bare: engines in plain processes, without Ray and without a pipeline, one part at a time.
+
+Every process gets the environment that the pipeline's worker on the same device gets. A part's input lies in its
+process before the clock starts, and of several processes the slowest one counts.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
+from roll_opd.data.experience import Experience
+from roll_opd.workers.samples import train_samples
+
+CLOSE_SECONDS = 20
+
+
+class BareError(RuntimeError):
+    """The parts cannot be called bare; the message says why."""
+
+
+def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
+    """Run `plan.max_steps` steps; return the seconds of each part a step, their sum `step`, and `tokens`.
+
+    What the processes print goes to `log`. BareError for a plan with several teachers or nodes, or when a process
+    fails.
+    """
+    if len(plan.teachers) != 1 or plan.num_nodes != 1:
+        raise BareError("only one teacher on one node can be measured; choose such a configuration")
+    source = _prompt_source(plan)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine) for engine in _engines(plan, log)]
+        student = [stack.enter_context(rank) for rank in _ranks(plan, plan.student, log)]
+        teacher = [stack.enter_context(rank) for rank in _ranks(plan, plan.teachers[0].worker, log)]
+        _together([*engines, *student, *teacher], "ready")
+        _transfer(student, engines, version=0)
+        return [_step(plan, source, step, engines, student, teacher) for step in range(1, plan.max_steps + 1)]
+
+
+def _step(
+    plan: RunPlan, source: Any, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
+) -> dict[str, float]:
+    temperature, objective, seconds = plan.rollout.sampling.temperature, plan.objective, {}
+    seconds["generate"], experiences = _sample(plan, source, engines)
+    sequences = [(e.tokens, e.prompt_length) for e in experiences]
+    seconds["teacher"], scores = _together(teacher, "logprobs", sequences, temperature)
+    name, scores = plan.teachers[0].name, _merged(scores)
+    experiences = [replace(e, teacher_logprobs={name: scores[i]}) for i, e in enumerate(experiences)]
+    if objective.recompute_old_logprobs:
+        seconds["old_logprobs"], old = _together(student, "logprobs", sequences, temperature)
+        old = _merged(old)
+        experiences = [replace(e, old_logprobs=old[i]) for i, e in enumerate(experiences)]
+    samples, size = train_samples(experiences, plan.teachers), plan.student.mini_batch_sequences
+    batches = [samples[start : start + size] for start in range(0, len(samples), size)] * objective.ppo_epochs
+    seconds["train"] = sum(_together(student, "update", batch, objective, temperature)[0] for batch in batches)
+    seconds["weight_sync"] = _transfer(student, engines, version=step)
+    tokens = sum(e.response_length for e in experiences)
+    return {**seconds, "step": sum(seconds.values()), "tokens": float(tokens)}
+
+
+def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
+    """Draw the step's prompts and answer them on the engines, spread as the pipeline spreads them."""
+    from roll_opd.rollout.scheduler import sample_seed
+
+    drawn, n = source.position, plan.rollout.sampling.n
+    asked = [(p, i, s) for i, p in enumerate(source.take(plan.rollout_batch_size)) for s in range(n)]
+    shares = [[row for row in asked if row[1] // plan.chunk_prompts % len(engines) == e] for e in range(len(engines))]
+    for engine, share in zip(engines, shares, strict=True):
+        seeds = [sample_seed(plan.seed, drawn + position, number) for _, position, number in share]
+        engine.send("generate", [p.tokens.tolist() for p, _, _ in share], plan.rollout.sampling, seeds)
+    answers = [engine.receive() for engine in engines]
+    written = {
+        (position, number): (prompt, completion)
+        for share, (_, completions) in zip(shares, answers, strict=True)
+        for (prompt, position, number), completion in zip(share, completions, strict=True)
+    }
+    experiences = [
+        Experience(
+            id=f"{position}/{number}",
+            group_id=str(position),
+            tag=prompt.tag,
+            domain="",
+            tokens=np.concatenate([prompt.tokens, completion.tokens]),
+            prompt_length=len(prompt.tokens),
+            action_mask=np.ones(len(completion.tokens), dtype=bool),
+            rollout_logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            weights_version=completion.weights_version,
+        )
+        for (position, number), (prompt, completion) in sorted(written.items(), key=lambda item: item[0])
+    ]
+    return max(seconds for seconds, _ in answers), experiences
+
+
+def _transfer(student: list, engines: list, version: int) -> float:
+    """Export the student's weights, then load them into every engine; the hop between the processes is not timed."""
+    exported, answers = _together(student, "weights")
+    loaded, _ = _together(engines, "load", next(buckets for buckets in answers if buckets), version)
+    return exported + loaded
+
+
+def _together(processes: Sequence["Part"], command: str, *arguments: Any) -> tuple[float, list]:
+    """Call all processes at once; return the slowest one's seconds and everyone's answers."""
+    for process in processes:
+        process.send(command, *arguments)
+    answers = [process.receive() for process in processes]
+    return max(seconds for seconds, _ in answers), [answer for _, answer in answers]
+
+
+def _merged(answers: Sequence[dict | None]) -> dict:
+    """Sequence number -> log-probs, of all ranks that speak."""
+    return {number: values for answer in answers if answer for number, values in answer.items()}
+
+
+def _prompt_source(plan: RunPlan) -> Any:
+    """The prompts in the order in which the pipeline draws them."""
+    # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
+    from roll_opd.data.rows import load_rows
+    from roll_opd.data.source import PromptSource, build_prompts
+    from roll_opd.data.templates import load_tokenizer
+
+    rows, _ = load_rows(plan.data)
+    prompts, _ = build_prompts(rows, load_tokenizer(plan.student.model.path), plan.data)
+    return PromptSource(prompts, plan.seed)
+
+
+class Part:
+    """One plain process around one engine; it ends when this end of the pipe closes."""
+
+    def __init__(self, process: Any, pipe: Any) -> None:
+        self._process, self._pipe = process, pipe
+
+    def send(self, *command: Any) -> None:
+        self._pipe.send(command)
+
+    def receive(self) -> tuple[float, Any]:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise BareError(f"the process of {self._process.name} ended unexpectedly") from None
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(CLOSE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+@contextmanager
+def _start(
+    log: Path, serve: Callable[..., None], name: str, environment: dict[str, Any], *arguments: Any
+) -> Iterator[Part]:
+    """Run `serve(pipe, *arguments)` in a new process that is born with `environment`, as Ray's workers are."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_born, args=(log, serve, theirs, *arguments), name=name)
+    before = dict(os.environ)
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    theirs.close()
+    part = Part(process, ours)
+    try:
+        yield part
+    finally:
+        part.close()
+
+
+def _born(log: Path, serve: Callable[..., None], *arguments: Any) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    serve(*arguments)
+
+
+def _shared_environment(plan: RunPlan, devices: Sequence[int]) -> dict[str, Any]:
+    """What cluster/placement.py gives to a process on `devices`."""
+    threads = max(1, len(os.sched_getaffinity(0)) // plan.devices_per_node)
+    visible = ",".join(map(str, devices))
+    return {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": 0, **plan.env}
+
+
+def _engines(plan: RunPlan, log: Path) -> list:
+    rollout = plan.rollout
+    devices = [rollout.devices[e * rollout.tp : (e + 1) * rollout.tp] for e in range(rollout.engines)]
+    return [
+        _start(log, serve_engine, "generate", {**_shared_environment(plan, own), **rollout.env}, rollout, plan)
+        for own in devices
+    ]
+
+
+def _ranks(plan: RunPlan, worker: MegatronPlan, log: Path) -> list:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    parts = []
+    for rank, device in enumerate(worker.devices):
+        mine = {"RANK": rank, "WORLD_SIZE": len(worker.devices), **meeting}
+        environment = {**_shared_environment(plan, (device,)), **worker.env, **mine}
+        parts.append(_start(log, serve_rank, worker.name, environment, worker, plan))
+    return parts
+
+
+def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
+    """One rank of a Megatron role: read a command with its input, meet the other ranks, time the work."""
+    import torch
+    import torch.distributed as dist
+
+    from roll_opd.megatron.engine import MegatronEngine
+    from roll_opd.megatron.export import weight_buckets
+    from roll_opd.megatron.trainer import MegatronTrainer
+
+    kind = MegatronTrainer if isinstance(worker, TrainPlan) else MegatronEngine
+    engine: Any = kind(worker, seed=plan.seed, deterministic=plan.deterministic)
+    calls = {"ready": lambda: None, "logprobs": engine.logprobs, "weights": lambda: list(weight_buckets(engine))}
+    if kind is MegatronTrainer:
+        calls["update"] = engine.update
+    while command := _received(pipe):
+        dist.barrier()
+        began = time.perf_counter()
+        answer = calls[command[0]](*command[1:])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        pipe.send((time.perf_counter() - began, answer))
+
+
+def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
+    """One inference engine."""
+    asyncio.run(_serve_engine(pipe, rollout, plan))
+
+
+async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
+    from roll_opd.inference.engine import InferenceEngine
+
+    engine = await InferenceEngine.start(
+        rollout.model,
+        max_model_len=rollout.max_model_len,
+        seed=plan.seed,
+        tensor_parallel_size=rollout.tp,
+        engine_args=rollout.engine_args,
+        deterministic=plan.deterministic,
+    )
+
+    async def generate(prompts: list, sampling: SamplingPlan, seeds: list) -> list:
+        done = {index: completion async for index, completion in engine.generate_batch(prompts, sampling, seeds)}
+        return [done[index] for index in range(len(prompts))]
+
+    async def load(buckets: list, version: int) -> None:
+        await engine.update_weights((bucket.tensors() for bucket in buckets), version)
+
+    async def ready() -> None:
+        return None
+
+    calls: dict[str, Any] = {"ready": ready, "generate": generate, "load": load}
+    while command := await asyncio.to_thread(_received, pipe):
+        began = time.perf_counter()
+        answer = await calls[command[0]](*command[1:])
+        pipe.send((time.perf_counter() - began, answer))
+    await engine.close()
+
+
+def _received(pipe: Any) -> tuple | None:
+    """The next command; None when the other end is closed."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None

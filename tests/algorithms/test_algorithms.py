@@ -1,0 +1,193 @@
+"""Every function of `roll_opd.algorithms` against a loop in double precision, and what must hold for any input."""
+
+import math
+
+import pytest
+import torch
+
+from roll_opd.algorithms.aggregation import MODES, token_weights
+from roll_opd.algorithms.losses import MAX_LOG_RATIO, POLICY_LOSSES, importance_sampling, ppo, probability_ratio
+from roll_opd.algorithms.opd import discounted_to_go, opd_penalty
+
+
+def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def masks(seed: int) -> list[torch.Tensor]:
+    """Of several lengths; one without an action, one without a token."""
+    lengths = [7, 1, 12, 0, 5, 9]
+    drawn = [random(seed + index, length) > -0.5 for index, length in enumerate(lengths)]
+    drawn[4][:] = False
+    drawn[0][:2] = torch.tensor([True, False])
+    return drawn
+
+
+def naive_mean(values: list[torch.Tensor], masks: list[torch.Tensor], mode: str, normaliser: float) -> float:
+    kept = [
+        [float(value) for value, taken in zip(row, mask, strict=True) if taken]
+        for row, mask in zip(values, masks, strict=True)
+    ]
+    full = [row for row in kept if row]
+    if mode == "token-mean":
+        return sum(map(sum, full)) / sum(map(len, full))
+    if mode == "seq-mean-token-sum":
+        return sum(map(sum, full)) / len(full)
+    if mode == "seq-mean-token-mean":
+        return sum(sum(row) / len(row) for row in full) / len(full)
+    return sum(map(sum, full)) / normaliser
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weighted_sum_is_the_mean_that_the_mode_names(mode: str) -> None:
+    for seed in range(5):
+        rows = masks(seed)
+        values = [random(50 + seed + index, len(mask)) for index, mask in enumerate(rows)]
+        weights = token_weights(rows, mode, normaliser=37.0)
+        total = sum(float((value.double() * weight).sum()) for value, weight in zip(values, weights, strict=True))
+        assert total == pytest.approx(naive_mean(values, rows, mode, 37.0), rel=1e-5, abs=1e-7)
+        for mask, weight in zip(rows, weights, strict=True):
+            assert weight.dtype == torch.float32 and weight.shape == mask.shape
+            assert not weight[~mask].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_split_changes_the_total(mode: str) -> None:
+    """Weights are fixed before the split, so parts in any order and of any size add up to the whole."""
+    rows = masks(3)
+    values = [random(90 + index, len(mask)) for index, mask in enumerate(rows)]
+    weights = token_weights(rows, mode, normaliser=11.0)
+    losses = [(value * weight).double().sum() for value, weight in zip(values, weights, strict=True)]
+    for seed in range(20):
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+        cut = seed % len(rows)
+        parts = [sum(losses[number] for number in part) for part in (order[:cut], order[cut:])]
+        assert float(sum(parts)) == pytest.approx(float(sum(losses)), rel=1e-12)
+        permuted = token_weights([rows[number] for number in order], mode, normaliser=11.0)
+        for number, weight in zip(order, permuted, strict=True):
+            assert torch.equal(weight, weights[number])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_to_learn_from(mode: str) -> None:
+    empty = [torch.zeros(3, dtype=torch.bool), torch.zeros(0, dtype=torch.bool)]
+    assert not any(weight.any() for weight in token_weights(empty, mode, normaliser=2.0))
+    assert token_weights([], mode, normaliser=2.0) == []
+
+
+def test_unusable_aggregation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'mean' is unknown; use one of token-mean, "):
+        token_weights(masks(0), "mean")
+    for normaliser in (None, 0.0):
+        with pytest.raises(ValueError, match="needs a normaliser"):
+            token_weights(masks(0), "seq-mean-token-sum-norm", normaliser)
+
+
+def naive_ppo(new: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> float:
+    ratio = math.exp(new - old)
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    surrogate = min(advantage * ratio, advantage * clipped)
+    if dual is not None and advantage < 0:
+        surrogate = max(surrogate, advantage * dual)
+    return -surrogate
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.1, 3.0])
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.0, 0.0)])
+def test_ppo(low: float, high: float, dual_clip: float | None) -> None:
+    new, old, advantages = random(1, 300), random(2, 300), random(3, 300, scale=2.0)
+    found = ppo(new, old, advantages, clip_low=low, clip_high=high, dual_clip=dual_clip)
+    wanted = [
+        naive_ppo(*row, low, high, dual_clip)
+        for row in zip(*map(torch.Tensor.tolist, (new, old, advantages)), strict=True)
+    ]
+    torch.testing.assert_close(found.double(), torch.tensor(wanted).double(), rtol=1e-5, atol=1e-6)
+
+
+def test_every_branch_of_ppo() -> None:
+    """(log-ratio, advantage) -> -loss, by hand: inside, clipped above, below, not clipped where it hurts, dual."""
+    for ratio, advantage, objective in (
+        (1.1, 2.0, 2.2),
+        (1.5, 2.0, 2.4),
+        (0.5, 2.0, 1.0),
+        (0.5, -2.0, -1.6),
+        (1.5, -2.0, -3.0),
+        (9.0, -2.0, -6.0),
+    ):
+        found = ppo(torch.tensor([ratio]).log(), torch.zeros(1), torch.tensor([advantage]))
+        assert float(found) == pytest.approx(-objective, rel=1e-5)
+
+
+def test_ppo_gradient_stops_where_clipped() -> None:
+    ratios = torch.tensor([1.1, 1.5, 0.5, 0.5, 1.5, 9.0])
+    advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
+    new = ratios.log().requires_grad_()
+    ppo(new, torch.zeros(6), advantages).sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([-2.2, 0.0, -1.0, 0.0, 3.0, 0.0]))
+
+
+def test_importance_sampling_and_its_gradient() -> None:
+    new, old, advantages = random(4, 200).requires_grad_(), random(5, 200), random(6, 200)
+    loss = importance_sampling(new, old, advantages)
+    loss.sum().backward()
+    rows = zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)
+    wanted = torch.tensor([-a * math.exp(n - o) for n, o, a in rows])
+    torch.testing.assert_close(loss.detach(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(new.grad, wanted, rtol=1e-5, atol=1e-6)  # d(-A e^x)/dx is the loss itself
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    """Where nothing has moved yet, every loss has the gradient -A."""
+    advantages = random(7, 50)
+    for function in POLICY_LOSSES.values():
+        new = random(8, 50).requires_grad_()
+        function(new, new.detach(), advantages).sum().backward()
+        torch.testing.assert_close(new.grad, -advantages)
+
+
+@pytest.mark.parametrize("distance", [1e3, 1e30, math.inf])
+def test_wild_log_ratios_stay_finite(distance: float) -> None:
+    new = torch.tensor([distance, -distance]).requires_grad_()
+    ratio = probability_ratio(new, torch.zeros(2))
+    torch.testing.assert_close(ratio.detach(), torch.tensor([MAX_LOG_RATIO, -MAX_LOG_RATIO]).exp())
+    for function in POLICY_LOSSES.values():
+        for advantage in (1.0, -1.0):
+            loss = function(new, torch.zeros(2), torch.full((2,), advantage))
+            assert torch.isfinite(loss).all()
+            (gradient,) = torch.autograd.grad(loss.sum(), new, retain_graph=True)
+            assert torch.isfinite(gradient).all()
+
+
+def test_penalty_of_several_teachers() -> None:
+    student, teachers = random(9, 40), [random(10, 40), random(11, 40), random(12, 40)]
+    coefficients = [0.3, 0.0, 1.7]
+    found = opd_penalty(
+        student,
+        torch.full((40,), sum(coefficients)),
+        sum(c * teacher for c, teacher in zip(coefficients, teachers, strict=True)),
+    )
+    for t in range(40):
+        pairs = zip(coefficients, teachers, strict=True)
+        wanted = sum(c * (float(student[t]) - float(teacher[t])) for c, teacher in pairs)
+        assert float(found[t]) == pytest.approx(wanted, abs=1e-5)
+    assert not opd_penalty(student, torch.zeros(40), torch.zeros(40)).any()
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("lengths", [[5, 0, 1, 9], [15], [1] * 15, [0, 15, 0]])
+def test_discounted_to_go(lengths: list[int], discount: float) -> None:
+    """Within each sequence; nothing flows over a boundary."""
+    values = random(13, sum(lengths))
+    found = discounted_to_go(values, lengths, discount)
+    wanted, start = [], 0
+    for length in lengths:
+        row = values[start : start + length].double().tolist()
+        wanted += [sum(discount ** (k - t) * row[k] for k in range(t, length)) for t in range(length)]
+        start += length
+    torch.testing.assert_close(found.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5])
+def test_to_go_of_nothing(discount: float) -> None:
+    assert discounted_to_go(torch.zeros(0), [], discount).shape == (0,)
+    assert discounted_to_go(torch.zeros(0), [0, 0], discount).shape == (0,)

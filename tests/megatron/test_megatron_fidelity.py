@@ -1,0 +1,143 @@
+"""Token log-probs and exported weights against Hugging Face, under every layout."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import megatron_cases as cases
+import megatron_reference as reference
+import numpy as np
+import pytest
+import torch
+from conftest import Launches
+from safetensors.torch import load_file
+
+GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.MODELS]
+DEMO_GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.demo_models(layout)]
+PAIRS = [
+    (model, one, other)
+    for one, other in combinations(cases.FROZEN_LAYOUTS, 2)
+    for model in cases.DEMO_MODELS
+    if model in cases.demo_models(one) and model in cases.demo_models(other)
+]
+Expected = Callable[[str, float], list[np.ndarray]]
+
+
+def launch_of(layout: str) -> str:
+    return str(cases.LAYOUTS[layout].world_size)
+
+
+@pytest.fixture(scope="module")
+def expected(launches: Launches) -> Expected:
+    """Hugging Face's log-probs of every sequence, by (model, temperature)."""
+
+    @cache
+    def compute(model: str, temperature: float) -> list[np.ndarray]:
+        network = reference.load(cases.model_path(launches.root, model))
+        vocabulary = cases.DEMO_VOCABULARY if model in cases.DEMO_MODELS else cases.VOCABULARY
+        with torch.no_grad():
+            return [
+                reference.token_logprobs(network, tokens, prompt, temperature).numpy()
+                for tokens, prompt in cases.sequences(vocabulary)
+            ]
+
+    return compute
+
+
+@pytest.mark.parametrize(("layout", "model"), GRID + DEMO_GRID)
+def test_logprobs_equal_hugging_face(launches: Launches, expected: Expected, layout: str, model: str) -> None:
+    launches.run(launch_of(layout))
+    for name, (_, _, temperature) in cases.PASSES.items():
+        scored = launches.arrays(f"frozen-{model}-{layout}-{name}")
+        wanted = expected(model, temperature)
+        assert sorted(scored, key=int) == [str(number) for number in range(len(wanted))]
+        for number, values in enumerate(wanted):
+            assert scored[str(number)].dtype == np.float32
+            np.testing.assert_allclose(scored[str(number)], values, rtol=0, atol=1e-5, err_msg=f"{name} {number}")
+
+
+@pytest.mark.parametrize(("layout", "model"), GRID)
+def test_one_sequence_alone(launches: Launches, expected: Expected, layout: str, model: str) -> None:
+    """Fewer sequences than data-parallel ranks: one rank has nothing to do."""
+    scored = launches.run(launch_of(layout)).arrays(f"frozen-{model}-{layout}-lonely")
+    assert list(scored) == ["0"]
+    np.testing.assert_allclose(scored["0"], expected(model, 1.0)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_the_references_tell_places_models_and_temperatures_apart(expected: Expected, model: str) -> None:
+    """Guards the tests above: a flat distribution would agree with anything."""
+    values = expected(model, 1.0)
+    assert np.concatenate(values).std() > 0.3
+    assert np.abs(np.concatenate(values) - np.concatenate(expected(model, 0.7))).max() > 0.1
+    other = expected("llama" if model != "llama" else "llama3", 1.0)
+    assert np.abs(values[0] - other[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_the_gather_shifts_by_one(launches: Launches, model: str) -> None:
+    """Entry i is log p(token P+i | tokens before P+i): not the place before, not the place after."""
+    launches.run("1")
+    network = reference.load(cases.model_path(launches.root, model))
+    tokens, prompt = cases.sequences(cases.VOCABULARY)[0]
+    scored = launches.arrays(f"frozen-{model}-tp1-pack")["0"]
+    with torch.no_grad():
+        table = reference.all_logprobs(network, tokens, 1.0).numpy()
+    for entry in (0, 1, len(scored) - 1):
+        place = prompt + entry
+        assert scored[entry] == pytest.approx(table[place - 1, tokens[place]], abs=1e-5)
+        assert scored[entry] != pytest.approx(table[place, tokens[place]], abs=1e-2)
+        assert scored[entry] != pytest.approx(table[place - 1, tokens[place - 1]], abs=1e-2)
+    assert len(scored) == len(tokens) - prompt
+
+
+def largest_difference(launches: Launches, model: str, one: str, other: str) -> float:
+    differences = [0.0]
+    for name in cases.PASSES:
+        left = launches.arrays(f"frozen-{model}-{one}-{name}")
+        right = launches.arrays(f"frozen-{model}-{other}-{name}")
+        differences += [float(np.abs(left[key] - right[key]).max(initial=0)) for key in left]
+    return max(differences)
+
+
+@pytest.mark.parametrize(("model", "one", "other"), PAIRS)
+def test_reverse_kl_of_equal_weights_is_zero(launches: Launches, model: str, one: str, other: str) -> None:
+    """A teacher with the student's weights but another layout adds nothing."""
+    for layout in (one, other):
+        launches.run(launch_of(layout))
+    assert largest_difference(launches, model, one, other) < 1e-6
+
+
+@pytest.mark.parametrize(("layout", "model"), GRID)
+def test_export_is_bit_exact(launches: Launches, layout: str, model: str) -> None:
+    launches.run(launch_of(layout))
+    source = load_file(Path(cases.model_path(launches.root, model)) / "model.safetensors")
+    exported = launches.weights(f"frozen-{model}-{layout}")
+    assert exported.keys() == source.keys()
+    for name, tensor in source.items():
+        assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize(("layout", "model"), DEMO_GRID)
+def test_export_keeps_configuration_and_tokenizer(launches: Launches, layout: str, model: str) -> None:
+    launches.run(launch_of(layout))
+    source = Path(cases.model_path(launches.root, model))
+    exported = launches.root / f"frozen-{model}-{layout}.hf"
+    assert sorted(file.name for file in exported.iterdir()) == sorted(file.name for file in source.iterdir())
+    for file in source.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            assert (exported / file.name).read_bytes() == file.read_bytes()
+    before = json.loads((source / "config.json").read_text())
+    after = json.loads((exported / "config.json").read_text())
+    assert after == {**before, "dtype": "float32"}  # the weights were read from bf16 and ran in fp32
+
+
+@pytest.mark.parametrize("model", cases.DEMO_MODELS)
+def test_exported_model_loads_in_transformers(launches: Launches, model: str) -> None:
+    launches.run("2")
+    source = reference.load(cases.model_path(launches.root, model))
+    exported = reference.load(launches.root / f"frozen-{model}-tp2.hf")
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name

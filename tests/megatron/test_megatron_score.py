@@ -1,0 +1,135 @@
+"""`roll-opd score` through its command line: equal to Hugging Face, and refusing what it cannot do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_cases as cases
+import megatron_reference as reference
+import numpy as np
+import pytest
+import torch
+
+from roll_opd import cli
+
+MODEL = cases.DEMO / "teacher"  # 4 heads, 2 key/value heads, 4 layers, 320 tokens, 2048 positions
+ROW = {"id": "a", "tokens": [1, 2, 3], "prompt_length": 1}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def score(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "roll_opd.cli", "score", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_scores_equal_hugging_face(tmp_path: Path) -> None:
+    """TP 2, one data-parallel group, rows in their order, blank lines passed over, ids of any kind kept."""
+    sequences = cases.sequences(cases.DEMO_VOCABULARY)
+    ids = [f"row {number}" if number % 2 else number for number in range(len(sequences))]
+    rows: list[Any] = [
+        {"id": name, "tokens": tokens.tolist(), "prompt_length": prompt}
+        for name, (tokens, prompt) in zip(ids, sequences, strict=True)
+    ]
+    source = write(tmp_path / "rows.jsonl", [*rows[:3], "", *rows[3:]])
+    target = tmp_path / "out.jsonl"
+    options = ["--tp", "2", "--temperature", "0.7", "--max-tokens-per-microbatch", "90"]
+    done = score("--model", str(MODEL), "--input", str(source), "--output", str(target), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["id"] for row in found] == ids
+    network = reference.load(MODEL)
+    for row, (tokens, prompt) in zip(found, sequences, strict=True):
+        with torch.no_grad():
+            wanted = reference.token_logprobs(network, tokens, prompt, 0.7).numpy()
+        assert len(row["logprobs"]) == len(wanted)
+        np.testing.assert_allclose(row["logprobs"], wanted, rtol=0, atol=1e-5)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
+def test_a_mistake_exits_with_2_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "tokens": [1, 320]}])
+    done = score("--model", str(MODEL), "--input", str(source), "--output", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 2
+    assert f"{source}:2: token 320 is outside the vocabulary of 320" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+BAD_ROWS = [
+    ("not json", "not a row"),
+    ("[1, 2]", "not a row"),
+    ({"tokens": [1], "prompt_length": 1}, "not a row"),
+    ({"id": 1, "tokens": [1]}, "not a row"),
+    ({**ROW, "tokens": "123"}, "tokens must be a list of integers"),
+    ({**ROW, "tokens": [1, 2.0]}, "tokens must be a list of integers"),
+    ({**ROW, "tokens": [1, True]}, "tokens must be a list of integers"),
+    ({**ROW, "tokens": []}, "prompt_length 1 must be 1 to the number of tokens (0)"),
+    ({**ROW, "prompt_length": 0}, "prompt_length 0 must be 1 to"),
+    ({**ROW, "prompt_length": 4}, "prompt_length 4 must be 1 to"),
+    ({**ROW, "prompt_length": "1"}, "prompt_length '1' must be 1 to"),
+    ({**ROW, "tokens": [1, -1]}, "token -1 is outside the vocabulary"),
+    ({**ROW, "tokens": [1, 10**30]}, "is outside the vocabulary"),
+    ({**ROW, "tokens": [1] * 2049}, "2049 tokens are more than the model's 2048 positions"),
+]
+BAD_OPTIONS = [
+    (["--tp", "0"], "--tp: 0 is not a size"),
+    (["--dp", "-1"], "--dp: -1 is not a size"),
+    (["--tp", "4"], "4 is more than the 2 key/value heads"),
+    (["--tp", "3"], "4 attention heads of teacher are not divisible by 3"),
+    (["--pp", "3"], "the 4 layers of teacher are not divisible by 3"),
+    (["--cp", "2"], "context parallelism is not available yet"),
+    (["--temperature", "0"], "--temperature: 0.0 must be greater than 0"),
+    (["--temperature", "nan"], "--temperature: nan must be greater than 0"),
+    (["--max-tokens-per-microbatch", "0"], "must be at least 1"),
+    (["--input", "/nowhere/rows.jsonl"], "cannot be read"),
+    (["--output", "/nowhere/out.jsonl"], "there is no directory /nowhere"),
+    (["--model", "/nowhere"], "--model: "),
+]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """Run the command in this process where starting any other is an error; return what it printed."""
+
+    def never(*arguments: Any, **_: Any) -> None:
+        raise AssertionError(f"started {arguments}")
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+
+    def run(rows: list[Any], options: list[str]) -> str:
+        source, target = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+        code = cli.main(["score", "--model", str(MODEL), "--input", str(source), "--output", str(target), *options])
+        assert code == 2
+        assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_bad_row_is_refused(refused: Any, row: Any, message: str) -> None:
+    error = refused([ROW, row], [])
+    assert message in error and "rows.jsonl:2" in error
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_option_is_refused(refused: Any, options: list[str], message: str) -> None:
+    assert message in refused([ROW], options)
+
+
+def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(refused: Any) -> None:
+    error = refused(["x"] * 9, [])
+    assert error.count("not a row") == 5 and "4 more of 9 rows are bad" in error
+    assert "holds no rows" in refused([], [])

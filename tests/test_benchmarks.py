@@ -1,0 +1,62 @@
+"""The arithmetic and the command line of benchmarks/step_overhead.py; nothing is started."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def step_overhead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("step_overhead")
+    for name in ("step_overhead", "bare_parts"):
+        sys.modules.pop(name, None)
+
+
+def metrics(train: float, checkpoint: float) -> dict[str, float]:
+    lap = {"generate": 0.5, "teacher": 0.25, "train": train, "validate": 1.0, "checkpoint": checkpoint, "other": 0.0}
+    row = {f"time/{name}": seconds for name, seconds in lap.items()}
+    return {**row, "time/step": sum(lap.values()), "step": 7, "rollout/generated_tokens": 100.0, "actor/lr": 1.0}
+
+
+def test_validation_and_checkpoints_are_no_part_of_a_step(step_overhead):
+    row = step_overhead.pipeline_row(metrics(train=0.75, checkpoint=30.0))
+    assert row == {"generate": 0.5, "teacher": 0.25, "train": 0.75, "other": 0.0, "step": 1.5, "tokens": 100.0}
+
+
+def test_the_ratio_is_the_median_step_over_the_median_sum_of_parts(step_overhead):
+    pipeline = [step_overhead.pipeline_row(metrics(train, 0.0)) for train in (0.75, 0.85, 50.0)]  # one outlier
+    parts = {"generate": 0.4, "teacher": 0.2}
+    bare = [{**parts, "train": t, "step": 0.6 + t, "tokens": 100.0} for t in (0.7, 0.9, 0.65)]
+    result = step_overhead.compare(pipeline, bare)
+    assert result["ratio"] == pytest.approx((0.5 + 0.25 + 0.85) / (0.4 + 0.2 + 0.7))
+    assert result["parts"]["train"] == {"bare": 0.7, "pipeline": 0.85}
+    assert result["parts"]["other"] == {"bare": None, "pipeline": 0.0}
+    assert result["tokens"] == {"bare": 300.0, "pipeline": 300.0}
+
+
+def test_the_table_names_every_part_and_warns_of_unequal_work(step_overhead):
+    pipeline = [step_overhead.pipeline_row(metrics(0.75, 0.0))]
+    bare = [{"generate": 0.4, "teacher": 0.2, "train": 0.65, "step": 1.25, "tokens": 100.0}]
+    text = step_overhead.table(step_overhead.compare(pipeline, bare))
+    assert all(name in text for name in ("generate", "teacher", "train", "other", "= 1.200"))
+    assert "WARNING" not in text
+    bare[0]["tokens"] = 90.0
+    assert "WARNING" in step_overhead.table(step_overhead.compare(pipeline, bare))
+
+
+def test_arguments(step_overhead):
+    options = step_overhead.parse(["--steps", "5", "--at-most", "1.15", "rollout_batch_size=8"])
+    assert (options.steps, options.at_most, options.overrides) == (5, 1.15, ["rollout_batch_size=8"])
+    assert step_overhead.parse([]).at_most is None
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "3"], ["--rounds", "0"], ["--warmup", "-1"]])
+def test_nothing_left_to_measure_is_refused(step_overhead, arguments):
+    with pytest.raises(SystemExit) as ended:
+        step_overhead.parse(arguments)
+    assert ended.value.code == 2
