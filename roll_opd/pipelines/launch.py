@@ -5,11 +5,13 @@
 
 import argparse
 import asyncio
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
+from roll_opd.cli import add_config_arguments
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, RunPlan
@@ -21,10 +23,8 @@ DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 def main(description: str, *, pure: bool, arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config_path", required=True, metavar="DIR", help="directory, from here or from examples/")
-    parser.add_argument("--config_name", required=True, metavar="NAME", help="YAML file in it")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides: key=value, +key=value, ~key")
-    parsed = parser.parse_args(arguments)
+    add_config_arguments(parser)
+    parsed = parser.parse_intermixed_args(arguments)
     try:
         plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure)
         return _launch(plan)
@@ -38,6 +38,10 @@ def main(description: str, *, pure: bool, arguments: Sequence[str] | None = None
 def _launch(plan: RunPlan) -> int:
     from roll_opd.data.rows import DataError
 
+    if plan.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            [f"num_nodes is {plan.num_nodes}: start Ray on every node (ray start) and set RAY_ADDRESS to its head"]
+        )
     os.environ |= {name: str(value) for name, value in plan.env.items()}
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -58,11 +62,12 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     if resume:
         source.load_state_dict(resume.source_state)
 
-    from roll_opd.cluster.runtime import ray_cluster
+    from roll_opd.cluster.runtime import ClusterError, ray_cluster
     from roll_opd.pipelines.record import Record
     from roll_opd.pipelines.rlvr import run_rlvr
     from roll_opd.tracking.run_directory import RunDirectory
     from roll_opd.tracking.trackers import Trackers
+    from roll_opd.workers.roles import RunError
 
     run = _directory(plan, resume, RunDirectory)
     checkpoints = Checkpoints(run, plan.checkpoint, plan.max_steps)
@@ -74,6 +79,13 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             asyncio.run(run_rlvr(plan, source, held_out, record, checkpoints, resume))
     except (KeyboardInterrupt, CheckpointError):
         raise
+    except (RunError, ClusterError) as error:
+        print(f"roll-opd: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _refused(f"{error}; free space or change output_dir, then use resume_from_checkpoint=true")
     except Exception:
         traceback.print_exc()
         return FAILED
@@ -104,6 +116,6 @@ def _directory(plan: RunPlan, resume: Checkpoint | None, directories):
     return run
 
 
-def _refused(error: Exception) -> int:
+def _refused(error: Exception | str) -> int:
     print(f"roll-opd: {error}", file=sys.stderr)
     return USER_ERROR

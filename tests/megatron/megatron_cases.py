@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
 from roll_opd.data.training import TrainSample
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
-DEMO_VOCABULARY = 320
 
 LAYOUTS = {
     "tp1": Layout(),
@@ -71,12 +71,38 @@ def optimizer_plan(distributed: bool) -> OptimizerPlan:
     )
 
 
+def sequences_for(model: str) -> list[tuple[np.ndarray, int]]:
+    """What `model` is asked to score."""
+    return demo_sequences() if model in DEMO_MODELS else sequences(VOCABULARY)
+
+
 def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
     """(tokens, prompt length): of all lengths, among them one without a response and one of a single token."""
     rng = np.random.default_rng(0)
     lengths = [*rng.integers(9, 60, size=9), 20, 1]
     prompts = [*rng.integers(1, 9, size=9), 20, 1]
     return [(rng.integers(0, vocabulary, size=int(n)), int(p)) for n, p in zip(lengths, prompts, strict=True)]
+
+
+def demo_sequences() -> list[tuple[np.ndarray, int]]:
+    """Sums with their working, as the demo's models write them; one without a response, one of a single token.
+
+    On noise those models are so sure of themselves (log-probs down to -30) that 1e-5 is less than f32 can tell apart.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "teacher")
+    rng = np.random.default_rng(1)
+    found = []
+    for a, b in rng.integers(100, 1000, size=(12, 2)).tolist():
+        carry, working = 0, []
+        for place in (1, 10, 100):
+            x, y = a // place % 10, b // place % 10
+            working.append(f"{x}+{y}+{carry}={x + y + carry}")
+            carry = (x + y + carry) // 10
+        prompt = tokenizer.encode(f"<|user|>{a}+{b}=<|end|><|assistant|>")
+        response = tokenizer.encode(f"{','.join(working)}\n{a + b}<|end|>")
+        found.append((np.array([*prompt, *response]), len(prompt)))
+    (first, length), (second, _) = found[:2]
+    return [*found, (first[:length], length), (second[:1], 1)]
 
 
 def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSample]:

@@ -36,8 +36,7 @@ def frozen(job: Job, root: Path) -> None:
     path = cases.model_path(root, job["model"])
     plan = MegatronPlan("frozen", ModelPlan(path), tuple(range(layout.world_size)), layout, MicroBatchLimits())
     engine = MegatronEngine(plan, seed=0)
-    vocabulary = cases.DEMO_VOCABULARY if job["model"] in cases.DEMO_MODELS else cases.VOCABULARY
-    sequences = cases.sequences(vocabulary)
+    sequences = cases.sequences_for(job["model"])
     for name, (rows, tokens, temperature) in cases.PASSES.items():
         engine.plan = replace(plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))
         write_arrays(root / f"{job['name']}-{name}.npz", engine.logprobs(sequences, temperature))

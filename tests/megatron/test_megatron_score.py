@@ -36,7 +36,7 @@ def score(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_scores_equal_hugging_face(tmp_path: Path) -> None:
     """TP 2, one data-parallel group, rows in their order, blank lines passed over, ids of any kind kept."""
-    sequences = cases.sequences(cases.DEMO_VOCABULARY)
+    sequences = cases.demo_sequences()
     ids = [f"row {number}" if number % 2 else number for number in range(len(sequences))]
     rows: list[Any] = [
         {"id": name, "tokens": tokens.tolist(), "prompt_length": prompt}
