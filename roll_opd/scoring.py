@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from roll_opd.config.availability import RUNNABLE_MODEL_TYPES
+from roll_opd.cluster.guardian import guarded
+from roll_opd.config.availability import unavailable_model
 from roll_opd.config.checks import check_tensor_parallel
 from roll_opd.config.errors import Findings
 from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
@@ -39,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
     settings["model"] = str(find_model(options.model))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
-    done = subprocess.run([*launcher, "-m", "roll_opd.megatron.score", json.dumps(settings)], env=environment)
+    with guarded():
+        done = subprocess.run([*launcher, "-m", "roll_opd.megatron.score", json.dumps(settings)], env=environment)
     return 1 if done.returncode else 0
 
 
@@ -50,10 +53,12 @@ def _problems(options: argparse.Namespace) -> list[str]:
             findings.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
     if options.cp > 1:
         findings.problem("--cp", "context parallelism is not available yet; use 1")
-    if not options.temperature > 0:
-        findings.problem("--temperature", f"{options.temperature} must be greater than 0")
+    if not 0 < options.temperature < math.inf:
+        findings.problem("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:
         findings.problem("--max-tokens-per-microbatch", "must be at least 1")
+    if Path(options.output).is_dir():
+        findings.problem("--output", f"{options.output} is a directory; give a file")
     if not Path(options.output).absolute().parent.is_dir():
         findings.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
     try:
@@ -68,8 +73,8 @@ def _problems(options: argparse.Namespace) -> list[str]:
 
 
 def _check_model(facts: ModelFacts, options: argparse.Namespace, findings: Findings) -> None:
-    if facts.model_type not in RUNNABLE_MODEL_TYPES:
-        findings.problem("--model", f"models of type {facts.model_type} are not available yet")
+    for sentence in unavailable_model(facts.path):
+        findings.problem("--model", sentence)
     check_tensor_parallel(facts, options.tp, "--tp", findings)
     if facts.layers % options.pp:
         findings.problem("--pp", f"the {facts.layers} layers of {facts.path.name} are not divisible by {options.pp}")

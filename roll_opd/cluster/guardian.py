@@ -13,15 +13,17 @@ from contextlib import contextmanager
 
 import psutil
 
-LOOK_SECONDS = 2.0  # between looks at who descends from the driver
+LOOK_SECONDS = 1.0  # between looks at who descends from the driver
 GRACE_SECONDS = 1.0  # for those that leave by themselves
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
     """Have a guardian watch this process inside the `with` block."""
+    driver = psutil.Process()
+    strangers = [str(child.pid) for child in driver.children(recursive=True)]  # here before: none of its business
     guardian = subprocess.Popen(
-        [sys.executable, "-m", "roll_opd.cluster.guardian", str(psutil.Process().pid)],
+        [sys.executable, "-m", "roll_opd.cluster.guardian", str(driver.pid), *strangers],
         stdin=subprocess.PIPE,  # closes with this process, however it ends
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
@@ -33,15 +35,16 @@ def guarded() -> Iterator[None]:
         guardian.wait()
 
 
-def watch(driver: int) -> None:
-    """Wait for the end of standard input, then end what the process `driver` has left behind."""
+def watch(driver: int, strangers: set[int]) -> None:
+    """Wait for the end of standard input, then end what `driver` started, but for itself and `strangers`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gone = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), gone.set()), daemon=True).start()
+    strangers = strangers | {psutil.Process().pid}
     family: set[psutil.Process] = set()
     while not gone.wait(LOOK_SECONDS):
         family = {member for member in family | _descendants(driver) if member.is_running()}
-    orphans = [member for member in family if member.pid != psutil.Process().pid]
+    orphans = [member for member in family if member.pid not in strangers]
     _, alive = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
     for orphan in alive:  # psutil checks that the number still means the same process
         try:
@@ -58,4 +61,4 @@ def _descendants(driver: int) -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]))
+    watch(int(sys.argv[1]), {int(pid) for pid in sys.argv[2:]})

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_opd.cluster.runtime import SLOT, ClusterError
@@ -70,11 +70,6 @@ class Placement:
             ),
             "runtime_env": {"env_vars": variables},
         }
-
-    def release(self) -> None:
-        """Give the devices back."""
-        for group in self._groups:
-            remove_placement_group(group)
 
     def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

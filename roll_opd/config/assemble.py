@@ -62,7 +62,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         teachers=teachers,
         rewards=checked.rewards,
         data=checked.data,
-        objective=_objective(top, roles.mode == "pure", updates),
+        objective=_objective(top, roles.mode == "pure", updates, checked.response),
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
         validation=_validation(checked),
         trackers=checked.trackers,
@@ -154,7 +154,7 @@ def _validation(checked: Checked) -> ValidationPlan | None:
     return ValidationPlan(checked.validation_data, sampling, section.measure_teacher)
 
 
-def _objective(top: Top, pure: bool, updates: int) -> ObjectivePlan:
+def _objective(top: Top, pure: bool, updates: int, response: int) -> ObjectivePlan:
     ranged = top.use_pg_clip_range is not False
     low, high = (top.pg_clip_low, top.pg_clip_high) if ranged else (None, None)
     dual = top.dual_clip_loss
@@ -167,6 +167,7 @@ def _objective(top: Top, pure: bool, updates: int) -> ObjectivePlan:
         pg_clip_high=top.pg_clip if high is None else high,
         dual_clip=dual,
         loss_agg_mode=top.loss_agg_mode,
+        loss_normaliser=float(response),
         opd_kl_discount=top.opd_kl_discount,
         ppo_epochs=top.ppo_epochs,
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute,

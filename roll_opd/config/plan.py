@@ -171,6 +171,7 @@ class ObjectivePlan:
     pg_clip_high: float = 0.2
     dual_clip: float | None = 3.0
     loss_agg_mode: str = "token-mean"
+    loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
     opd_kl_discount: float = 0.0
     ppo_epochs: int = 1
     # False only where one update follows one rollout: log-probs before and during the update are the same

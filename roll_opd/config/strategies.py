@@ -16,6 +16,7 @@ from roll_opd.config.known_names import (
     MEGATRON_FIELDS,
     NEAREST_STRATEGY,
     STRATEGY,
+    VLLM_ARGUMENTS,
 )
 from roll_opd.config.plan import Layout
 from roll_opd.config.ranges import parse_device_mapping
@@ -141,7 +142,7 @@ def _is_positive(value: Any) -> bool:
 
 def _unknown(key: str) -> str:
     if key in MEGATRON_DECIDED:
-        return "is decided by the model's config.json or by model_args; remove it"
+        return "is decided by the model's config.json, model_args or the engine itself; remove it"
     known = sorted({*SIZES, *SWITCHES, *MEGATRON_FIELDS, *IGNORED_MEGATRON})
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -189,4 +190,8 @@ def read_vllm(worker: Worker, path: str, strict: bool, findings: Findings) -> Vl
     for key in ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config"):
         if key in args:
             findings.problem(f"{prefix}.{key}", "is set by the run itself; remove it")
+    for key in sorted(set(args) - VLLM_ARGUMENTS):
+        near = difflib.get_close_matches(key, VLLM_ARGUMENTS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        findings.problem(f"{prefix}.{key}", f"unknown engine argument of vLLM{hint}")
     return Vllm(devices, tp, length, args)

@@ -4,13 +4,14 @@ mbridge knows how each architecture's weights map and split. What it does not kn
 names than Transformer Engine's fused ones, and that two models in one process must not share a name table.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from transformers import PretrainedConfig
 
-from roll_opd.config.availability import RUNNABLE_MODEL_TYPES
+from roll_opd.config.availability import unavailable_model
 
 # The norm before a linear layer: its name in the local spec -> its name fused into Transformer Engine's layer
 _FUSED_NORMS = {
@@ -38,7 +39,9 @@ def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int,
     Raises:
         ValueError: for an architecture, or a variant of one, whose numerics are not proven here.
     """
-    _refuse_variants(hf_config)
+    problems = unavailable_model(Path(hf_config.name_or_path))
+    if problems:
+        raise ValueError("; ".join(problems))
     base = _MODEL_REGISTRY[hf_config.model_type]
     fitted = type(base.__name__, (_LocalNames, base), {"_DIRECT_MAPPING": dict(base._DIRECT_MAPPING)})
     bridge = fitted(hf_config, dtype=dtype, make_vocab_size_divisible_by=padding)
@@ -46,18 +49,3 @@ def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int,
     bridge.vocab_size = hf_config.vocab_size
     bridge.padded_vocab_size = -(-hf_config.vocab_size // padding) * padding
     return bridge
-
-
-def _refuse_variants(hf_config: PretrainedConfig) -> None:
-    kind = hf_config.model_type
-    if kind not in RUNNABLE_MODEL_TYPES:
-        raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(RUNNABLE_MODEL_TYPES)}")
-    settings = hf_config.to_dict()
-    for key, needed in (
-        ("mlp_bias", False),
-        ("use_sliding_window", False),
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-    ):
-        if settings.get(key, needed) != needed:
-            raise ValueError(f"{kind} with {key}={settings[key]!r} is not supported (expected {needed!r})")

@@ -86,14 +86,15 @@ def build_model(plan: MegatronPlan, *, trainable: bool) -> tuple[list[torch.nn.M
     hf_config = AutoConfig.from_pretrained(plan.model.path)
     dtype = DTYPES[plan.model.dtype]
     overrides = {
+        **thaw(plan.megatron_args),
+        # what the log-probs and the one global denominator of the losses rest on is nobody's to change
         "sequence_parallel": plan.layout.sequence_parallel and plan.layout.tp > 1,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "calculate_per_token_loss": True,  # losses arrive already divided by the global count
+        "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if dtype is torch.float32 else {}),
-        **thaw(plan.megatron_args),
     }
     bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
     chunks = [_build_chunk(bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]

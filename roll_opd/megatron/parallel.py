@@ -36,6 +36,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.
         device, backend = torch.device("cpu"), "gloo"
         install_cpu_port()
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
         torch.use_deterministic_algorithms(True)
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(

@@ -4,21 +4,11 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-SUPPORTED = ("default", "linear", "llama3")
-
 
 def inverse_frequencies(hf_config: PretrainedConfig) -> torch.Tensor:
-    """Return f32 [head width / 2].
-
-    Raises:
-        ValueError: for a scaling that depends on the sequence's length or rescales attention.
-    """
+    """Return f32 [head width / 2]; for the types that `config.availability` lists."""
     parameters = hf_config.rope_parameters
     kind = parameters.get("rope_type", "default")
-    if kind not in SUPPORTED:
-        raise ValueError(
-            f"rope_parameters.rope_type is {kind!r} in the model's config.json; supported: {', '.join(SUPPORTED)}"
-        )
     if kind != "default":
         frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
         return frequencies.float()

@@ -103,7 +103,7 @@ class MegatronTrainer(MegatronEngine):
 def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[Sample]:
     """Attach to each sample the arrays that the loss reads, each token's share of the global mean among them."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
-    weights = token_weights(masks, objective.loss_agg_mode)
+    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
     result = []
     for sample, weight in zip(samples, weights, strict=True):
         columns = {
@@ -191,4 +191,7 @@ def _scheduler(optimizer: object, plan: OptimizerPlan) -> OptimizerParamSchedule
         end_wd=plan.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # a resumed run follows its own plan; only the count of steps is restored
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

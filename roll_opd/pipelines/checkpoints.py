@@ -41,6 +41,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is not a checkpoint ({error}); give a run directory or its checkpoints/step_N"
             ) from error
+        if not {"step", "source"} <= state.keys() or not (path / "state").is_dir():
+            raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
         return cls(path.resolve(), state["step"], state["source"])
 
 
@@ -73,12 +75,19 @@ class Checkpoints:
     def commit(self, step: int) -> None:
         """Make the checkpoint of `step` valid, then remove those beyond `max_ckpt_to_keep`."""
         target = self._run.checkpoint(step)
-        shutil.rmtree(target, ignore_errors=True)
+        self._remove(target)
         os.replace(self._partial(step), target)
         _flush_directory(self._run.checkpoints)
         if self._plan.max_ckpt_to_keep:
             for old in complete(self._run.path)[self._plan.max_ckpt_to_keep :]:
-                shutil.rmtree(old)
+                self._remove(old)
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Remove so that a kill in the middle leaves no half checkpoint that looks whole."""
+        if checkpoint.exists():
+            doomed = checkpoint.with_name(f"{_PARTIAL}{checkpoint.name}")
+            os.replace(checkpoint, doomed)
+            shutil.rmtree(doomed)
 
     def _partial(self, step: int) -> Path:
         return self._run.checkpoints / f"{_PARTIAL}step_{step}"

@@ -37,6 +37,7 @@ def main(description: str, *, pure: bool, arguments: Sequence[str] | None = None
 
 def _launch(plan: RunPlan) -> int:
     from roll_opd.data.rows import DataError
+    from roll_opd.rewards.interface import RewardError
 
     if plan.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
@@ -48,19 +49,25 @@ def _launch(plan: RunPlan) -> int:
     try:
         resume = find(plan.checkpoint, plan.output_dir, plan.exp_name)
         return _run(plan, resume)
-    except DataError as error:
+    except (DataError, RewardError) as error:
         return _refused(error)
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
+    from roll_opd.rewards.registry import resolve
 
+    for reward in plan.rewards:
+        resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
     tokenizer = load_tokenizer(plan.student.model.path)
     source = PromptSource(_prompts(plan.data, tokenizer), plan.seed)
     held_out = _prompts(plan.validation.data, tokenizer) if plan.validation else []
     if resume:
         source.load_state_dict(resume.source_state)
+        if resume.step >= plan.max_steps:
+            print(f"{resume.path} is after step {resume.step} of {plan.max_steps}: nothing is left to do")
+            return DONE
 
     from roll_opd.cluster.runtime import ClusterError, ray_cluster
     from roll_opd.pipelines.record import Record

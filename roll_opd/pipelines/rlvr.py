@@ -35,9 +35,10 @@ async def run_rlvr(
     cast = await assemble(plan, placement, judges)
     if resume:
         await cast.student.load(resume.path)
-        source.load_state_dict(resume.source_state)
     await _send_weights(cast, version=done)
-    if not resume:
+    if resume:
+        clock.lap()  # start-up belongs to no step
+    else:
         record.start(await _validate(plan, held_out, cast.sampler, judges, clock) if held_out else {})
 
     for step in range(done + 1, plan.max_steps + 1):

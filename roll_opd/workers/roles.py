@@ -41,6 +41,12 @@ class Teacher:
 
     async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. RunError when they cannot be a working model's."""
+        largest = max((int(e.tokens.max()) for e in experiences), default=0)
+        if largest >= self.vocab_size:
+            raise RunError(
+                f"token {largest} is outside teacher {self.plan.name}'s vocabulary of {self.vocab_size}: the student's "
+                "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
+            )
         logprobs = await _gathered_logprobs(self.group, experiences, temperature)
         every = np.concatenate(logprobs) if logprobs else np.zeros(0)
         if not np.isfinite(every).all():
@@ -156,9 +162,9 @@ class Sampler:
         for _ in range(len({request.chunk for request in requests})):
             item = asyncio.create_task(finished.get())
             await asyncio.wait([item, watch], return_when=asyncio.FIRST_COMPLETED)
-            if not item.done() and watch.exception():
+            if not item.done():
                 item.cancel()
-                raise watch.exception()
+                raise watch.exception() or RunError("an inference engine ended its answers early")
             yield await item
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:

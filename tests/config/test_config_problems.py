@@ -31,6 +31,11 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"teacher.divice_mapping": "[0]"}, ["teacher.divice_mapping: unknown key", "'device_mapping'"]),
     ({"rewards.math_rule.tag_includet": ["a"]}, ["tag_includet: unknown key", "'tag_included'"]),
     ({f"teacher.{MEGATRON}.tensor_parallel_size": 2}, ["unknown key", "'tensor_model_parallel_size'"]),
+    ({f"teacher.{MEGATRON}.calculate_per_token_loss": False}, ["calculate_per_token_loss: is decided"]),
+    (
+        {"student_infer.strategy_args.strategy_config.gpu_memory_utilizatoin": 0.5},
+        ["unknown engine argument of vLLM", "'gpu_memory_utilization'"],
+    ),
     ({f"teacher.{MEGATRON}.num_layers": 2}, ["num_layers: is decided by the model's config.json"]),
     ({"max_steps": "many"}, ["max_steps: should be a valid integer", '"many"', "(run.yaml:"]),
     ({"max_steps": 0}, ["max_steps: should be greater than or equal to 1"]),

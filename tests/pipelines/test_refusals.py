@@ -75,6 +75,20 @@ def test_tokenizers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "chat template" in message
 
 
+def test_a_model_that_the_engine_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = tmp_path / "teacher"
+    shutil.copytree(DEMO / "models" / "teacher", changed)
+    config = json.loads((changed / "config.json").read_text())
+    config |= {"attention_bias": True, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
+    (changed / "config.json").write_text(json.dumps(config))
+    message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={changed}")
+    assert "attention_bias" in message and "'yarn'" in message
+
+
+def test_a_reward_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no.such" in refused(tmp_path, capsys, "rewards.math_rule.worker_cls=no.such.reward")
+
+
 def test_resuming_from_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/run" in refused(tmp_path, capsys, "resume_from_checkpoint=/no/such/run")
 

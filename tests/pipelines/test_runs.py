@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -107,6 +108,16 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Run, tmp_path: P
     expected = weights(uninterrupted, STEPS)
     for name, tensor in weights(resumed, STEPS).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_finished_run_can_be_prolonged(uninterrupted: Run, tmp_path: Path) -> None:
+    """The newest checkpoint is taken, the schedule is the new plan's, and the earlier part of the record stays."""
+    copy = tmp_path / "longer"
+    shutil.copytree(uninterrupted.path.resolve().parent, copy / "demo", symlinks=True)
+    run = launch(copy, *COLOCATED, f"max_steps={STEPS + 1}", "resume_from_checkpoint=true")
+    assert run.code == 0, run.output[-4000:]
+    assert [row["step"] for row in run.rows("metrics.jsonl")] == list(range(STEPS + 2))
+    assert run.rows("metrics.jsonl")[: STEPS + 1] == uninterrupted.rows("metrics.jsonl")
 
 
 @pytest.fixture
