@@ -17,13 +17,6 @@ from roll_opd.config.models import read_model
 from roll_opd.config.plan import Layout
 from roll_opd.config.ranges import short_devices
 
-DEMO_MODELS = REPOSITORY / "examples" / "demo" / "models"
-DEMO_FILES = [DEMO_MODELS / name / "model.safetensors" for name in ("student", "teacher")]
-needs_demo_models = pytest.mark.skipif(
-    not all(file.is_file() for file in DEMO_FILES),
-    reason="the demo's models have not been made (examples/demo)",
-)
-
 
 def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
@@ -91,7 +84,6 @@ def test_memory_of_the_optimizer_is_sharded(plan: Callable[..., Any]) -> None:
     assert whole.memory["student_train"]["optimizer"] == 640 * 12
 
 
-@needs_demo_models
 def test_demo_example_plans_cleanly() -> None:
     run = load_plan("demo", "onpolicy_distill", pure=True)
     assert run.warnings == ()
@@ -104,7 +96,6 @@ def test_demo_example_plans_cleanly() -> None:
     assert run.validation.measure_teacher
 
 
-@needs_demo_models
 def test_gsm8k_example_plans_cleanly(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"id": "0", "messages": "[]", "tag": "math_rule", "ground_truth": "1"}\n')
