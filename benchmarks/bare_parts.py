@@ -73,7 +73,7 @@ def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
 
     drawn, n = source.position, plan.rollout.sampling.n
     asked = [(p, i, s) for i, p in enumerate(source.take(plan.rollout_batch_size)) for s in range(n)]
-    shares = [[row for row in asked if row[1] // plan.chunk_prompts % len(engines) == e] for e in range(len(engines))]
+    shares = [[row for row in asked if row[1] % len(engines) == e] for e in range(len(engines))]
     for engine, share in zip(engines, shares, strict=True):
         seeds = [sample_seed(plan.seed, drawn + position, number) for _, position, number in share]
         engine.send("generate", [p.tokens.tolist() for p, _, _ in share], plan.rollout.sampling, seeds)

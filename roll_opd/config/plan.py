@@ -224,17 +224,16 @@ class RunPlan:
         return self.rollout_batch_size * self.rollout.sampling.n
 
     @property
-    def chunk_prompts(self) -> int:
-        """Prompts whose samples are handed to the teachers together.
+    def chunk_samples(self) -> int:
+        """Finished samples that an inference engine hands over together.
 
-        Enough to fill a micro-batch on every rank of the first teacher, but at most a quarter of the step, so that
-        scoring starts while most of the step is still being generated.
+        Enough to fill a micro-batch on every rank of the first teacher, but at most a quarter of an engine's share of
+        the step, so that scoring starts while most of the step is still being generated.
         """
-        quarter = -(-self.rollout_batch_size // 4)
+        quarter = -(-self.sequences_per_step // (4 * self.rollout.engines))
         if not self.teachers:
             return quarter
         worker = self.teachers[0].worker
         limits = worker.forward_limits
-        by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else self.sequences_per_step
-        sequences = min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp
-        return max(1, min(quarter, sequences // self.rollout.sampling.n))
+        by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else quarter
+        return max(1, min(quarter, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))

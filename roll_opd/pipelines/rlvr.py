@@ -51,7 +51,7 @@ async def run_rlvr(
             cast.judges,
             first_draw=drawn,
             seed=plan.seed,
-            chunk_prompts=plan.chunk_prompts,
+            chunk_samples=plan.chunk_samples,
             clock=clock,
         )
         if plan.objective.recompute_old_logprobs:
@@ -85,6 +85,6 @@ async def _validate(plan: RunPlan, prompts: list[Prompt], sampler, judges, clock
         plan.validation.sampling,
         judges,
         seed=plan.seed,
-        chunk_prompts=plan.chunk_prompts,
+        chunk_samples=plan.chunk_samples,
         clock=clock,
     )

@@ -1,7 +1,7 @@
-"""One step's rollout: sample everything in one continuous batch, score each chunk the moment it is complete.
+"""One step's rollout: sample everything in one continuous batch, score samples while others are still being written.
 
-A chunk is a fixed run of prompts with all their samples. Which samples a teacher packs together thus depends on the
-plan alone and never on timing, and a run repeats exactly.
+Samples are handed over in chunks, in the order in which an engine finishes them. A deterministic engine finishes them
+in an order of its own that no timing changes, so a deterministic run also packs and scores them alike every time.
 """
 
 import asyncio
@@ -28,35 +28,40 @@ async def roll_out(
     *,
     first_draw: int,
     seed: int,
-    chunk_prompts: int,
+    chunk_samples: int,
     clock: PhaseClock,
 ) -> list[Experience]:
     """Return `sampling.n` experiences a prompt, in the prompts' order, scored by the teachers and judges of their tag.
 
     Args:
         first_draw: how many prompts the run has drawn before; numbers the groups and seeds the samples.
-        chunk_prompts: prompts a chunk.
+        chunk_samples: samples that are scored together.
     """
+    n = sampling.n
     requests = [
-        Request(position // chunk_prompts, prompt.tokens, sample_seed(seed, first_draw + position, sample))
+        Request(position, prompt.tokens, sample_seed(seed, first_draw + position, sample))
         for position, prompt in enumerate(prompts)
-        for sample in range(sampling.n)
+        for sample in range(n)
     ]
-    scoring: dict[int, asyncio.Task] = {}
+    indices: list[int] = []
+    scoring: list[asyncio.Task] = []
     try:
         with clock.phase("generate"):
-            async for chunk, completions in sampler.sample(requests, sampling):
-                first = chunk * chunk_prompts
-                members = prompts[first : first + chunk_prompts]
-                experiences = _experiences(members, completions, sampling.n, first_draw + first)
-                scoring[chunk] = asyncio.create_task(_score(experiences, teachers, judges, sampling.temperature))
+            async for finished in sampler.sample(requests, sampling, chunk_samples):
+                indices += [index for index, _ in finished]
+                experiences = [
+                    _experience(prompts[index // n], first_draw + index // n, index % n, completion)
+                    for index, completion in finished
+                ]
+                scoring.append(asyncio.create_task(_score(experiences, teachers, judges, sampling.temperature)))
         with clock.phase("teacher"):
-            scored = await asyncio.gather(*[scoring[chunk] for chunk in sorted(scoring)])
+            scored = [experience for chunk in await asyncio.gather(*scoring) for experience in chunk]
     except BaseException:
-        for task in scoring.values():
+        for task in scoring:
             task.cancel()
         raise
-    return [experience for chunk in scored for experience in chunk]
+    in_order = dict(zip(indices, scored, strict=True))
+    return [in_order[index] for index in range(len(requests))]
 
 
 def sample_seed(seed: int, draw: int, sample: int) -> int:
@@ -64,28 +69,20 @@ def sample_seed(seed: int, draw: int, sample: int) -> int:
     return int(np.random.SeedSequence([seed, draw, sample]).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
 
 
-def _experiences(
-    prompts: Sequence[Prompt], completions: Sequence[Completion], n: int, first_draw: int
-) -> list[Experience]:
-    result = []
-    for index, completion in enumerate(completions):
-        prompt, draw, sample = prompts[index // n], first_draw + index // n, index % n
-        result.append(
-            Experience(
-                id=f"{prompt.id}#{draw}/{sample}",
-                group_id=f"{prompt.id}#{draw}",
-                tag=prompt.tag,
-                domain="",
-                tokens=np.concatenate([prompt.tokens, completion.tokens]),
-                prompt_length=len(prompt.tokens),
-                action_mask=np.ones(len(completion.tokens), dtype=bool),
-                rollout_logprobs=completion.logprobs,
-                finish_reason=completion.finish_reason,
-                weights_version=completion.weights_version,
-                ground_truth=prompt.ground_truth,
-            )
-        )
-    return result
+def _experience(prompt: Prompt, draw: int, sample: int, completion: Completion) -> Experience:
+    return Experience(
+        id=f"{prompt.id}#{draw}/{sample}",
+        group_id=f"{prompt.id}#{draw}",
+        tag=prompt.tag,
+        domain="",
+        tokens=np.concatenate([prompt.tokens, completion.tokens]),
+        prompt_length=len(prompt.tokens),
+        action_mask=np.ones(len(completion.tokens), dtype=bool),
+        rollout_logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        weights_version=completion.weights_version,
+        ground_truth=prompt.ground_truth,
+    )
 
 
 async def _score(

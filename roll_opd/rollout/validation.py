@@ -21,7 +21,7 @@ async def validate(
     judges: Sequence[Judge],
     *,
     seed: int,
-    chunk_prompts: int,
+    chunk_samples: int,
     clock: PhaseClock,
 ) -> dict[str, float]:
     """Return `val_correct/all/mean` and `val_correct/<tag>/mean`: mean reward over all samples, 0 to 1 for a rule."""
@@ -34,7 +34,7 @@ async def validate(
             judges=judges,
             first_draw=VALIDATION_DRAW,
             seed=seed,
-            chunk_prompts=chunk_prompts,
+            chunk_samples=chunk_samples,
             clock=clock,
         )
     rewards: dict[str, list[float]] = defaultdict(list)

@@ -10,6 +10,7 @@ import numpy as np
 import ray
 
 from roll_opd.config.plan import MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.workers.samples import train_samples
 
@@ -35,9 +36,9 @@ class _Rank:
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
-    def logprobs(self, experiences: Sequence[Experience], temperature: float) -> dict[int, np.ndarray] | None:
-        """Log-probs of every response token; see `MegatronEngine.logprobs`."""
-        return self._engine.logprobs([(e.tokens, e.prompt_length) for e in experiences], temperature)
+    def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> Compact:
+        """Log-probs of every response token; see `MegatronEngine.logprobs`, whose answer it is."""
+        return Compact(self._engine.logprobs(sequences, temperature))
 
 
 @ray.remote
@@ -61,9 +62,9 @@ class TrainWorker(_Rank):
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
-    ) -> Any:
-        """One optimizer update from one mini-batch; see `MegatronTrainer.update`."""
-        return self._engine.update(train_samples(experiences, teachers), objective, temperature)
+    ) -> Compact:
+        """One optimizer update from one mini-batch; see `MegatronTrainer.update`, whose answer it is."""
+        return Compact(self._engine.update(train_samples(experiences, teachers), objective, temperature))
 
     def weights(self) -> list[ray.ObjectRef] | None:
         """All weights under Hugging Face names, as references to `WeightBucket`s, from rank 0; None elsewhere."""

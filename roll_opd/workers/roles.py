@@ -11,6 +11,7 @@ import ray
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.plan import ObjectivePlan, RewardPlan, SamplingPlan, TeacherPlan, TrainPlan
+from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.rollout import Request
@@ -26,7 +27,8 @@ async def _gathered_logprobs(
     group: WorkerGroup, experiences: Sequence[Experience], temperature: float
 ) -> list[np.ndarray]:
     """Every rank scores its share; returns f32 [T-P] an experience, in order."""
-    answers = await group.call("logprobs", ray.put(list(experiences)), temperature)
+    sequences = Compact([(e.tokens, e.prompt_length) for e in experiences])
+    answers = await group.call("logprobs", ray.put(sequences), temperature)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
     return [merged[number] for number in range(len(experiences))]
 
@@ -88,7 +90,7 @@ class Student:
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                ranks = await self.group.call("update", ray.put(batch), teachers, objective, temperature)
+                ranks = await self.group.call("update", ray.put(Compact(batch)), teachers, objective, temperature)
                 results.append(ranks)
                 self._count_skips(applied=ranks[0].applied)
                 for number, values in (item for rank in ranks for item in rank.logprobs.items()):
@@ -143,29 +145,38 @@ class Sampler:
     engines: Sequence[ray.actor.ActorHandle]
 
     async def sample(
-        self, requests: Sequence[Request], sampling: SamplingPlan
-    ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        """Spread chunks over the engines; yield (chunk, its completions in order) as chunks complete."""
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
+    ) -> AsyncIterator[list[tuple[int, Completion]]]:
+        """Spread groups over the engines; yield lists of (index of the request, its completion).
+
+        A list holds `chunk` samples that one engine finished one after another, and its last one what is left.
+        """
         finished: asyncio.Queue = asyncio.Queue()
 
-        async def follow(engine: ray.actor.ActorHandle, share: list[Request]) -> None:
-            async for reference in engine.generate.options(num_returns="streaming").remote(share, sampling):
-                finished.put_nowait(await reference)
+        async def follow(engine: ray.actor.ActorHandle, share: list[int]) -> None:
+            asked = Compact([requests[index] for index in share])
+            async for reference in engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk):
+                finished.put_nowait([(share[number], completion) for number, completion in await reference])
 
-        shares = [[r for r in requests if r.chunk % len(self.engines) == e] for e in range(len(self.engines))]
+        shares: list[list[int]] = [[] for _ in self.engines]
+        for index, request in enumerate(requests):
+            shares[request.group % len(self.engines)].append(index)
         followers = [
             asyncio.create_task(follow(engine, share))
             for engine, share in zip(self.engines, shares, strict=True)
             if share
         ]
         watch = asyncio.gather(*followers)
-        for _ in range(len({request.chunk for request in requests})):
+        missing = len(requests)
+        while missing:
             item = asyncio.create_task(finished.get())
             await asyncio.wait([item, watch], return_when=asyncio.FIRST_COMPLETED)
             if not item.done():
                 item.cancel()
                 raise watch.exception() or RunError("an inference engine ended its answers early")
-            yield await item
+            completions = await item
+            missing -= len(completions)
+            yield completions
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load new weights into every engine; each checks that they arrived."""
@@ -188,6 +199,6 @@ class Judge:
         share = -(-len(experiences) // len(self.workers))
         parts = [experiences[start : start + share] for start in range(0, len(experiences), share)]
         scores = await asyncio.gather(
-            *[worker.score.remote(part) for worker, part in zip(self.workers, parts, strict=False)]
+            *[worker.score.remote(Compact(part)) for worker, part in zip(self.workers, parts, strict=False)]
         )
         return [score for part in scores for score in part]

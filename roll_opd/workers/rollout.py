@@ -8,14 +8,15 @@ import numpy as np
 import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
+from roll_opd.data.compact import Compact
 from roll_opd.inference.completion import Completion
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Requests with one `chunk` number are handed back together."""
+    """One response to sample. Requests of one `group` share a prompt, and go to one engine, which reads it once."""
 
-    chunk: int
+    group: int
     prompt_tokens: np.ndarray  # int64 [P]
     seed: int
 
@@ -39,26 +40,21 @@ class RolloutWorker:
             deterministic=deterministic,
         )
 
-    async def generate(
-        self, requests: Sequence[Request], sampling: SamplingPlan
-    ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        """Run all requests in one continuous batch; yield (chunk, its completions in order) as chunks complete."""
-        members: dict[int, list[int]] = {}
-        for index, request in enumerate(requests):
-            members.setdefault(request.chunk, []).append(index)
-        done: dict[int, Completion] = {}
-        missing = {chunk: len(indices) for chunk, indices in members.items()}
+    async def generate(self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int) -> AsyncIterator[Compact]:
+        """Run all requests in one continuous batch; yield lists of (index, `Completion`), `chunk` or what is left."""
+        finished: list[tuple[int, Completion]] = []
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests],
             sampling,
             [request.seed for request in requests],
         )
         async for index, completion in batch:
-            done[index] = completion
-            chunk = requests[index].chunk
-            missing[chunk] -= 1
-            if not missing[chunk]:
-                yield chunk, [done.pop(member) for member in members[chunk]]
+            finished.append((index, completion))
+            if len(finished) == chunk:
+                yield Compact(finished)
+                finished = []
+        if finished:
+            yield Compact(finished)
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load new weights and check that they arrived; `buckets` refer to `WeightBucket`s."""
