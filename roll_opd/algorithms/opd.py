@@ -6,12 +6,11 @@
 With several teachers the penalty of a token is the sum over those its sample is routed to,
 Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token carries two numbers whatever their count.
 
-Legend: M scored tokens of a pack, B sequences of M_b each.
+The sum over k is `returns.discounted_to_go`.
+
+Legend: M scored tokens of a pack.
 """
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 
@@ -24,18 +23,3 @@ def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: T
         weighted_teacher_M: Σ coef_i · q_i over the same teachers.
     """
     return coefficients_M * student_M - weighted_teacher_M
-
-
-def discounted_to_go(values_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · values_{t+k} within each sequence, [M]. `discount` 0 returns `values_M`."""
-    if discount == 0.0:
-        return values_M
-    pieces = []
-    for piece in values_M.split(list(lengths)):
-        running = torch.zeros((), dtype=piece.dtype, device=piece.device)
-        result = torch.empty_like(piece)
-        for t in range(len(piece) - 1, -1, -1):
-            running = piece[t] + discount * running
-            result[t] = running
-        pieces.append(result)
-    return torch.cat(pieces) if pieces else values_M

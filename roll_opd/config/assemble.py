@@ -60,6 +60,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         student=student,
         rollout=rollout,
         teachers=teachers,
+        reference=None,
         rewards=checked.rewards,
         data=checked.data,
         objective=_objective(top, roles.mode == "pure", updates, checked.response),

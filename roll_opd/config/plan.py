@@ -173,6 +173,16 @@ class ObjectivePlan:
     loss_agg_mode: str = "token-mean"
     loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
     opd_kl_discount: float = 0.0
+    gamma: float = 1.0
+    whiten_advantages: bool = False
+    norm_mean_type: Literal["batch", "group"] | None = None
+    norm_std_type: Literal["batch", "group"] | None = None
+    reward_clip: float | None = None
+    advantage_clip: float | None = None
+    kl_loss_coef: float = 0.0  # k3 against the reference policy; 0: no KL loss
+    add_token_level_kl: bool = False
+    init_kl_coef: float = 0.0
+    kl_penalty: str = "kl"
     ppo_epochs: int = 1
     # False only where one update follows one rollout: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
@@ -206,6 +216,7 @@ class RunPlan:
     student: TrainPlan
     rollout: RolloutPlan
     teachers: tuple[TeacherPlan, ...]
+    reference: MegatronPlan | None  # the frozen policy of a KL loss or token-level KL
     rewards: tuple[RewardPlan, ...]
     data: DataPlan
     objective: ObjectivePlan

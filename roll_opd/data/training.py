@@ -16,6 +16,7 @@ class TrainSample:
     opd_coefficients: np.ndarray  # f32, see algorithms.opd
     opd_teacher: np.ndarray  # f32
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
+    ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.algorithms.kl import k3
 from roll_opd.algorithms.losses import POLICY_LOSSES, PolicyLoss, probability_ratio
-from roll_opd.algorithms.opd import discounted_to_go, opd_penalty
+from roll_opd.algorithms.opd import opd_penalty
+from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.config.plan import ObjectivePlan, OptimizerPlan, TrainPlan
 from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.megatron import parallel
@@ -54,7 +56,8 @@ class MegatronTrainer(MegatronEngine):
         """Make one optimizer update from the whole mini-batch `samples`.
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
-        `ratio`, `clipped` (ratios outside the clip range), `approx_kl` (k3 of old against new).
+        `ratio`, `clipped` (ratios outside the clip range), `approx_kl` (k3 of old against new) and
+        `kl_loss` (k3 against the reference policy, weighted as the loss is, before its coefficient).
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -115,6 +118,8 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
         }
         if sample.old_logprobs is not None:
             columns["old_logprobs"] = sample.old_logprobs
+        if sample.ref_logprobs is not None:
+            columns["ref_logprobs"] = sample.ref_logprobs
         result.append(Sample(sample.tokens, sample.prompt_length, columns))
     return result
 
@@ -126,7 +131,10 @@ def _loss(
     old_M = columns.get("old_logprobs", logprobs_M.detach())
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
-    loss = (policy_loss(logprobs_M, old_M, advantages_M) * columns["weight"]).sum()
+    # without a reference policy the student is its own: 0, with gradient 0
+    kl_M = k3(logprobs_M, columns.get("ref_logprobs", logprobs_M.detach()))
+    loss_M = policy_loss(logprobs_M, old_M, advantages_M) + objective.kl_loss_coef * kl_M
+    loss = (loss_M * columns["weight"]).sum()
 
     mask_M = columns["mask"]
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[mask_M]
@@ -137,6 +145,7 @@ def _loss(
         "ratio": ratio_M.sum(),
         "clipped": outside_M.sum(),
         "approx_kl": (1 / ratio_M - 1 + ratio_M.log()).sum(),
+        "kl_loss": (kl_M.detach() * columns["weight"]).sum(),
     }
     pieces = logprobs_M.detach().float().cpu().split(list(batch.lengths))
     return loss, {"sums": sums, "logprobs": [piece.numpy() for piece in pieces]}

@@ -9,10 +9,10 @@ from transformers import AutoConfig
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.plan import RewardPlan, RolloutPlan, RunPlan, TeacherPlan
-from roll_opd.workers.megatron import TeacherWorker, TrainWorker
+from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.workers.megatron import ScoreWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
-from roll_opd.workers.roles import Judge, Sampler, Student, Teacher
+from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
 
 
@@ -23,6 +23,7 @@ class Cast:
     student: Student
     sampler: Sampler
     teachers: tuple[Teacher, ...]
+    reference: Scorer | None
     judges: tuple[Judge, ...]
 
 
@@ -30,14 +31,20 @@ async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...
     """Start every role but the judges, all at once, and wait until all are ready."""
     engine = {"seed": plan.seed, "deterministic": plan.deterministic}
     student = WorkerGroup(TrainWorker, plan.student, placement, _environment(plan))
-    groups = [WorkerGroup(TeacherWorker, t.worker, placement, _environment(plan)) for t in plan.teachers]
+
+    def frozen(worker: MegatronPlan) -> WorkerGroup:
+        return WorkerGroup(ScoreWorker, worker, placement, _environment(plan))
+
+    teachers = tuple(Teacher(t.worker.name, frozen(t.worker), _vocab_size(t.worker), t) for t in plan.teachers)
+    reference = None
+    if plan.reference:
+        reference = Scorer(plan.reference.name, frozen(plan.reference), _vocab_size(plan.reference))
     sampler, *_ = await asyncio.gather(
         start_sampler(plan, plan.rollout, placement),
         student.setup(**engine),
-        *[group.setup(**engine) for group in groups],
+        *[scorer.group.setup(**engine) for scorer in (*teachers, reference) if scorer],
     )
-    teachers = [Teacher(t, g, _vocab_size(t)) for t, g in zip(plan.teachers, groups, strict=True)]
-    return Cast(Student(plan.student, student), sampler, tuple(teachers), judges)
+    return Cast(Student(plan.student, student), sampler, teachers, reference, judges)
 
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:
@@ -81,5 +88,5 @@ def _environment(plan: RunPlan) -> dict[str, str]:
     return {name: str(value) for name, value in plan.env.items()}
 
 
-def _vocab_size(teacher: TeacherPlan) -> int:
-    return int(AutoConfig.from_pretrained(teacher.worker.model.path).vocab_size)
+def _vocab_size(worker: MegatronPlan) -> int:
+    return int(AutoConfig.from_pretrained(worker.model.path).vocab_size)

@@ -100,6 +100,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
+    finally:
+        gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
     record.finish()
     return DONE
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
+from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console
 from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, RunDirectory
@@ -73,10 +74,11 @@ class Record:
         self.note(f"Run directory: {self._run.path}")
 
     def _sample(self, step: int, experience: Experience) -> dict:
-        prompt = experience.tokens[: experience.prompt_length]
+        prompt, teachers = experience.tokens[: experience.prompt_length], self._plan.teachers
         return {
             "step": step,
             "id": experience.id,
+            "group_id": experience.group_id,
             "tag": experience.tag,
             "prompt": self._tokenizer.decode(prompt),
             "response": self._tokenizer.decode(experience.response_tokens),
@@ -90,4 +92,10 @@ class Record:
             "rollout_logprobs": experience.rollout_logprobs,
             "student_logprobs": experience.old_logprobs,
             "teacher_logprobs": experience.teacher_logprobs,
+            "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
+            "ref_logprobs": experience.ref_logprobs,
+            "token_level_rewards": token_level_rewards(experience, teachers),
+            "external_advantages": experience.advantages,
+            "advantages": advantages(experience, teachers, self._plan.objective.opd_kl_discount),
+            **experience.metrics,
         }

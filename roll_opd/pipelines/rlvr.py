@@ -6,6 +6,7 @@ from roll_opd.data.source import Prompt, PromptSource
 from roll_opd.pipelines.cast import Cast, assemble, start_judges, teacher_as_sampler
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.record import Record
+from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.scheduler import roll_out
 from roll_opd.rollout.validation import validate
 from roll_opd.tracking.metrics import opd_metrics
@@ -49,6 +50,7 @@ async def run_rlvr(
             plan.rollout.sampling,
             cast.teachers,
             cast.judges,
+            cast.reference,
             first_draw=drawn,
             seed=plan.seed,
             chunk_samples=plan.chunk_samples,
@@ -57,12 +59,14 @@ async def run_rlvr(
         if plan.objective.recompute_old_logprobs:
             with clock.phase("old_logprobs"):
                 experiences = await cast.student.logprobs(experiences, temperature)
+        if plan.mode != "pure":
+            experiences = external_advantages(experiences, plan.objective)
         with clock.phase("train"):
             experiences, metrics = await cast.student.learn(experiences, plan.teachers, plan.objective, temperature)
         with clock.phase("weight_sync"):
             await _send_weights(cast, version=step)
 
-        metrics |= opd_metrics(experiences)
+        metrics |= opd_metrics(experiences) | advantage_metrics(experiences, plan.teachers, plan.objective)
         if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)
         if checkpoints.due(step):

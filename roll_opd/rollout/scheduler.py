@@ -15,7 +15,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.roles import Judge, RunError, Sampler, Teacher
+from roll_opd.workers.roles import Judge, RunError, Sampler, Scorer, Teacher
 from roll_opd.workers.rollout import Request
 
 
@@ -25,6 +25,7 @@ async def roll_out(
     sampling: SamplingPlan,
     teachers: Sequence[Teacher],
     judges: Sequence[Judge],
+    reference: Scorer | None,
     *,
     first_draw: int,
     seed: int,
@@ -32,6 +33,8 @@ async def roll_out(
     clock: PhaseClock,
 ) -> list[Experience]:
     """Return `sampling.n` experiences a prompt, in the prompts' order, scored by the teachers and judges of their tag.
+
+    `reference`, where there is one, scores all of them.
 
     Args:
         first_draw: how many prompts the run has drawn before; numbers the groups and seeds the samples.
@@ -53,8 +56,10 @@ async def roll_out(
                     _experience(prompts[index // n], first_draw + index // n, index % n, completion)
                     for index, completion in finished
                 ]
-                scoring.append(asyncio.create_task(_score(experiences, teachers, judges, sampling.temperature)))
-        with clock.phase("teacher"):
+                scoring.append(
+                    asyncio.create_task(_score(experiences, teachers, judges, reference, sampling.temperature))
+                )
+        with clock.phase("teacher" if teachers or reference else "reward"):
             scored = [experience for chunk in await asyncio.gather(*scoring) for experience in chunk]
     except BaseException:
         for task in scoring:
@@ -86,9 +91,13 @@ def _experience(prompt: Prompt, draw: int, sample: int, completion: Completion) 
 
 
 async def _score(
-    experiences: list[Experience], teachers: Sequence[Teacher], judges: Sequence[Judge], temperature: float
+    experiences: list[Experience],
+    teachers: Sequence[Teacher],
+    judges: Sequence[Judge],
+    reference: Scorer | None,
+    temperature: float,
 ) -> list[Experience]:
-    """Have every teacher and judge score the samples of its tags, side by side."""
+    """Have every teacher and judge score the samples of its tags, and the reference all, side by side."""
     result = list(experiences)
 
     async def ask_teacher(teacher: Teacher) -> None:
@@ -106,7 +115,12 @@ async def _score(
         for i, reward in zip(routed, await judge.score([experiences[i] for i in routed]), strict=True):
             result[i] = replace(result[i], reward=reward, domain=judge.plan.domain)
 
-    await asyncio.gather(*[ask_teacher(t) for t in teachers], *[ask_judge(j) for j in judges])
+    async def ask_reference(reference: Scorer) -> None:
+        for i, logprobs in enumerate(await reference.score(experiences, temperature)):
+            result[i] = replace(result[i], ref_logprobs=logprobs)
+
+    asked = [ask_teacher(t) for t in teachers] + [ask_judge(j) for j in judges]
+    await asyncio.gather(*asked, *([ask_reference(reference)] if reference else []))
     if teachers:
         orphans = sorted({e.tag for e in result if not e.teacher_logprobs})
         if orphans:

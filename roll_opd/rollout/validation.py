@@ -32,6 +32,7 @@ async def validate(
             sampling,
             teachers=[],
             judges=judges,
+            reference=None,
             first_draw=VALIDATION_DRAW,
             seed=seed,
             chunk_samples=chunk_samples,

@@ -62,7 +62,7 @@ def _line(step: int, total: int, metrics: Mapping[str, float], eta_seconds: floa
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for label, name, form in (
         ("acc", ACCURACY, ".3f"),
-        ("reward", "critic/rewards/mean", ".3f"),
+        ("reward", "critic/score/mean", ".3f"),
         ("kl", REVERSE_KL, ".4f"),
         ("len", "tokens/response_length/mean", ".1f"),
     ):

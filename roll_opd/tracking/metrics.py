@@ -149,8 +149,7 @@ def _groups(prefix: str, pairs: Sequence[_Scored], key: Callable[[_Scored], str]
 
 def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
     rewards = [experience.reward for experience in experiences if experience.reward is not None]
-    kinds = ("mean", "max", "min")
-    return {**statistics("critic/score", rewards, kinds), **statistics("critic/rewards", rewards, kinds)}
+    return statistics("critic/score", rewards, ("mean", "max", "min"))
 
 
 def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:

@@ -42,8 +42,8 @@ class _Rank:
 
 
 @ray.remote
-class TeacherWorker(_Rank):
-    """A rank of a teacher."""
+class ScoreWorker(_Rank):
+    """A rank of a frozen model."""
 
 
 @ray.remote

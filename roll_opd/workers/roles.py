@@ -34,10 +34,10 @@ async def _gathered_logprobs(
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """A frozen model that scores what the student wrote."""
+class Scorer:
+    """A frozen model that scores what the student wrote: a teacher, or the reference policy."""
 
-    plan: TeacherPlan
+    name: str
     group: WorkerGroup
     vocab_size: int
 
@@ -46,17 +46,24 @@ class Teacher:
         largest = max((int(e.tokens.max()) for e in experiences), default=0)
         if largest >= self.vocab_size:
             raise RunError(
-                f"token {largest} is outside teacher {self.plan.name}'s vocabulary of {self.vocab_size}: the student's "
+                f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
                 "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
             )
         logprobs = await _gathered_logprobs(self.group, experiences, temperature)
         every = np.concatenate(logprobs) if logprobs else np.zeros(0)
         if not np.isfinite(every).all():
-            raise RunError(f"teacher {self.plan.name}: {(~np.isfinite(every)).sum()} log-probs are not finite")
+            raise RunError(f"{self.name}: {(~np.isfinite(every)).sum()} log-probs are not finite")
         uniform = -math.log(self.vocab_size)
         if len(every) > 1 and np.abs(every - uniform).max() < 1e-5:
-            raise RunError(f"teacher {self.plan.name} gives every token -ln V = {uniform:.4f}: its weights are lost")
+            raise RunError(f"{self.name} gives every token -ln V = {uniform:.4f}: its weights are lost")
         return logprobs
+
+
+@dataclass(frozen=True)
+class Teacher(Scorer):
+    """A scorer whose log-probs are learned from."""
+
+    plan: TeacherPlan
 
 
 @dataclass
@@ -132,6 +139,7 @@ def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:
         "actor/ratio_mean": total("ratio") / tokens,
         "actor/clipfrac": total("clipped") / tokens,
         "actor/approx_kl": total("approx_kl") / tokens,
+        "actor/kl_loss": total("kl_loss") / len(results),
         "actor/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in results])),
         "actor/lr": results[-1][0].learning_rate,
         "actor/skipped_updates": float(sum(not ranks[0].applied for ranks in results)),

@@ -26,11 +26,18 @@ def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherP
                 tokens=experience.tokens,
                 prompt_length=experience.prompt_length,
                 action_mask=mask,
-                advantages=np.zeros(len(mask), np.float32),
+                advantages=_advantages(experience),
                 opd_coefficients=total * mask.astype(np.float32),
                 # where, not a product: what lies under the mask may be infinite
                 opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
                 old_logprobs=experience.old_logprobs,
+                ref_logprobs=experience.ref_logprobs,
             )
         )
     return samples
+
+
+def _advantages(experience: Experience) -> np.ndarray:
+    if experience.advantages is None:  # nothing but the teacher speaks
+        return np.zeros(experience.response_length, np.float32)
+    return experience.advantages.astype(np.float32)

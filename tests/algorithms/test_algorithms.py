@@ -7,7 +7,8 @@ import torch
 
 from roll_opd.algorithms.aggregation import MODES, token_weights
 from roll_opd.algorithms.losses import MAX_LOG_RATIO, POLICY_LOSSES, importance_sampling, ppo, probability_ratio
-from roll_opd.algorithms.opd import discounted_to_go, opd_penalty
+from roll_opd.algorithms.opd import opd_penalty
+from roll_opd.algorithms.returns import discounted_to_go
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:

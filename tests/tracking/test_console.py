@@ -9,7 +9,7 @@ from roll_opd.tracking.summary import summarize
 
 METRICS = {
     "val_correct/all/mean": 0.445,
-    "critic/rewards/mean": 0.2134,
+    "critic/score/mean": 0.2134,
     "opd/reverse_kl/mean": 0.46211,
     "tokens/response_length/mean": 25.31,
     "rollout/generated_tokens": 6500.0,

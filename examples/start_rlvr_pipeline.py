@@ -1,0 +1,11 @@
+"""Reinforcement learning from verifiable rewards, alone or (use_opd: true) together with teachers.
+
+python examples/start_rlvr_pipeline.py --config_path DIR --config_name NAME [key=value ...]
+"""
+
+import sys
+
+from roll_opd.pipelines.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__.splitlines()[0], pure=False))

@@ -1,0 +1,119 @@
+"""Token rewards and advantages of a step's samples: the external reward's part, the teachers' part, and their sum.
+
+    token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl
+    A_t                 = A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k}
+
+The sums over teachers are over those that scored the sample. In pure distillation there is no external part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.advantages import normalised_rewards, on_last_action, whitening
+from roll_opd.algorithms.kl import KL_ESTIMATORS
+from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.data.experience import Experience
+from roll_opd.tracking.metrics import statistics
+from roll_opd.workers.roles import RunError
+
+
+def external_advantages(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[Experience]:
+    """Fill in `advantages`, and in `metrics` the numbers with which they can be computed again.
+
+    Those are `reward_mean` and `reward_scale` of the normalisation, `advantage_mean` and `advantage_scale` of the
+    whitening. RunError for a sample that no reward worker scored.
+    """
+    rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
+    groups = [experience.group_id for experience in experiences]
+    masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
+    lengths = [len(mask) for mask in masks]
+    mask_M = torch.cat(masks)
+
+    normalised = normalised_rewards(rewards_B, groups, objective.norm_mean_type, objective.norm_std_type)
+    rewards_M = on_last_action(_clipped(normalised.rewards, objective.reward_clip), masks)
+    if objective.init_kl_coef:
+        rewards_M = rewards_M - objective.init_kl_coef * _reference_kl(experiences, objective.kl_penalty) * mask_M
+    returns_M = discounted_to_go(rewards_M, lengths, objective.gamma) * mask_M
+    mean, scale = whitening(returns_M, mask_M) if objective.whiten_advantages else (0.0, 1.0)
+    advantages_M = _clipped((returns_M - mean) / scale, objective.advantage_clip) * mask_M
+
+    return [
+        replace(
+            experience,
+            advantages=advantages.numpy(),
+            metrics={
+                **experience.metrics,
+                "reward_mean": float(normalised.mean[number]),
+                "reward_scale": float(normalised.scale[number]),
+                "advantage_mean": mean,
+                "advantage_scale": scale,
+            },
+        )
+        for number, (experience, advantages) in enumerate(zip(experiences, advantages_M.split(lengths), strict=True))
+    ]
+
+
+def token_level_rewards(experience: Experience, teachers: Sequence[TeacherPlan]) -> np.ndarray:
+    """f64 [T-P], 0 off the action mask."""
+    rewards = -_penalty(experience, teachers)
+    if experience.advantages is not None and experience.action_mask.any():
+        rewards[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
+    return rewards
+
+
+def advantages(experience: Experience, teachers: Sequence[TeacherPlan], opd_kl_discount: float) -> np.ndarray:
+    """f64 [T-P], 0 off the action mask: what the update of this sample was weighted with."""
+    penalty = torch.from_numpy(_penalty(experience, teachers))
+    teacher = discounted_to_go(penalty, [len(penalty)], opd_kl_discount).numpy()
+    external = 0.0 if experience.advantages is None else experience.advantages
+    return np.where(experience.action_mask, external - teacher, 0.0)
+
+
+def advantage_metrics(
+    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> dict[str, float]:
+    """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min."""
+    rewards = [token_level_rewards(experience, teachers).sum() for experience in experiences]
+    every = [advantages(e, teachers, objective.opd_kl_discount)[e.action_mask] for e in experiences]
+    kinds = ("mean", "max", "min")
+    return {
+        **statistics("critic/rewards", rewards, kinds),
+        **statistics("critic/advantages", np.concatenate(every) if every else [], kinds),
+    }
+
+
+def _penalty(experience: Experience, teachers: Sequence[TeacherPlan]) -> np.ndarray:
+    """Σ opd_kl_coef · reverse_kl, f64 [T-P], 0 off the action mask."""
+    student = experience.rollout_logprobs if experience.old_logprobs is None else experience.old_logprobs
+    penalty = np.zeros(experience.response_length)
+    for teacher in teachers:
+        if teacher.name in experience.teacher_logprobs:
+            scored = experience.teacher_logprobs[teacher.name].astype(np.float64)
+            penalty += teacher.opd_kl_coef * (student.astype(np.float64) - scored)
+    return np.where(experience.action_mask, penalty, 0.0)
+
+
+def _reward(experience: Experience) -> float:
+    if experience.reward is None:
+        raise RunError(
+            f"sample {experience.id}, tagged {experience.tag}, has no reward: its row needs a ground_truth, "
+            "and its tag a place in the tag_included of a reward worker"
+        )
+    return experience.reward
+
+
+def _reference_kl(experiences: Sequence[Experience], estimator: str) -> Tensor:
+    """f64 [M]."""
+
+    student, reference = ([e.old_logprobs for e in experiences], [e.ref_logprobs for e in experiences])
+    both = [torch.from_numpy(np.concatenate(logprobs)).double() for logprobs in (student, reference)]
+    return KL_ESTIMATORS[estimator](*both)
+
+
+def _clipped(values: Tensor, limit: float | None) -> Tensor:
+    return values if limit is None else values.clamp(-limit, limit)

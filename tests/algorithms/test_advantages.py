@@ -1,0 +1,195 @@
+"""Token rewards and advantages against loops written from the formulas."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from roll_opd.algorithms.advantages import normalised_rewards, on_last_action, whitening
+from roll_opd.algorithms.kl import KL_ESTIMATORS
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
+from roll_opd.data.experience import Experience
+from roll_opd.rollout.advantages import advantage_metrics, advantages, external_advantages, token_level_rewards
+from roll_opd.workers.roles import RunError
+
+GROUPS = ["a", "a", "b", "c", "c", "c", "a"]  # b stands alone
+
+
+def teacher(name: str, coefficient: float) -> TeacherPlan:
+    worker = MegatronPlan(name, ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
+    return TeacherPlan(name, worker, coefficient)
+
+
+def samples(seed: int) -> list[Experience]:
+    """With holes in the mask, one without any action, and each scored by one teacher, the other or both."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number, group in enumerate(GROUPS):
+        length = int(rng.integers(1, 9))
+        mask = rng.random(length) < 0.7
+        mask[:] = False if number == 3 else mask
+        scored = [("one",), ("two",), ("one", "two")][number % 3]
+
+        def logprobs(length: int = length) -> np.ndarray:
+            return -rng.exponential(size=length).astype(np.float32)
+
+        made.append(
+            Experience(
+                id=f"{group}/{number}",
+                group_id=group,
+                tag="t",
+                domain="d",
+                tokens=np.arange(3 + length),
+                prompt_length=3,
+                action_mask=mask,
+                rollout_logprobs=logprobs(),
+                finish_reason="stop",
+                weights_version=0,
+                old_logprobs=logprobs(),
+                ref_logprobs=logprobs(),
+                teacher_logprobs={name: logprobs() for name in scored},
+                reward=float(rng.normal()),
+            )
+        )
+    return made
+
+
+def naive_norm(rewards: list[float], groups: list[str], mean_over: str | None, std_over: str | None) -> list[float]:
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        families = {"group": [r for r, g in zip(rewards, groups, strict=True) if g == group], "batch": rewards}
+        mean, scale = 0.0, 1.0
+        if mean_over and len(families[mean_over]) > 1:
+            mean = sum(families[mean_over]) / len(families[mean_over])
+        if std_over and len(family := families[std_over]) > 1:
+            centre = sum(family) / len(family)
+            scale = math.sqrt(sum((r - centre) ** 2 for r in family) / (len(family) - 1)) + 1e-6
+        result.append((reward - mean) / scale)
+    return result
+
+
+@pytest.mark.parametrize("mean_over", [None, "group", "batch"])
+@pytest.mark.parametrize("std_over", [None, "group", "batch"])
+def test_normalised_rewards(mean_over: str | None, std_over: str | None) -> None:
+    rewards = [0.0, 1.0, 0.3, 1.0, 1.0, 1.0, 0.5]
+    found = normalised_rewards(torch.tensor(rewards), GROUPS, mean_over, std_over)
+    wanted = naive_norm([float(torch.tensor(r)) for r in rewards], GROUPS, mean_over, std_over)
+    assert found.rewards.tolist() == pytest.approx(wanted, abs=1e-12)
+    again = (torch.tensor(rewards).double() - found.mean) / found.scale
+    assert torch.equal(again, found.rewards)
+    assert normalised_rewards(torch.ones(1), ["x"], "group", "group").rewards.tolist() == [1.0]
+
+
+def test_equal_rewards_teach_nothing() -> None:
+    found = normalised_rewards(torch.ones(4), ["a"] * 4, "group", "group")
+    assert not found.rewards.any()
+
+
+def test_reward_sits_on_the_last_action() -> None:
+    masks = [torch.tensor(m, dtype=torch.bool) for m in ([1, 0, 1, 0], [0, 0], [1], [])]
+    found = on_last_action(torch.tensor([2.0, 3.0, 4.0, 5.0]), masks)
+    assert found.tolist() == [0, 0, 2, 0, 0, 0, 4]
+    assert on_last_action(torch.zeros(0), []).shape == (0,)
+
+
+def test_whitening_needs_two_tokens() -> None:
+    values = torch.tensor([1.0, 100.0, 3.0])
+    mean, scale = whitening(values, torch.tensor([True, False, True]))
+    assert (mean, scale) == (2.0, pytest.approx(math.sqrt(2 + 1e-8), abs=1e-15))
+    assert whitening(values, torch.tensor([True, False, False])) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ObjectivePlan(norm_mean_type="group", norm_std_type="group"),
+        ObjectivePlan(gamma=0.9, reward_clip=0.5, advantage_clip=0.4),
+        ObjectivePlan(gamma=0.0, norm_mean_type="batch", init_kl_coef=0.3, kl_penalty="k3"),
+    ],
+)
+def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: float) -> None:
+    objective = replace(objective, whiten_advantages=whiten, opd_kl_discount=discount)
+    made, teachers = samples(3), [teacher("one", 0.7), teacher("two", 2.0)]
+    coefficients = {"one": 0.7, "two": 2.0}
+    found = external_advantages(made, objective)
+
+    rewards = naive_norm([e.reward for e in made], GROUPS, objective.norm_mean_type, objective.norm_std_type)
+    returns = []
+    for e, reward in zip(made, rewards, strict=True):
+        row = [0.0] * len(e.action_mask)
+        last = max((t for t, m in enumerate(e.action_mask) if m), default=None)
+        if last is not None:
+            limit = objective.reward_clip or math.inf
+            row[last] = min(max(reward, -limit), limit)
+        for t, m in enumerate(e.action_mask):
+            gap = float(e.ref_logprobs[t]) - float(e.old_logprobs[t])
+            row[t] -= objective.init_kl_coef * m * (math.exp(gap) - 1 - gap)
+        returns.append([sum(objective.gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))])
+    kept = [
+        value for e, row in zip(made, returns, strict=True) for value, m in zip(row, e.action_mask, strict=True) if m
+    ]
+    mean, scale = 0.0, 1.0
+    if whiten:
+        mean = sum(kept) / len(kept)
+        scale = math.sqrt(sum((value - mean) ** 2 for value in kept) / (len(kept) - 1) + 1e-8)
+    limit = objective.advantage_clip or math.inf
+    for e, row in zip(found, returns, strict=True):
+        penalty = [
+            sum(
+                coefficients[name] * m * (float(e.old_logprobs[t]) - float(q[t]))
+                for name, q in e.teacher_logprobs.items()
+            )
+            for t, m in enumerate(e.action_mask)
+        ]
+        wanted = [
+            m
+            * (
+                min(max((row[t] - mean) / scale, -limit), limit)
+                - sum(discount ** (k - t) * penalty[k] for k in range(t, len(row)))
+            )
+            for t, m in enumerate(e.action_mask)
+        ]
+        assert advantages(e, teachers, discount) == pytest.approx(wanted, abs=1e-9)
+        token_rewards = [-value for value in penalty]
+        if any(e.action_mask):
+            token_rewards[max(t for t, m in enumerate(e.action_mask) if m)] += e.reward
+        assert token_level_rewards(e, teachers) == pytest.approx(token_rewards, abs=1e-9)
+        assert (e.metrics["advantage_mean"], e.metrics["advantage_scale"]) == pytest.approx((mean, scale))
+    metrics = advantage_metrics(found, teachers, objective)
+    sums = [token_level_rewards(e, teachers).sum() for e in found]
+    assert metrics["critic/rewards/mean"] == pytest.approx(sum(sums) / len(sums))
+
+
+def test_without_an_external_reward_only_the_teacher_speaks() -> None:
+    (sample, *_), teachers = samples(5), [teacher("one", 0.5)]
+    expected = np.where(sample.action_mask, 0.5 * (sample.teacher_logprobs["one"] - sample.old_logprobs), 0)
+    assert advantages(sample, teachers, 0.0) == pytest.approx(expected, abs=1e-7)
+    assert token_level_rewards(sample, teachers) == pytest.approx(expected, abs=1e-7)
+
+
+def test_a_sample_without_a_reward_is_named() -> None:
+    made = [replace(e, reward=None) if e.id == "c/4" else e for e in samples(1)]
+    with pytest.raises(RunError, match=r"sample c/4, tagged t, has no reward: .*tag_included"):
+        external_advantages(made, ObjectivePlan())
+
+
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [
+        (("kl", "k1"), lambda d: d),
+        (("abs",), abs),
+        (("mse", "k2"), lambda d: d * d / 2),
+        (("k3",), lambda d: math.exp(min(max(-d, -20), 20)) - 1 - min(max(-d, -20), 20)),
+        (("low_var_kl",), lambda d: min(math.exp(min(-d, 20)) - 1 + max(d, -20), 10)),
+    ],
+)
+def test_kl_estimators(names: tuple[str, ...], value) -> None:
+    logprobs = torch.tensor([-0.1, -2.0, -30.0, -0.5], dtype=torch.float64)
+    other = torch.tensor([-1.0, -0.3, -0.5, -0.5], dtype=torch.float64)
+    for name in names:
+        wanted = [value(float(a) - float(b)) for a, b in zip(logprobs, other, strict=True)]
+        assert KL_ESTIMATORS[name](logprobs, other).tolist() == pytest.approx(wanted, rel=1e-12)
