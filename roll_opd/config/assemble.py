@@ -55,6 +55,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         eval_steps=top.eval_steps if checked.validation_data else 0,
         logging_steps=top.logging_steps,
         rollout_batch_size=top.rollout_batch_size,
+        extra_prompts=0,
         num_nodes=top.num_nodes,
         devices_per_node=top.num_gpus_per_node,
         student=student,

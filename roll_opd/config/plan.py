@@ -127,6 +127,14 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True)
+class FilterPlan:
+    """A test that rewards must pass; see `rollout.selection`."""
+
+    type: Literal["no_filter", "mean_filter", "std_filter"]
+    args: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True)
 class RewardPlan:
     """Reward workers of one domain. `worker` is a registered name or a dotted path."""
 
@@ -135,6 +143,8 @@ class RewardPlan:
     tags: tuple[str, ...] | None = None  # None: every tag
     world_size: int = 1
     args: FrozenDict = field(default_factory=FrozenDict)
+    query_filter: FilterPlan | None = None  # of a prompt's rewards together
+    response_filter: FilterPlan | None = None  # of each reward alone
 
     def scores(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
@@ -211,6 +221,7 @@ class RunPlan:
     eval_steps: int  # 0: never
     logging_steps: int
     rollout_batch_size: int  # prompts a step
+    extra_prompts: int  # prompts answered beyond those, in case filters reject some
     num_nodes: int
     devices_per_node: int
     student: TrainPlan

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.rollout.scheduler import Scorers
 from roll_opd.workers.megatron import ScoreWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
@@ -22,9 +23,7 @@ class Cast:
 
     student: Student
     sampler: Sampler
-    teachers: tuple[Teacher, ...]
-    reference: Scorer | None
-    judges: tuple[Judge, ...]
+    scorers: Scorers
 
 
 async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
@@ -44,7 +43,7 @@ async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...
         student.setup(**engine),
         *[scorer.group.setup(**engine) for scorer in (*teachers, reference) if scorer],
     )
-    return Cast(Student(plan.student, student), sampler, teachers, reference, judges)
+    return Cast(Student(plan.student, student), sampler, Scorers(teachers, judges, reference))
 
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:

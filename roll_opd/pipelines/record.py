@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.source import Prompt
 from roll_opd.rollout.advantages import advantages, token_level_rewards
+from roll_opd.rollout.batch import Batch
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console
 from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, RunDirectory
@@ -54,13 +54,13 @@ class Record:
     def step(
         self,
         step: int,
-        prompts: Sequence[Prompt],
+        batch: Batch,
         experiences: Sequence[Experience],
         metrics: Mapping[str, float],
     ) -> None:
         """Log a finished step."""
-        row = {**metrics, **time_metrics(self.clock.lap())}
-        self._run.append_jsonl(PROMPTS, [{"step": step, "ids": [prompt.id for prompt in prompts]}])
+        row = {**metrics, "rollout/filtered_prompts": float(len(batch.filtered)), **time_metrics(self.clock.lap())}
+        self._run.append_jsonl(PROMPTS, [{"step": step, **_prompt_ids(batch)}])
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
         self._run.append_jsonl(SAMPLES, [self._sample(step, e) for e in shown[: self._plan.samples_per_step]])
         self._trackers.log(step, row)
@@ -99,3 +99,7 @@ class Record:
             "advantages": advantages(experience, teachers, self._plan.objective.opd_kl_discount),
             **experience.metrics,
         }
+
+
+def _prompt_ids(batch: Batch) -> dict[str, list[str]]:
+    return {"ids": [prompt.id for prompt in batch.prompts], "filtered": [prompt.id for prompt in batch.filtered]}

@@ -7,7 +7,8 @@ from roll_opd.pipelines.cast import Cast, assemble, start_judges, teacher_as_sam
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.record import Record
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
-from roll_opd.rollout.scheduler import roll_out
+from roll_opd.rollout.batch import fill_batch
+from roll_opd.rollout.selection import by_reward
 from roll_opd.rollout.validation import validate
 from roll_opd.tracking.metrics import opd_metrics
 
@@ -43,19 +44,19 @@ async def run_rlvr(
         record.start(await _validate(plan, held_out, cast.sampler, judges, clock) if held_out else {})
 
     for step in range(done + 1, plan.max_steps + 1):
-        drawn, prompts = source.position, source.take(plan.rollout_batch_size)
-        experiences = await roll_out(
-            prompts,
-            cast.sampler,
-            plan.rollout.sampling,
-            cast.teachers,
-            cast.judges,
-            cast.reference,
-            first_draw=drawn,
+        batch = await fill_batch(
+            source,
+            plan.rollout_batch_size,
+            extra=plan.extra_prompts,
+            keeps=by_reward(plan.rewards),
+            sampler=cast.sampler,
+            sampling=plan.rollout.sampling,
+            scorers=cast.scorers,
             seed=plan.seed,
             chunk_samples=plan.chunk_samples,
             clock=clock,
         )
+        experiences = batch.experiences
         if plan.objective.recompute_old_logprobs:
             with clock.phase("old_logprobs"):
                 experiences = await cast.student.logprobs(experiences, temperature)
@@ -72,7 +73,7 @@ async def run_rlvr(
         if checkpoints.due(step):
             with clock.phase("checkpoint"):
                 await checkpoints.write(step, cast.student.save, source.state_dict())
-        record.step(step, prompts, experiences, metrics)
+        record.step(step, batch, experiences, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
     await cast.sampler.close()

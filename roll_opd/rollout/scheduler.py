@@ -6,7 +6,8 @@ in an order of its own that no timing changes, so a deterministic run also packs
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,31 +15,43 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
+from roll_opd.rollout.selection import Keeps, Selection
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.roles import Judge, RunError, Sampler, Scorer, Teacher
 from roll_opd.workers.rollout import Request
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """Who looks at finished samples: teachers and judges at those of their tags, the reference policy at all."""
+
+    teachers: Sequence[Teacher] = ()
+    judges: Sequence[Judge] = ()
+    reference: Scorer | None = None
 
 
 async def roll_out(
     prompts: Sequence[Prompt],
     sampler: Sampler,
     sampling: SamplingPlan,
-    teachers: Sequence[Teacher],
-    judges: Sequence[Judge],
-    reference: Scorer | None,
+    scorers: Scorers,
     *,
     first_draw: int,
     seed: int,
     chunk_samples: int,
     clock: PhaseClock,
-) -> list[Experience]:
-    """Return `sampling.n` experiences a prompt, in the prompts' order, scored by the teachers and judges of their tag.
+    wanted: int | None = None,
+    keeps: Keeps | None = None,
+) -> Selection:
+    """Sample `sampling.n` responses a prompt and have them scored, until the groups to learn from are certain.
 
-    `reference`, where there is one, scores all of them.
+    What is still being written then is aborted.
 
     Args:
         first_draw: how many prompts the run has drawn before; numbers the groups and seeds the samples.
         chunk_samples: samples that are scored together.
+        wanted: groups to learn from; None: all.
+        keeps: tells whether a finished group may be learned from; None: every one.
     """
     n = sampling.n
     requests = [
@@ -46,27 +59,45 @@ async def roll_out(
         for position, prompt in enumerate(prompts)
         for sample in range(n)
     ]
-    indices: list[int] = []
+    selection = Selection(len(prompts), n, len(prompts) if wanted is None else wanted, keeps)
+    certain = asyncio.Event()
+
+    async def score(finished: list[tuple[int, Completion]]) -> None:
+        experiences = [
+            _experience(prompts[index // n], first_draw + index // n, index % n, completion)
+            for index, completion in finished
+        ]
+        scored = await _score(experiences, scorers, sampling.temperature)
+        for (index, _), experience in zip(finished, scored, strict=True):
+            selection.add(index, experience)
+        if selection.enough:
+            certain.set()
+
     scoring: list[asyncio.Task] = []
+
+    async def generate() -> None:
+        async with aclosing(sampler.sample(requests, sampling, chunk_samples)) as stream:
+            async for finished in stream:
+                scoring.append(asyncio.create_task(score(finished)))
+
+    generating = asyncio.create_task(generate())
+    enough = asyncio.create_task(certain.wait())
     try:
         with clock.phase("generate"):
-            async for finished in sampler.sample(requests, sampling, chunk_samples):
-                indices += [index for index, _ in finished]
-                experiences = [
-                    _experience(prompts[index // n], first_draw + index // n, index % n, completion)
-                    for index, completion in finished
-                ]
-                scoring.append(
-                    asyncio.create_task(_score(experiences, teachers, judges, reference, sampling.temperature))
-                )
-        with clock.phase("teacher" if teachers or reference else "reward"):
-            scored = [experience for chunk in await asyncio.gather(*scoring) for experience in chunk]
-    except BaseException:
-        for task in scoring:
+            await asyncio.wait([generating, enough], return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                generating.result()  # raises what went wrong
+        with clock.phase("teacher" if scorers.teachers or scorers.reference else "reward"):
+            everything = asyncio.gather(*scoring)
+            await asyncio.wait([everything, enough], return_when=asyncio.FIRST_COMPLETED)
+            if everything.done():
+                everything.result()
+    finally:
+        left = [task for task in (generating, enough, *scoring) if not task.done()]
+        for task in left:
             task.cancel()
-        raise
-    in_order = dict(zip(indices, scored, strict=True))
-    return [in_order[index] for index in range(len(requests))]
+        await asyncio.gather(*left, return_exceptions=True)
+    return selection
 
 
 def sample_seed(seed: int, draw: int, sample: int) -> int:
@@ -90,13 +121,7 @@ def _experience(prompt: Prompt, draw: int, sample: int, completion: Completion) 
     )
 
 
-async def _score(
-    experiences: list[Experience],
-    teachers: Sequence[Teacher],
-    judges: Sequence[Judge],
-    reference: Scorer | None,
-    temperature: float,
-) -> list[Experience]:
+async def _score(experiences: list[Experience], scorers: Scorers, temperature: float) -> list[Experience]:
     """Have every teacher and judge score the samples of its tags, and the reference all, side by side."""
     result = list(experiences)
 
@@ -119,9 +144,11 @@ async def _score(
         for i, logprobs in enumerate(await reference.score(experiences, temperature)):
             result[i] = replace(result[i], ref_logprobs=logprobs)
 
-    asked = [ask_teacher(t) for t in teachers] + [ask_judge(j) for j in judges]
-    await asyncio.gather(*asked, *([ask_reference(reference)] if reference else []))
-    if teachers:
+    asked = [ask_teacher(teacher) for teacher in scorers.teachers] + [ask_judge(judge) for judge in scorers.judges]
+    if scorers.reference:
+        asked.append(ask_reference(scorers.reference))
+    await asyncio.gather(*asked)
+    if scorers.teachers:
         orphans = sorted({e.tag for e in result if not e.teacher_logprobs})
         if orphans:
             raise RunError(f"no teacher scores samples tagged {', '.join(orphans)}: add the tag to a tag_included")

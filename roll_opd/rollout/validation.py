@@ -7,7 +7,7 @@ import numpy as np
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.source import Prompt
-from roll_opd.rollout.scheduler import roll_out
+from roll_opd.rollout.scheduler import Scorers, roll_out
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.roles import Judge, Sampler
 
@@ -26,18 +26,17 @@ async def validate(
 ) -> dict[str, float]:
     """Return `val_correct/all/mean` and `val_correct/<tag>/mean`: mean reward over all samples, 0 to 1 for a rule."""
     with clock.phase("validate"):
-        experiences = await roll_out(
+        answers = await roll_out(
             prompts,
             sampler,
             sampling,
-            teachers=[],
-            judges=judges,
-            reference=None,
+            Scorers(judges=judges),
             first_draw=VALIDATION_DRAW,
             seed=seed,
             chunk_samples=chunk_samples,
             clock=clock,
         )
+    experiences = answers.experiences()
     rewards: dict[str, list[float]] = defaultdict(list)
     for experience in experiences:
         if experience.reward is not None:

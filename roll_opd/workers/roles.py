@@ -158,13 +158,19 @@ class Sampler:
         """Spread groups over the engines; yield lists of (index of the request, its completion).
 
         A list holds `chunk` samples that one engine finished one after another, and its last one what is left.
+        Leaving the iterator early aborts what is still being written (use `contextlib.aclosing`).
         """
         finished: asyncio.Queue = asyncio.Queue()
 
         async def follow(engine: ray.actor.ActorHandle, share: list[int]) -> None:
             asked = Compact([requests[index] for index in share])
-            async for reference in engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk):
-                finished.put_nowait([(share[number], completion) for number, completion in await reference])
+            stream = engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk)
+            try:
+                async for reference in stream:
+                    finished.put_nowait([(share[number], completion) for number, completion in await reference])
+            except asyncio.CancelledError:
+                ray.cancel(stream)
+                raise
 
         shares: list[list[int]] = [[] for _ in self.engines]
         for index, request in enumerate(requests):
@@ -176,15 +182,18 @@ class Sampler:
         ]
         watch = asyncio.gather(*followers)
         missing = len(requests)
-        while missing:
-            item = asyncio.create_task(finished.get())
-            await asyncio.wait([item, watch], return_when=asyncio.FIRST_COMPLETED)
-            if not item.done():
-                item.cancel()
-                raise watch.exception() or RunError("an inference engine ended its answers early")
-            completions = await item
-            missing -= len(completions)
-            yield completions
+        try:
+            while missing:
+                item = asyncio.create_task(finished.get())
+                await asyncio.wait([item, watch], return_when=asyncio.FIRST_COMPLETED)
+                if not item.done():
+                    item.cancel()
+                    raise watch.exception() or RunError("an inference engine ended its answers early")
+                completions = await item
+                missing -= len(completions)
+                yield completions
+        finally:
+            watch.cancel()
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load new weights into every engine; each checks that they arrived."""

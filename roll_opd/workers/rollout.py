@@ -1,6 +1,7 @@
 """Ray actor around one vLLM engine."""
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,12 @@ class RolloutWorker:
             sampling,
             [request.seed for request in requests],
         )
-        async for index, completion in batch:
-            finished.append((index, completion))
-            if len(finished) == chunk:
-                yield Compact(finished)
-                finished = []
+        async with aclosing(batch):  # cancelled: what is unfinished is aborted
+            async for index, completion in batch:
+                finished.append((index, completion))
+                if len(finished) == chunk:
+                    yield Compact(finished)
+                    finished = []
         if finished:
             yield Compact(finished)
 

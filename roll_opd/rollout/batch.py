@@ -1,0 +1,51 @@
+"""One step's batch: enough groups that pass the filters, from as many prompts as that takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from roll_opd.data.experience import Experience
+from roll_opd.data.source import Prompt, PromptSource
+from roll_opd.rollout.scheduler import roll_out
+from roll_opd.rollout.selection import Keeps
+from roll_opd.workers.roles import RunError
+
+MOST_DRAWS = 20  # times the batch; a filter that rejects more than that will not be satisfied
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step learns from, and the prompts whose groups did not pass."""
+
+    prompts: list[Prompt]
+    experiences: list[Experience]  # the samples of each prompt, in the prompts' order
+    filtered: list[Prompt]
+
+
+async def fill_batch(source: PromptSource, wanted: int, *, extra: int, keeps: Keeps | None, **rollout: Any) -> Batch:
+    """Draw prompts and roll them out until `wanted` groups pass `keeps`.
+
+    `extra` prompts beyond those are answered at the same time, in case some do not pass. What turns out not to be
+    needed is aborted and its prompts go back to `source`, as if never drawn. `rollout` goes to `roll_out`. RunError
+    where hardly any group passes.
+    """
+    prompts: list[Prompt] = []
+    experiences: list[Experience] = []
+    filtered: list[Prompt] = []
+    while len(prompts) < wanted:
+        missing, first_draw = wanted - len(prompts), source.position
+        candidates, places = [], []
+        for _ in range(missing + extra):
+            candidates += source.take(1)
+            places.append(source.state_dict())
+        selection = await roll_out(candidates, first_draw=first_draw, wanted=missing, keeps=keeps, **rollout)
+        source.load_state_dict(places[selection.used - 1])
+        chosen = set(selection.chosen)
+        experiences += selection.experiences()
+        for group in range(selection.used):
+            (prompts if group in chosen else filtered).append(candidates[group])
+        if len(filtered) > MOST_DRAWS * wanted:
+            raise RunError(
+                f"the filters rejected the samples of {len(filtered)} prompts and kept those of {len(prompts)}, in one "
+                f"step of {wanted}; loosen query_filter_config or response_filter_config, or give other prompts"
+            )
+    return Batch(prompts, experiences, filtered)

@@ -1,0 +1,76 @@
+"""Which groups a step learns from: the first that pass, whatever the order in which they are finished."""
+
+import random
+
+import numpy as np
+import pytest
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import FilterPlan, RewardPlan
+from roll_opd.data.experience import Experience
+from roll_opd.rollout.selection import Selection, by_reward
+
+MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
+STD = FilterPlan("std_filter", FrozenDict({"std_threshold": 0.0}))
+
+
+def sample(group: int, number: int, reward: float | None, domain: str = "math") -> Experience:
+    return Experience(
+        id=f"{group}/{number}",
+        group_id=str(group),
+        tag="t",
+        domain=domain,
+        tokens=np.arange(3),
+        prompt_length=2,
+        action_mask=np.ones(1, bool),
+        rollout_logprobs=np.zeros(1, np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        reward=reward,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> None:
+    rng = random.Random(seed)
+    groups, n, wanted = rng.randint(1, 12), rng.randint(1, 4), rng.randint(1, 6)
+    passing = [rng.random() < 0.6 for _ in range(groups)]
+    expected = [group for group in range(groups) if passing[group]][:wanted]
+    used = expected[-1] + 1 if len(expected) == wanted else groups
+    selection = Selection(groups, n, wanted, lambda group: passing[int(group[0].group_id)])
+    order = [(group, number) for group in range(groups) for number in range(n)]
+    rng.shuffle(order)
+    seen = set()
+    for group, number in order:
+        # certain exactly when all samples of all groups that can matter are there
+        complete = all((g, k) in seen for g in range(used) for k in range(n))
+        assert selection.enough == (complete and len(expected) == wanted)
+        selection.add(group * n + number, sample(group, number, 1.0))
+        seen.add((group, number))
+    assert selection.chosen == expected and selection.used == used
+    assert [e.id for e in selection.experiences()] == [f"{g}/{k}" for g in expected for k in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("query", "response", "rewards", "passes"),
+    [
+        (MEAN, None, [1, 1, 1, 1], False),
+        (MEAN, None, [0, 0, 0, 0], False),
+        (MEAN, None, [1, 0, 0, 0], True),
+        (STD, None, [1, 1, 1, 1], False),
+        (STD, None, [1, 1, 1, 0], True),
+        (None, MEAN, [0.5, 0.5, 0.05, 0.5], False),
+        (None, MEAN, [0.5, 0.5, 0.9, 0.5], True),
+        (FilterPlan("no_filter"), None, [0, 0], True),
+        (MEAN, None, [None, None], True),
+        (MEAN, None, [None, 1.0], False),
+    ],
+)
+def test_filters(query, response, rewards, passes: bool) -> None:
+    keeps = by_reward([RewardPlan("math", "math_rule", query_filter=query, response_filter=response)])
+    assert keeps([sample(0, k, reward) for k, reward in enumerate(rewards)]) is passes
+    assert keeps([sample(0, k, reward, domain="other") for k, reward in enumerate(rewards)])
+
+
+def test_without_a_filter_there_is_no_test() -> None:
+    assert by_reward([RewardPlan("math", "math_rule")]) is None
