@@ -87,19 +87,22 @@ def test_the_checkpoint_loads_in_transformers(uninterrupted: Run) -> None:
     assert all(moved)
 
 
-@pytest.mark.parametrize("moment", ["step", "save"])
-def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Run, tmp_path: Path, moment: str) -> None:
+def test_killed_twice_and_resumed_equals_uninterrupted(uninterrupted: Run, tmp_path: Path) -> None:
+    """Killed in the middle of a step, then in the middle of the last save."""
     experiment = tmp_path / "killed" / "demo"
 
-    def in_the_middle() -> bool:
-        if moment == "save":
-            return any(experiment.glob(f"*/checkpoints/.partial_step_{STEPS}/state/*.distcp"))
+    def in_step_4() -> bool:
         return any(len(path.read_text().splitlines()) == 3 for path in experiment.glob("*/prompts.jsonl"))
 
-    killed = launch(tmp_path / "killed", *COLOCATED, kill_when=in_the_middle)
-    assert killed.code == -9
-    assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
-    resumed = launch(tmp_path / "killed", *COLOCATED, "resume_from_checkpoint=true")
+    def in_save_4() -> bool:
+        return any(experiment.glob(f"*/checkpoints/.partial_step_{STEPS}/state/*.distcp"))
+
+    resume = "resume_from_checkpoint=true"
+    for arguments, moment in ((COLOCATED, in_step_4), ((*COLOCATED, resume), in_save_4)):
+        killed = launch(tmp_path / "killed", *arguments, kill_when=moment)
+        assert killed.code == -9, killed.output[-4000:]
+        assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
+    resumed = launch(tmp_path / "killed", *COLOCATED, resume)
     assert resumed.code == 0, resumed.output[-4000:]
     assert resumed.rows("prompts.jsonl") == uninterrupted.rows("prompts.jsonl")
     assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
