@@ -123,7 +123,20 @@ class RolloutPlan:
     sampling: SamplingPlan
     max_model_len: int
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
+    max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
     env: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True)
+class FilterPlan:
+    """Which groups (`query_filter`) or single responses (`response_filter`) are left out of a step.
+
+    `mean_filter`: keeps threshold_down < mean reward < threshold_up; `std_filter`: keeps std of rewards >
+    std_threshold. `args` holds these numbers under ROLL's names.
+    """
+
+    type: Literal["mean_filter", "std_filter"]
+    args: FrozenDict = field(default_factory=FrozenDict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,8 @@ class RewardPlan:
     tags: tuple[str, ...] | None = None  # None: every tag
     world_size: int = 1
     args: FrozenDict = field(default_factory=FrozenDict)
+    query_filter: FilterPlan | None = None
+    response_filter: FilterPlan | None = None
 
     def scores(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
@@ -162,10 +177,56 @@ class ValidationPlan:
 
 
 @dataclass(frozen=True)
+class EnvironmentsPlan:
+    """Environments of one phase: `groups` holds how many groups of `group_size` each tag has."""
+
+    tags: tuple[str, ...]
+    groups: tuple[int, ...]
+    group_size: int = 1
+    max_env_num_per_worker: int = 0  # 0: all in one worker
+    max_traj_per_env: int = -1  # -1: as many as a step needs
+
+    @property
+    def environments(self) -> int:
+        return sum(self.groups) * self.group_size
+
+
+@dataclass(frozen=True)
+class AgenticPlan:
+    """What an agentic run plays: environment tag -> its definition, and how many of each."""
+
+    environments: FrozenDict
+    train: EnvironmentsPlan
+    validation: EnvironmentsPlan | None
+    reward_grouping: str = "state"
+    reward_method: str = "identity"
+
+
+@dataclass(frozen=True)
 class ObjectivePlan:
-    """What is optimised; the formulas are in `roll_opd.algorithms`."""
+    """What is optimised; the formulas are in `roll_opd.algorithms`.
+
+    Defaults outside pure distillation are those of ROLL's PPOConfig (roll/configs/base_config.py). Rewards are
+    first clipped to +-`reward_clip` after normalisation by `norm_mean_type` and `norm_std_type`, advantages are
+    whitened over the batch, then clipped to +-`advantage_clip`; the teacher's term is added after that.
+    In pure distillation nothing of this exists, and all of it is off.
+    """
 
     adv_estimator: str = "on_policy_distill"
+    gamma: float = 0.0
+    lambd: float = 0.95
+    whiten_rewards: bool = False
+    whiten_advantages: bool = False
+    norm_mean_type: Literal["batch", "group"] | None = None  # None: no mean is subtracted
+    norm_std_type: Literal["batch", "group"] | None = None  # None: nothing is divided
+    reward_clip: float | None = None
+    advantage_clip: float | None = None
+    use_kl_loss: bool = False  # kl_loss_coef * KL to the reference policy in the loss
+    kl_loss_coef: float = 0.0
+    kl_penalty: str = "kl"  # estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3)
+    entropy_loss_coef: float = 0.0
+    add_token_level_kl: bool = False  # - init_kl_coef * KL to the reference policy in each token's reward
+    init_kl_coef: float = 0.2
     policy_loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
@@ -210,6 +271,10 @@ class RunPlan:
     data: DataPlan
     objective: ObjectivePlan
     checkpoint: CheckpointPlan
+    reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
+    extra_prompts: int = 0  # prompts under way beyond rollout_batch_size; 0: none
+    async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
+    agentic: AgenticPlan | None = None
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
     tracker_dirs: FrozenDict = field(default_factory=FrozenDict)
