@@ -8,11 +8,11 @@ from roll_opd.config.errors import Findings
 from roll_opd.config.examine import Checked
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.load import write_yaml
+from roll_opd.config.objective import read_objective
 from roll_opd.config.plan import (
     CheckpointPlan,
     MegatronPlan,
     ModelPlan,
-    ObjectivePlan,
     OptimizerPlan,
     RolloutPlan,
     RunPlan,
@@ -31,7 +31,8 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     """Return the plan, with the warnings in `findings`."""
     top, roles = checked.top, checked.roles
     longest = top.prompt_length + checked.response
-    updates = top.ppo_epochs * (top.rollout_batch_size * checked.n // checked.mini_batch)
+    # agentic runs may leave a remainder, which is one more update
+    updates = top.ppo_epochs * -(-top.rollout_batch_size * checked.n // checked.mini_batch)
     student = _student(checked, longest, updates, findings)
     rollout = _rollout(checked)
     teachers = tuple(
@@ -43,36 +44,41 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         )
         for name, role in roles.teachers.items()
     )
+    reference = None
+    if roles.reference is not None:
+        reference = MegatronPlan(**_megatron(roles.reference, top, longest, findings))
     log_dir = top.tracker_kwargs.log_dir
     return RunPlan(
         mode=roles.mode,
-        pipeline=top.pure_opd_pipeline_type if roles.mode == "pure" else "rlvr",
+        pipeline="agentic" if checked.agentic else "rlvr",
         exp_name=checked.exp_name,
         output_dir=top.output_dir,
         seed=top.seed,
         deterministic=top.deterministic,
         max_steps=top.max_steps,
-        eval_steps=top.eval_steps if checked.validation_data else 0,
+        eval_steps=top.eval_steps if checked.validation_data or checked.agentic else 0,
         logging_steps=top.logging_steps,
         rollout_batch_size=top.rollout_batch_size,
-        extra_prompts=0,
-        num_nodes=top.num_nodes,
+        num_nodes=checked.num_nodes,
         devices_per_node=top.num_gpus_per_node,
         student=student,
         rollout=rollout,
         teachers=teachers,
-        reference=None,
         rewards=checked.rewards,
         data=checked.data,
-        objective=_objective(top, roles.mode == "pure", updates, checked.response),
+        objective=read_objective(top, roles.mode, updates, checked.response),
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
+        reference=reference,
+        extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
+        async_generation_ratio=top.async_generation_ratio,
+        agentic=checked.agentic,
         validation=_validation(checked),
         trackers=checked.trackers,
         tracker_dirs=FrozenDict({"tensorboard": log_dir} if log_dir else {}),
         samples_per_step=top.samples_per_step,
         env=FrozenDict(_environment(top)),
         warnings=tuple(findings.warnings),
-        memory=FrozenDict(_memory(checked, student, rollout, teachers, longest)),
+        memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, longest)),
         config_yaml=write_yaml(checked.loaded.values),
     )
 
@@ -143,6 +149,7 @@ def _rollout(checked: Checked) -> RolloutPlan:
         sampling=_sampling(role.worker.generating_args, checked.n, checked.response),
         max_model_len=role.vllm.max_model_len or needed,
         engine_args=FrozenDict(role.vllm.args),
+        max_running_requests=top.max_running_requests,
         env=FrozenDict(_environment(top, role.worker)),
     )
 
@@ -156,31 +163,12 @@ def _validation(checked: Checked) -> ValidationPlan | None:
     return ValidationPlan(checked.validation_data, sampling, section.measure_teacher)
 
 
-def _objective(top: Top, pure: bool, updates: int, response: int) -> ObjectivePlan:
-    ranged = top.use_pg_clip_range is not False
-    low, high = (top.pg_clip_low, top.pg_clip_high) if ranged else (None, None)
-    dual = top.dual_clip_loss
-    if isinstance(dual, bool):
-        dual = 1 + 2 * top.pg_clip if dual else None  # ROLL's factor
-    return ObjectivePlan(
-        adv_estimator="on_policy_distill" if pure else (top.adv_estimator or "gae"),
-        policy_loss=top.policy_loss or ("importance_sampling" if pure else "ppo"),
-        pg_clip_low=top.pg_clip if low is None else low,
-        pg_clip_high=top.pg_clip if high is None else high,
-        dual_clip=dual,
-        loss_agg_mode=top.loss_agg_mode,
-        loss_normaliser=float(response),
-        opd_kl_discount=top.opd_kl_discount,
-        ppo_epochs=top.ppo_epochs,
-        recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute,
-    )
-
-
 def _memory(
     checked: Checked,
     student: TrainPlan,
     rollout: RolloutPlan,
     teachers: tuple[TeacherPlan, ...],
+    reference: MegatronPlan | None,
     longest: int,
 ) -> dict[str, dict[str, int]]:
     """Estimated bytes a rank, by role name and part."""
@@ -192,14 +180,12 @@ def _memory(
             roles.infer.facts, rollout.tp, rollout.model.dtype, rollout.max_model_len, sequences
         ),
     }
-    for teacher in teachers:
-        worker = teacher.worker
+    scorers = [(teacher.worker, roles.teachers[teacher.name].facts) for teacher in teachers]
+    if reference is not None:
+        scorers.append((reference, roles.reference.facts))
+    for worker, facts in scorers:
         found[worker.name] = memory.score_memory(
-            roles.teachers[teacher.name].facts,
-            worker.layout,
-            worker.model.dtype,
-            worker.forward_limits,
-            longest,
+            facts, worker.layout, worker.model.dtype, worker.forward_limits, longest
         )
     return found
 

@@ -2,10 +2,17 @@
 
 from pathlib import Path
 
+from roll_opd.config.known_names import REWARD_CLASSES_LATER, REWARD_WORKERS
 from roll_opd.config.models import read_json
 from roll_opd.config.plan import RunPlan
 
 RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+RUNNABLE_ESTIMATORS = {
+    "pure": ("on_policy_distill",),
+    "mixed": ("reinforce", "grpo"),
+    "rl": ("reinforce", "grpo"),
+}
+RUNNABLE_KL_PENALTIES = ("kl", "mse", "low_var_kl")
 RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
 # a key of config.json -> the only value whose numerics are proven
 _PROVEN = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}
@@ -30,18 +37,50 @@ def unavailable_model(path: Path) -> list[str]:
     return sentences
 
 
+def _unavailable_objective(plan: RunPlan) -> list[str]:
+    objective = plan.objective
+    sentences = []
+    if objective.adv_estimator not in RUNNABLE_ESTIMATORS[plan.mode]:
+        known = " or ".join(RUNNABLE_ESTIMATORS[plan.mode])
+        sentences.append(f"adv_estimator: {objective.adv_estimator!r} is not available yet; use {known}")
+    if objective.entropy_loss_coef:
+        sentences.append(
+            f"entropy_loss_coef: an entropy term ({objective.entropy_loss_coef:g}) is not available yet; use 0"
+        )
+    if plan.reference is not None and objective.kl_penalty not in RUNNABLE_KL_PENALTIES:
+        known = ", ".join(RUNNABLE_KL_PENALTIES)
+        sentences.append(f"kl_penalty: {objective.kl_penalty!r} is not available yet; use one of {known}")
+    return sentences
+
+
+def _unavailable_rewards(plan: RunPlan) -> list[str]:
+    known = ", ".join(REWARD_WORKERS)
+    return [
+        f"rewards.{reward.domain}: the reward worker {reward.worker!r} is not available yet; use {known}, or the dotted"
+        " path of a class of your own"
+        for reward in plan.rewards
+        if reward.worker not in REWARD_WORKERS
+        and (reward.worker in REWARD_CLASSES_LATER.values() or reward.worker.startswith("roll."))
+    ]
+
+
 def unavailable(plan: RunPlan) -> list[str]:
     """Return a sentence for each part of the plan that cannot be run yet."""
-    sentences = []
-    if plan.mode == "mixed":
-        sentences.append("use_opd: distillation mixed with a reward is not available yet; pure distillation is")
-    if plan.mode == "rl":
-        sentences.append("reinforcement learning without a teacher is not available yet; pure distillation is")
+    sentences = [*_unavailable_objective(plan), *_unavailable_rewards(plan)]
     if plan.pipeline == "agentic":
-        sentences.append("pure_opd_pipeline_type: the agentic pipeline is not available yet; use rlvr")
+        sentences.append(
+            "custom_envs: the agentic pipeline is not available yet; use prompts and rewards"
+            " (start_rlvr_pipeline.py, or pure_opd_pipeline_type rlvr)"
+        )
+    if plan.async_generation_ratio:
+        sentences.append(
+            f"async_generation_ratio: {plan.async_generation_ratio:g} (generation ahead of training) is not available"
+            " yet; use 0"
+        )
     if plan.student.model.dtype == "fp16":
         sentences.append(f"{plan.student.name}: training in fp16 is not available; use bf16 or fp32")
-    for role in (plan.student, *(teacher.worker for teacher in plan.teachers)):
+    scorers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
+    for role in (plan.student, *scorers):
         sentences += [f"{role.name}: {sentence}" for sentence in unavailable_model(Path(role.model.path))]
         if role.layout.cp > 1:
             sentences.append(

@@ -42,7 +42,7 @@ def plan_config(loaded: LoadedConfig, *, pure: bool | None = None, runnable: boo
     if checked is None:
         raise ConfigError(["the configuration could not be read"])
     plan = assemble(checked, findings)
-    sentences = unavailable(plan)
+    sentences = [*findings.blockers, *unavailable(plan)]
     if sentences and runnable:
         raise ConfigError(sentences)
     return replace(plan, warnings=(*plan.warnings, *sentences))

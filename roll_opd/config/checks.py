@@ -36,15 +36,21 @@ def check_tensor_parallel(
         return
     name = facts.path.name
     if facts.heads % tp:
-        findings.problem(key, f"{facts.heads} attention heads of {name} are not divisible by {tp}")
+        findings.problem(
+            key, f"{facts.heads} attention heads of {name} are not divisible by {tp}; use a common divisor"
+        )
     if copies_kv_heads and tp % facts.kv_heads == 0:
         pass
     elif facts.kv_heads < tp:
         findings.problem(key, f"{tp} is more than the {facts.kv_heads} key/value heads of {name}; use at most that")
     elif facts.kv_heads % tp:
-        findings.problem(key, f"{facts.kv_heads} key/value heads of {name} are not divisible by {tp}")
+        findings.problem(
+            key, f"{facts.kv_heads} key/value heads of {name} are not divisible by {tp}; use a common divisor"
+        )
     if facts.intermediate % tp:
-        findings.problem(key, f"the MLP width of {name} ({facts.intermediate}) is not divisible by {tp}")
+        findings.problem(
+            key, f"the MLP width of {name} ({facts.intermediate}) is not divisible by {tp}; use a divisor of it"
+        )
 
 
 def _check_pipeline(facts: ModelFacts, layout: Layout, prefix: str, uneven: bool, findings: Findings) -> None:
@@ -53,15 +59,16 @@ def _check_pipeline(facts: ModelFacts, layout: Layout, prefix: str, uneven: bool
     if layout.vpp and layout.pp == 1:
         findings.problem(
             f"{prefix}.virtual_pipeline_model_parallel_size",
-            "needs pipeline_model_parallel_size of at least 2",
+            f"{layout.vpp} needs pipeline_model_parallel_size of at least 2; raise that or remove this key",
         )
     elif facts.layers < layout.pp * vpp:
         stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
-        findings.problem(key, f"the {facts.layers} layers of {facts.path.name} are fewer than {stages}")
+        findings.problem(key, f"the {facts.layers} layers of {facts.path.name} are fewer than {stages}; use fewer")
     elif facts.layers % (layout.pp * vpp) and not uneven:
         findings.problem(
             key,
-            f"the {facts.layers} layers of {facts.path.name} are not divisible by {layout.pp * vpp} stages",
+            f"the {facts.layers} layers of {facts.path.name} are not divisible by {layout.pp * vpp} stages;"
+            " use a divisor",
         )
 
 
@@ -72,7 +79,9 @@ def _check_experts(facts: ModelFacts, layout: Layout, key: str, args: dict[str, 
         findings.problem(key, f"{facts.path.name} is a dense model without experts; use 1")
         return
     if facts.experts % layout.ep:
-        findings.problem(key, f"the {facts.experts} experts of {facts.path.name} are not divisible by {layout.ep}")
+        findings.problem(
+            key, f"the {facts.experts} experts of {facts.path.name} are not divisible by {layout.ep}; use a divisor"
+        )
     etp = args.get("expert_tensor_parallel_size", layout.tp)
     ranks = layout.tp * layout.cp * layout.dp
     if not isinstance(etp, int) or ranks % (etp * layout.ep):
@@ -81,21 +90,28 @@ def _check_experts(facts: ModelFacts, layout: Layout, key: str, args: dict[str, 
         findings.problem(key, "experts with tensor parallelism need sequence_parallel: true")
 
 
+def nodes(roles: list[Role], top: Top) -> int:
+    """Return num_nodes, or the nodes that the device mappings reach over where it is not written, as ROLL does."""
+    last = max((max(role.devices) for role in roles if role.devices), default=0)
+    return top.num_nodes or last // top.num_gpus_per_node + 1
+
+
 def check_devices(roles: list[Role], top: Top, findings: Findings) -> None:
     """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
-    total = top.num_nodes * top.num_gpus_per_node
+    total = nodes(roles, top) * top.num_gpus_per_node
     known = [(role, set(role.devices)) for role in roles if role.devices]
     for role, devices in known:
         if max(devices) >= total:
             findings.problem(
                 f"{role.path}.device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
-                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}",
+                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes or change the mapping",
             )
         if role.vllm is not None and role.vllm.tp > top.num_gpus_per_node:
             findings.problem(
                 f"{role.path}.strategy_args.strategy_config.tensor_parallel_size",
-                f"an engine of {role.vllm.tp} devices does not fit into one node of {top.num_gpus_per_node}",
+                f"an engine of {role.vllm.tp} devices does not fit into one node of {top.num_gpus_per_node};"
+                " use a smaller one",
             )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs
@@ -117,7 +133,7 @@ def response_length(top: Top, infer: Worker | None, infer_path: str, findings: F
         if length < 1:
             findings.problem(
                 "sequence_length",
-                f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}",
+                f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}; raise it",
             )
             return None
     length = length or asked
@@ -127,12 +143,13 @@ def response_length(top: Top, infer: Worker | None, infer_path: str, findings: F
     if top.sequence_length is not None and top.prompt_length + length > top.sequence_length:
         findings.problem(
             "sequence_length",
-            f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length}",
+            f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length};"
+            " raise it or leave it out",
         )
     if asked is not None and asked > length:
         findings.problem(
             f"{infer_path}.generating_args.max_new_tokens",
-            f"{asked} is more than the response length {length}",
+            f"{asked} is more than the response length {length}; use at most that",
         )
     return asked or length
 
@@ -147,7 +164,7 @@ def check_positions(roles: list[Role], prompt: int, new: int, key: str, findings
         findings.problem(
             key,
             f"prompt_length {prompt} + {new} new tokens is more than the positions of {' and '.join(short)};"
-            " max_position_embeddings in the model's config.json says how many there are",
+            " lower one of them (max_position_embeddings in the model's config.json says how many there are)",
         )
 
 
@@ -160,7 +177,7 @@ def check_model_length(infer: Role, needed: int, findings: Findings) -> None:
     if length < needed:
         findings.problem(key, f"{length} would cut sequences of up to {needed} tokens; leave it out or raise it")
     if infer.facts is not None and length > infer.facts.max_positions:
-        findings.problem(key, f"{length} is more than the model's {infer.facts.max_positions} positions")
+        findings.problem(key, f"{length} is more than the model's {infer.facts.max_positions} positions; lower it")
 
 
 def check_sampling(args: GeneratingArgs, key: str, findings: Findings) -> None:
@@ -181,23 +198,42 @@ def check_sampling(args: GeneratingArgs, key: str, findings: Findings) -> None:
         )
 
 
-def mini_batch(top: Top, train: Role, n: int, findings: Findings) -> int | None:
-    """Return the sequences behind one optimizer update, over all data-parallel ranks."""
+def mini_batch(top: Top, train: Role, n: int, agentic: bool, findings: Findings) -> int | None:
+    """Return the sequences behind one optimizer update, over all data-parallel ranks.
+
+    Agentic runs do not know how many samples their trajectories give, so there a remainder is only a warning.
+    """
     if train.megatron is None or train.megatron.layout is None:
         return None
     args, dp = train.worker.training_args, train.megatron.layout.dp
     mini = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp
     sequences = top.rollout_batch_size * n
+    if agentic and sequences % mini:
+        findings.warn(
+            f"rollout_batch_size: {sequences} trajectories a step are no multiple of the mini-batch of {mini}; the"
+            " last update of a step is smaller"
+        )
+        return min(mini, sequences)
     if sequences % mini:
         findings.problem(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no"
             f" multiple of the"
             f" mini-batch of {mini} (per_device_train_batch_size {args.per_device_train_batch_size} x"
-            f" gradient_accumulation_steps {args.gradient_accumulation_steps} x data-parallel size {dp})",
+            f" gradient_accumulation_steps {args.gradient_accumulation_steps} x data-parallel size {dp});"
+            f" {_fitting(sequences, args.per_device_train_batch_size * dp)}",
         )
         return None
     return mini
+
+
+def _fitting(sequences: int, share: int) -> str:
+    """Say which gradient_accumulation_steps would fit, or what else to change."""
+    if sequences % share:
+        return f"make the sequences a step a multiple of {share}, or change device_mapping"
+    steps = sequences // share
+    divisors = [str(step) for step in range(1, steps + 1) if steps % step == 0]
+    return f"gradient_accumulation_steps could be {', '.join(divisors[-6:])}"
 
 
 def micro_batch(role: Role, training: bool, longest: int, findings: Findings) -> MicroBatchLimits:
@@ -210,13 +246,15 @@ def micro_batch(role: Role, training: bool, longest: int, findings: Findings) ->
     if dynamic:
         tokens = worker.max_tokens_per_microbatch_in_train if training else worker.max_tokens_per_microbatch_in_infer
         if not tokens:
-            findings.problem(key, f"is missing; use_dynamic_batching_in_{job} needs it")
+            findings.problem(key, f"is missing; use_dynamic_batching_in_{job} needs it, write a number of tokens")
     elif worker.use_sequence_packing:
         tokens = packing.max_packed_sequence_length_train if training else packing.max_packed_sequence_length_forward
         name = "train" if training else "forward"
         key = f"{role.path}.sequence_packing_args.max_packed_sequence_length_{name}"
     if tokens and tokens < longest:
-        findings.problem(key, f"{tokens} tokens cannot hold one sequence of prompt + response ({longest} tokens)")
+        findings.problem(
+            key, f"{tokens} tokens cannot hold one sequence of prompt + response ({longest} tokens); raise it"
+        )
     if tokens:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size

@@ -1,4 +1,4 @@
-"""What planning found out: problems (the run is refused) and warnings (the run goes on).
+"""What planning found out: problems (no plan), blockers (a plan, but no run) and warnings (the run goes on).
 
 Every check writes into one `Findings`, so that a user sees all problems of a configuration at once.
 """
@@ -22,11 +22,13 @@ class ConfigError(Exception):
 
 @dataclass
 class Findings:
-    """Collects problems and warnings; knows where each key was written ("file.yaml:12" or "command line")."""
+    """Collects what the checks say; knows where each key was written ("file.yaml:12" or "command line")."""
 
     origins: Mapping[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)
 
     def problem(self, key: str, text: str) -> None:
         """Add a problem about `key` (a dotted path), once."""
@@ -35,6 +37,20 @@ class Findings:
     def warn(self, text: str) -> None:
         """Add a warning, once."""
         self._add(self.warnings, text)
+
+    def block(self, key: str, text: str) -> None:
+        """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
+        self._add(self.blockers, f"{key}: {text}{self.where(key)}")
+
+    def ignore(self, key: str) -> None:
+        """Note a key of ROLL's that is accepted and has no effect."""
+        self.ignored.add(key)
+
+    def warn_ignored(self) -> None:
+        """Name all keys without effect in one warning, before the others."""
+        if self.ignored:
+            names = ", ".join(sorted(self.ignored))
+            self.warnings.insert(0, f"these ROLL keys are accepted but have no effect here: {names}")
 
     def where(self, key: str) -> str:
         """Return " (file.yaml:12)" for the key or its nearest written ancestor, "" if nobody wrote it."""

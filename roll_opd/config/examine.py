@@ -7,25 +7,18 @@ output. Everything that can be checked is, so that all problems come out togethe
 from dataclasses import dataclass
 
 from roll_opd.config import checks, surroundings
-from roll_opd.config.errors import Findings
+from roll_opd.config.agentic import read_agentic, turn_lengths
+from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.load import LoadedConfig
+from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
-from roll_opd.config.plan import DataPlan, RewardPlan
-from roll_opd.config.roles import Role, Roles, choose_mode, read_roles
+from roll_opd.config.objective import check_objective
+from roll_opd.config.plan import AgenticPlan, DataPlan, RewardPlan
+from roll_opd.config.rewards import read_rewards
+from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
 from roll_opd.config.schema import Top
-from roll_opd.config.sections import Sections, read_sections
+from roll_opd.config.sections import read_sections
 from roll_opd.config.tokenizers import largest_token_id, tokenizer_difference
-
-# what pure distillation fixes: key -> values that agree with it
-PURE_FIXED = {
-    "adv_estimator": ("reinforce", "on_policy_distill"),
-    "gamma": (0,),
-    "use_kl_loss": (False,),
-    "add_token_level_kl": (False,),
-    "init_kl_coef": (0,),
-    "critic_warmup": (0,),
-}
-NO_MEANING_OUTSIDE_PURE = ("gamma", "use_kl_loss", "add_token_level_kl", "init_kl_coef", "critic_warmup")
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,6 @@ class Checked:
     """Everything `assemble` needs, read and found right."""
 
     loaded: LoadedConfig
-    sections: Sections
     roles: Roles
     top: Top
     exp_name: str
@@ -45,11 +37,16 @@ class Checked:
     rewards: tuple[RewardPlan, ...]
     trackers: tuple[str, ...]
     resume: bool | str
+    num_nodes: int
+    agentic: AgenticPlan | None
 
 
 def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checked | None:
     """Read and check everything; None if too little could be read to assemble a plan."""
-    sections = read_sections(loaded.values, findings)
+    vision = vision_problem(loaded.values)
+    if vision:
+        raise ConfigError([vision])  # everything else would be said about a model that cannot be run at all
+    sections = read_sections(loaded.values, loaded.variables, findings)
     top = sections.top
     mode = choose_mode(loaded.values, sections, pure, findings)
     roles = read_roles(sections, mode, findings)
@@ -58,23 +55,30 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         if role.vllm is not None and role.facts is not None:
             key = f"{role.path}.strategy_args.strategy_config.tensor_parallel_size"
             checks.check_tensor_parallel(role.facts, role.vllm.tp, key, findings, copies_kv_heads=True)
-    _compare_models(roles, top.allow_self_teacher if top else False, findings)
+    _compare_models(roles, bool(top and (top.allow_self_teacher or top.opsd_mode)), findings)
     if top is None:
         return None
-    _warn_fixed(top, mode, findings)
+    agentic = is_agentic(loaded.values)
+    if agentic:
+        top = turn_lengths(top, roles.infer.worker if roles.infer else None)
+    check_objective(top, mode, findings)
     checks.check_devices(roles.all(), top, findings)
     n = _responses_per_prompt(top, roles.infer, findings)
     response = _check_lengths(top, roles, findings)
-    mini = checks.mini_batch(top, roles.train, n, findings) if roles.train else None
-    data = None
-    if roles.train:
+    mini = checks.mini_batch(top, roles.train, n, agentic, findings) if roles.train else None
+    environments = read_agentic(top, findings) if agentic else None
+    data = DataPlan((), top.prompt_length) if agentic else None  # environments make their own prompts
+    if roles.train and not agentic:
         data = surroundings.read_data(roles.train.worker.data_args, f"{roles.train.path}.data_args", top, findings)
     validation = None
-    if top.validation:
+    if top.validation and not agentic:
         validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings)
         if not sections.rewards:
             findings.problem("validation", "needs a reward worker to score the answers; write rewards.math_rule")
-    rewards = surroundings.read_rewards(sections.rewards, findings)
+    rewards = read_rewards(sections.rewards, findings)
+    if mode != "pure" and not agentic and not sections.rewards:
+        switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
+        findings.problem("rewards", f"is missing; {switch} learns from rewards, write at least rewards.math_rule")
     _check_micro_batches(top, roles, response, findings)
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
     if None not in sections.teachers.values() and None not in sections.rewards.values():
@@ -83,10 +87,24 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     surroundings.check_output(top, exp_name, roles.train.facts if roles.train else None, findings)
     trackers = surroundings.read_trackers(top, findings)
     resume = surroundings.read_resume(top, findings)
+    findings.warn_ignored()
     if findings.problems or response is None or mini is None or data is None:
         return None
     return Checked(
-        loaded, sections, roles, top, exp_name, n, response, mini, data, validation, rewards, trackers, resume
+        loaded=loaded,
+        roles=roles,
+        top=top,
+        exp_name=exp_name,
+        n=n,
+        response=response,
+        mini_batch=mini,
+        data=data,
+        validation_data=validation,
+        rewards=rewards,
+        trackers=trackers,
+        resume=resume,
+        num_nodes=checks.nodes(roles.all(), top),
+        agentic=environments,
     )
 
 
@@ -127,7 +145,7 @@ def _check_micro_batches(top: Top, roles: Roles, response: int | None, findings:
     if response is None:
         return
     longest = top.prompt_length + response
-    for role in (roles.train, *roles.teachers.values()):
+    for role in (roles.train, *roles.teachers.values(), roles.reference):
         if role is not None:
             checks.micro_batch(role, False, longest, findings)
     if roles.train is not None:
@@ -145,6 +163,8 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
             f"{infer.path}.model_args.model_name_or_path",
             f"{infer.facts.path} is not the model that {train.path} trains ({train.facts.path}); leave it out",
         )
+    if roles.reference is not None:
+        _compare_tokenizers(train, roles.reference, "reference policy", findings)
     for role in roles.teachers.values():
         if role.facts is None:
             continue
@@ -157,18 +177,8 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
                 f" learn from it; give"
                 " another model, or set allow_self_teacher: true",
             )
-        try:
-            difference = tokenizer_difference(train.facts.path, role.facts.path)
-        except ModelFilesError as error:
-            findings.problem(key, str(error))
+        if not _compare_tokenizers(train, role, "teacher", findings):
             continue
-        if difference:
-            findings.problem(
-                key,
-                f"the tokenizers of student and teacher differ: {difference}; a teacher can only score"
-                f" the student's"
-                " tokens if both tokenizers and chat templates are the same",
-            )
         _check_vocabulary(role, findings)
         if role.facts.vocab < train.facts.vocab:
             findings.warn(
@@ -176,6 +186,25 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
                 f" {train.facts.vocab}; the ids"
                 " between are padding that the student must not sample"
             )
+
+
+def _compare_tokenizers(train: Role, role: Role, who: str, findings: Findings) -> bool:
+    """Check that `role` reads the student's tokens as the student does; False if its files cannot be read."""
+    if role.facts is None or train.facts is None:
+        return False
+    key = f"{role.path}.model_args.model_name_or_path"
+    try:
+        difference = tokenizer_difference(train.facts.path, role.facts.path)
+    except ModelFilesError as error:
+        findings.problem(key, str(error))
+        return False
+    if difference:
+        findings.problem(
+            key,
+            f"the tokenizers of student and {who} differ: {difference}; a {who} can only score the student's tokens"
+            " if both tokenizers and chat templates are the same",
+        )
+    return True
 
 
 def _check_vocabulary(role: Role, findings: Findings) -> None:
@@ -189,21 +218,6 @@ def _check_vocabulary(role: Role, findings: Findings) -> None:
     if largest is not None and largest >= role.facts.vocab:
         findings.problem(
             f"{role.path}.model_args.model_name_or_path",
-            f"the tokenizer uses token id {largest}, but the model has only {role.facts.vocab} (vocab_size)",
+            f"the tokenizer uses token id {largest}, but the model has only {role.facts.vocab} (vocab_size);"
+            " give model and tokenizer of the same release",
         )
-
-
-def _warn_fixed(top: Top, mode: str, findings: Findings) -> None:
-    written = {key: value for key, value in top.model_dump().items() if key in PURE_FIXED and value is not None}
-    if mode == "pure":
-        wrong = [f"{key} {value}" for key, value in written.items() if value not in PURE_FIXED[key]]
-        if wrong:
-            findings.warn(
-                "pure distillation fixes adv_estimator (on_policy_distill), gamma 0, no critic, no KL"
-                " loss and no"
-                f" token-level KL; these settings have no effect: {', '.join(wrong)}"
-            )
-        return
-    unused = [key for key in NO_MEANING_OUTSIDE_PURE if key in written]
-    if unused:
-        findings.warn(f"these ROLL keys are accepted but have no effect here: {', '.join(unused)}")

@@ -14,25 +14,24 @@ IGNORED_TOP = _names("""
     val_batch_size local_rank val_prompt_length val_sequence_length profiler_timeline profiler_memory
     profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
-    generate_opt_level is_num_return_sequences_expand max_running_requests is_use_additional_prompts
-    max_additional_running_prompts user_defined_rollout_loop_cls router_args pg_variant
-    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload
-    reference critic reward reward_model async_generation_ratio l2 lambd value_clip kl_penalty target_kl
-    kl_horizon use_reward_scaling add_len_reward reward_clip use_reward_norm whiten_rewards whiten_advantages
-    advantage_clip norm_mean_type norm_std_type kl_loss_coef entropy_loss_coef enable_reference
-    force_disable_old_logprobs_recompute train_infer_correction infer_correction
-    dataset_filter vlm_filter save_logging_board_dir difficulty_loss_weight length_loss_weight
-    postive_loss_coef use_topr_neg_loss_coef use_policy_loss_type use_topr_loss rl_loss_coef
-    importance_sampling val_greedy val_n_sample max_len_mask mask_type difficulty_mask balance_length
-    minibatch_data_iter_num difficulty_low_threshold difficulty_high_threshold error_max_len_clip
-    error_max_len_threshold opsd_mode opsd_solution_key opsd_max_solution_length
-    custom_envs train_env_manager val_env_manager reward_normalization ratio_type step_reward_gamma
-    max_actions_per_traj step_reward_weight episode_reward_weight
+    generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
+    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload critic reward reward_model l2
+    value_clip target_kl kl_horizon use_reward_scaling add_len_reward use_reward_norm enable_reference
+    force_disable_old_logprobs_recompute train_infer_correction infer_correction dataset_filter vlm_filter
+    save_logging_board_dir difficulty_loss_weight length_loss_weight use_policy_loss_type rl_loss_coef
+    val_greedy val_n_sample max_len_mask mask_type difficulty_mask balance_length minibatch_data_iter_num
+    difficulty_low_threshold difficulty_high_threshold error_max_len_clip error_max_len_threshold
+    opsd_solution_key opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj
+    step_reward_weight episode_reward_weight opsd_teacher_template critic_epochs batch_adjust_mode
+    render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
+    all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
+    frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
+    divide_std add_length_bonus add_token_penalty
 """)
 
 IGNORED_WORKER = _names("""
     name worker_cls pg_variant world_size num_gpus_per_worker model_update_frequency backend_timeout
-    topr_positive_weight topr_negative_weight max_concurrency sequence_length_round_in_train
+    topr_positive_weight topr_negative_weight max_concurrency use_remove_padding sequence_length_round_in_train
     sequence_length_round_in_infer offload_nccl logits_in_fp32 apply_loss_scale
 """)
 
@@ -42,18 +41,30 @@ IGNORED_MODEL_ARGS = _names("""
     model_config_kwargs moe_aux_loss_coef ulysses_size vision_dp
 """)
 
-IGNORED_TRAINING_ARGS = _names("num_train_epochs logging_steps save_steps bf16 fp16 seed output_dir max_steps")
+IGNORED_TRAINING_ARGS = _names("""
+    num_train_epochs logging_steps save_steps bf16 fp16 seed output_dir max_steps gradient_checkpointing
+    dataloader_num_workers report_to remove_unused_columns save_total_limit
+""")
 
 IGNORED_DATA_ARGS = _names("""
     domain_interleave_probs interleave_probs dataset_dir preprocessing_num_workers cache_path eval_file_name
     dataset_type response
 """)
 
-IGNORED_GENERATING_ARGS = _names("num_beams do_sample max_length length_penalty default_system logprobs")
+IGNORED_GENERATING_ARGS = _names("""
+    num_beams do_sample max_length length_penalty default_system logprobs include_stop_str_in_output
+    skip_special_tokens
+""")
 
 IGNORED_REWARD = _names("""
     name model_args data_args infer_batch_size strategy_args generating_args device_mapping
-    query_filter_config response_filter_config num_gpus_per_worker max_concurrency system_envs
+    num_gpus_per_worker max_concurrency system_envs training_args
+""")
+
+IGNORED_ENV_MANAGER = _names("""
+    name worker_cls llm_proxy group_size_redundancy format_penalty group_filter_cls model_args generating_args
+    data_args strategy_args device_mapping world_size system_envs max_concurrency num_gpus_per_worker
+    infer_batch_size
 """)
 
 IGNORED_VALIDATION = _names("eval_steps device_mapping model_args strategy_args infer_batch_size")
@@ -64,7 +75,8 @@ IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_n
 IGNORED_MEGATRON = _names("""
     overlap_grad_reduce overlap_param_gather grad_reduce_in_fp32 use_distributed_optimizer_infer
     additional_configs optimizer variable_seq_lengths use_cpu_initialization
-    accumulate_allreduce_grads_in_fp32
+    accumulate_allreduce_grads_in_fp32 use_flash_attn delay_grad_reduce ddp_bucket_size ddp_num_buckets
+    ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather
 """)
 # ROLL's own words inside a vLLM strategy_config
 IGNORED_VLLM = _names("sleep_level logger_level data_parallel_rank")
@@ -109,9 +121,39 @@ MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "
 TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink", "chatml", "base", "empty")
 TRACKERS = ("tensorboard", "stdout", "jsonl")
 TRACKERS_OF_ROLL = ("wandb", "swanlab", "mlflow", "ml_tracker")
-# reward workers known by name, and the class names under which ROLL users know them
-REWARD_WORKERS = ("math_rule",)
+# reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
+REWARD_WORKERS: dict[str, frozenset[str]] = {"math_rule": frozenset()}
 REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule"}
+# ROLL's other reward workers: they are planned under these names, and there is no worker of the name yet
+REWARD_CLASSES_LATER = {
+    "CodeSandboxRewardWorker": "code_sandbox",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "PerAlignLLMJudgeRewardWorker": "llm_judge",
+    "GeneralRuleRewardWorker": "ifeval",
+    "GeneralValRuleRewardWorker": "general_val",
+    "CrossThinkQARuleRewardWorker": "crossthinkqa",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice_boxed",
+    "GSM8KMathRewardWorker": "gsm8k_math",
+    "RemoteRewardSystemWorker": "remote_reward_system",
+}
+# keys of ROLL's RewardConfig; a worker here that does not take one ignores it
+REWARD_KEYS_OF_ROLL = _names("""
+    code_url use_local judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key format_pattern
+    reward_type response_length_penalty_coef reward_manager_config
+""")
+
+# ROLL's names, and ours for pure distillation
+ADV_ESTIMATORS = (
+    "on_policy_distill",
+    "reinforce",
+    "grpo",
+    "gae",
+    "skip_obs_gae",
+    "gigpo",
+    "step_reinforce",
+    "agentic_reinforce",
+)
+KL_PENALTIES = ("kl", "k1", "mse", "k2", "low_var_kl", "k3", "abs", "full")
 
 # ROLL's strategies without an own counterpart here, and the nearest that exists, by what a role does
 NEAREST_STRATEGY = {

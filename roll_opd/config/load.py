@@ -25,21 +25,28 @@ from roll_opd.config.errors import ConfigError, Findings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GROUPS = REPOSITORY / "configs"
+# ROLL's YAML compose "../config/traj_envs@_here_" and the like; from here that leads to our copies of the names
+FRAGMENTS = REPOSITORY / "examples" / "config"
 COMMAND_LINE = "command line"
 # lines of Hydra's and OmegaConf's messages that speak of their own insides
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
+REFERS = re.compile(r"\$\{(\w+)[.}\[]")
 DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A composed configuration: plain `values`, where each dotted key was written, and its name."""
+    """A composed configuration: plain `values`, where each dotted key was written, and its name.
+
+    `variables` are the top-level keys that some value refers to by `${name}`.
+    """
 
     name: str
     directory: Path
     values: dict[str, Any]
     origins: dict[str, str]
+    variables: frozenset[str] = frozenset()
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
@@ -67,9 +74,12 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
         raise ConfigError([f"{directory / name}.yaml: {_one_line(error)}"]) from None
     origins.update({key: COMMAND_LINE for override in parsed for key in _override_keys(override)})
     findings = Findings(origins)
+    if not config:
+        raise ConfigError([f"{directory / name}.yaml is empty; write at least the roles of a run, or copy an example"])
+    variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     values = _resolve(config, "", findings)
     findings.raise_if_any()
-    return LoadedConfig(name, directory, values, origins)
+    return LoadedConfig(name, directory, values, origins, variables)
 
 
 def find_config_dir(config_path: str) -> Path:
@@ -112,7 +122,8 @@ def _hydra_arguments(overrides: list[Override], directory: Path) -> list[str]:
 
     Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business.
     """
-    arguments = [f"hydra.searchpath=[{json.dumps('file://' + str(GROUPS))}]"] if GROUPS.is_dir() else []
+    places = [json.dumps(f"file://{place}") for place in (GROUPS, FRAGMENTS) if place.is_dir()]
+    arguments = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
     for override in overrides:
         text, key = str(override.input_line), override.key_or_group
         plain = text[:1] not in "+~" and override.package is None and not key.startswith("hydra.")
@@ -128,7 +139,7 @@ def _origins(name: str, arguments: list[str], directory: Path) -> dict[str, str]
     for default in composed:
         if default.config_path is None or default.config_path.startswith("hydra/"):
             continue
-        for root in (directory, GROUPS):
+        for root in (directory, GROUPS, FRAGMENTS):
             file = root / f"{default.config_path}.yaml"
             if file.is_file():
                 shown = file.name if default.primary else f"{default.config_path}.yaml"

@@ -1,6 +1,7 @@
 """What a Hugging Face model directory says about itself: sizes, positions, weights. JSON only, no torch.
 
-Parameter counts come from the headers of the safetensors files, which say every tensor's shape.
+Parameter counts come from the headers of the safetensors files, which say every tensor's shape; where the
+weights are not on this machine, from the sizes in config.json.
 """
 
 import hashlib
@@ -8,7 +9,7 @@ import json
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class ModelFacts:
     experts: int  # 0: dense
     expert_intermediate: int  # MLP width of one expert
     parameters: int
-    weight_files: tuple[Path, ...]
+    weight_files: tuple[Path, ...]  # empty: config.json only
 
 
 def find_path(text: str) -> Path | None:
@@ -128,7 +129,7 @@ def _facts(path: Path, model_type: str, config: dict[str, Any]) -> ModelFacts:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     intermediate = _size(config, "intermediate_size")
     weights = weight_files(path)
-    return ModelFacts(
+    facts = ModelFacts(
         path=path,
         model_type=model_type,
         layers=_size(config, "num_hidden_layers"),
@@ -144,6 +145,16 @@ def _facts(path: Path, model_type: str, config: dict[str, Any]) -> ModelFacts:
         parameters=sum(map(_parameters, weights)),
         weight_files=weights,
     )
+    return facts if weights else replace(facts, parameters=_parameters_by_size(facts, config))
+
+
+def _parameters_by_size(facts: ModelFacts, config: dict[str, Any]) -> int:
+    """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
+    embeddings = facts.vocab * facts.hidden * (1 if config.get("tie_word_embeddings") else 2)
+    attention = 2 * facts.hidden * facts.head_dim * (facts.heads + facts.kv_heads)
+    mlp = 3 * facts.hidden * (facts.experts * facts.expert_intermediate or facts.intermediate)
+    router = facts.experts * facts.hidden
+    return embeddings + facts.layers * (attention + mlp + router + 2 * facts.hidden) + facts.hidden
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
@@ -162,7 +173,10 @@ def _size(config: dict[str, Any], *names: str, default: int | None = None) -> in
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model, checked against its index. Raises ModelFilesError."""
+    """Return the safetensors files of a model, checked against its index; none where there are no weights at all.
+
+    Raises ModelFilesError for weights that are incomplete or in another form.
+    """
     index = path / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
@@ -177,7 +191,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         raise ModelFilesError(
             "the weights are in .bin form only; save the model once more with save_pretrained() for safetensors"
         )
-    raise ModelFilesError("no weights (model.safetensors or model.safetensors.index.json)")
+    return ()
 
 
 def _parameters(file: Path) -> int:
@@ -203,6 +217,8 @@ def same_weights(one: ModelFacts, other: ModelFacts) -> bool:
     """Say whether two models hold the same weights: the same files, or the same sizes and sampled content."""
     if one.path == other.path:
         return True
+    if not (one.weight_files and other.weight_files):
+        return False
     sizes = [[file.stat().st_size for file in facts.weight_files] for facts in (one, other)]
     if sizes[0] != sizes[1]:
         return False

@@ -123,14 +123,19 @@ class RolloutPlan:
     sampling: SamplingPlan
     max_model_len: int
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
+    max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
     env: FrozenDict = field(default_factory=FrozenDict)
 
 
 @dataclass(frozen=True)
 class FilterPlan:
-    """A test that rewards must pass; see `rollout.selection`."""
+    """Which groups (`query_filter`) or single responses (`response_filter`) are left out of a step.
 
-    type: Literal["no_filter", "mean_filter", "std_filter"]
+    `mean_filter`: keeps threshold_down < mean reward < threshold_up; `std_filter`: keeps std of rewards >
+    std_threshold. `args` holds these numbers under ROLL's names.
+    """
+
+    type: Literal["mean_filter", "std_filter"]
     args: FrozenDict = field(default_factory=FrozenDict)
 
 
@@ -172,10 +177,56 @@ class ValidationPlan:
 
 
 @dataclass(frozen=True)
+class EnvironmentsPlan:
+    """Environments of one phase: `groups` holds how many groups of `group_size` each tag has."""
+
+    tags: tuple[str, ...]
+    groups: tuple[int, ...]
+    group_size: int = 1
+    max_env_num_per_worker: int = 0  # 0: all in one worker
+    max_traj_per_env: int = -1  # -1: as many as a step needs
+
+    @property
+    def environments(self) -> int:
+        return sum(self.groups) * self.group_size
+
+
+@dataclass(frozen=True)
+class AgenticPlan:
+    """What an agentic run plays: environment tag -> its definition, and how many of each."""
+
+    environments: FrozenDict
+    train: EnvironmentsPlan
+    validation: EnvironmentsPlan | None
+    reward_grouping: str = "state"
+    reward_method: str = "identity"
+
+
+@dataclass(frozen=True)
 class ObjectivePlan:
-    """What is optimised; the formulas are in `roll_opd.algorithms`."""
+    """What is optimised; the formulas are in `roll_opd.algorithms`.
+
+    Defaults outside pure distillation are those of ROLL's PPOConfig (roll/configs/base_config.py). Rewards are
+    first clipped to +-`reward_clip` after normalisation by `norm_mean_type` and `norm_std_type`, advantages are
+    whitened over the batch, then clipped to +-`advantage_clip`; the teacher's term is added after that.
+    In pure distillation nothing of this exists, and all of it is off.
+    """
 
     adv_estimator: str = "on_policy_distill"
+    gamma: float = 0.0
+    lambd: float = 0.95
+    whiten_rewards: bool = False
+    whiten_advantages: bool = False
+    norm_mean_type: Literal["batch", "group"] | None = None  # None: no mean is subtracted
+    norm_std_type: Literal["batch", "group"] | None = None  # None: nothing is divided
+    reward_clip: float | None = None
+    advantage_clip: float | None = None
+    use_kl_loss: bool = False  # kl_loss_coef * KL to the reference policy in the loss
+    kl_loss_coef: float = 0.0  # 0 without use_kl_loss
+    kl_penalty: str = "kl"  # estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3)
+    entropy_loss_coef: float = 0.0
+    add_token_level_kl: bool = False  # - init_kl_coef * KL to the reference policy in each token's reward
+    init_kl_coef: float = 0.0  # 0 without add_token_level_kl
     policy_loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
@@ -183,16 +234,6 @@ class ObjectivePlan:
     loss_agg_mode: str = "token-mean"
     loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
     opd_kl_discount: float = 0.0
-    gamma: float = 1.0
-    whiten_advantages: bool = False
-    norm_mean_type: Literal["batch", "group"] | None = None
-    norm_std_type: Literal["batch", "group"] | None = None
-    reward_clip: float | None = None
-    advantage_clip: float | None = None
-    kl_loss_coef: float = 0.0  # k3 against the reference policy; 0: no KL loss
-    add_token_level_kl: bool = False
-    init_kl_coef: float = 0.0
-    kl_penalty: str = "kl"
     ppo_epochs: int = 1
     # False only where one update follows one rollout: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
@@ -221,17 +262,19 @@ class RunPlan:
     eval_steps: int  # 0: never
     logging_steps: int
     rollout_batch_size: int  # prompts a step
-    extra_prompts: int  # prompts answered beyond those, in case filters reject some
     num_nodes: int
     devices_per_node: int
     student: TrainPlan
     rollout: RolloutPlan
     teachers: tuple[TeacherPlan, ...]
-    reference: MegatronPlan | None  # the frozen policy of a KL loss or token-level KL
     rewards: tuple[RewardPlan, ...]
     data: DataPlan
     objective: ObjectivePlan
     checkpoint: CheckpointPlan
+    reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
+    extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
+    async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
+    agentic: AgenticPlan | None = None
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
     tracker_dirs: FrozenDict = field(default_factory=FrozenDict)

@@ -1,7 +1,7 @@
 """Puts together what is known of each role: its section, its model's facts, its devices and strategy.
 
-A role is the student's training, the student's rollout, or a teacher. What could not be read stays None, and
-the checks that need it are left out.
+A role is the student's training, the student's rollout, a teacher, or the reference policy. What could not be
+read stays None, and the checks that need it are left out.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from roll_opd.config.errors import Findings
 from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
 from roll_opd.config.plan import Mode
-from roll_opd.config.schema import Worker
-from roll_opd.config.sections import MIXED_ROLES, PURE_ROLES, Sections
+from roll_opd.config.schema import Top, Worker
+from roll_opd.config.sections import MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
 
 Job = Literal["train", "score", "rollout"]
@@ -44,9 +44,17 @@ class Roles:
     train: Role | None = None
     infer: Role | None = None
     teachers: dict[str, Role] = field(default_factory=dict)
+    reference: Role | None = None
 
     def all(self) -> list[Role]:
-        return [role for role in (self.train, self.infer, *self.teachers.values()) if role is not None]
+        found = (self.train, self.infer, *self.teachers.values(), self.reference)
+        return [role for role in found if role is not None]
+
+
+def is_agentic(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration plays environments; ROLL tells by the script that is started."""
+    environments = ("custom_envs", "train_env_manager", "val_env_manager")
+    return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in environments)
 
 
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, findings: Findings) -> Mode:
@@ -93,7 +101,45 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
                 roles.teachers[name] = _megatron_role(path, "score", worker, model, strict, cache, findings)
     elif sections.teachers:
         findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
+    from_train = train.model_args.model_name_or_path if train else None
+    roles.reference = _reference(sections, mode, from_train or pretrain, strict, cache, findings)
     return roles
+
+
+def reference_user(top: Top | None, mode: Mode) -> str | None:
+    """Return the key that needs a reference policy, None if nothing does."""
+    if top is None or mode == "pure":
+        return None
+    return "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else None
+
+
+def _reference(
+    sections: Sections,
+    mode: Mode,
+    student: str | None,
+    strict: bool,
+    cache: dict[str, ModelFacts | None],
+    findings: Findings,
+) -> Role | None:
+    """Return the frozen reference policy: by default the student as it is before training."""
+    user = reference_user(sections.top, mode)
+    if REFERENCE not in sections.workers:
+        if user:
+            findings.problem(
+                user, f"true needs a reference policy; write a reference section, or set {user}: false to do without"
+            )
+        return None
+    if user is None:
+        findings.warn(
+            "reference: is written but not used; only use_kl_loss and add_token_level_kl compare with it, so it is"
+            " not loaded"
+        )
+        return None
+    worker = sections.workers[REFERENCE]
+    if worker is None:
+        return None
+    model = worker.model_args.model_name_or_path or student
+    return _megatron_role(REFERENCE, "score", worker, model, strict, cache, findings)
 
 
 def _refuse_other_names(sections: Sections, mode: Mode, findings: Findings) -> None:
@@ -130,12 +176,12 @@ def _megatron_role(
             f"true contradicts {path}.model_args.dtype {written}; keep one of them",
         )
     role.dtype = written or from_strategy or "bf16"
-    _refuse_adapters(role, findings)
+    _block_adapters(role, findings)
     return role
 
 
-def _refuse_adapters(role: Role, findings: Findings) -> None:
-    """Ignoring these would train something else than the user asked for."""
+def _block_adapters(role: Role, findings: Findings) -> None:
+    """Running without these would train something else than the user asked for."""
     args = role.worker.model_args
     written = {
         "lora_target": args.lora_target,
@@ -144,9 +190,9 @@ def _refuse_adapters(role: Role, findings: Findings) -> None:
     }
     for key, value in written.items():
         if value:
-            findings.problem(
+            findings.block(
                 f"{role.path}.model_args.{key}",
-                "LoRA adapters and frozen modules are not available; remove the key to train all weights",
+                "LoRA adapters and frozen modules are not available yet; remove the key to train all weights",
             )
 
 
@@ -164,4 +210,11 @@ def _facts(path: str, model: str | None, cache: dict[str, ModelFacts | None], fi
             cache[model] = read_model(find_model(model))
         except ModelFilesError as error:
             findings.problem(key, str(error))
-    return cache[model]
+    facts = cache[model]
+    if facts is not None and not facts.weight_files:
+        findings.block(
+            key,
+            f"{facts.path} has no weights (model.safetensors or its index), so this can be planned but not run;"
+            " put the weights there",
+        )
+    return facts

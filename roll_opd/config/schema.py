@@ -32,6 +32,7 @@ def _texts(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
@@ -145,6 +146,21 @@ class Worker(Section):
     system_envs: Environment = {}
 
 
+class FilterArgs(Section):
+    """`filter_args`: thresholds on the mean or the standard deviation of rewards."""
+
+    threshold_up: Number | None = None
+    threshold_down: Number | None = None
+    std_threshold: Number | None = None
+
+
+class Filter(Section):
+    """`query_filter_config` and `response_filter_config`."""
+
+    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
+    filter_args: FilterArgs = FilterArgs()
+
+
 class Reward(Section):
     """`rewards.<domain>`. Keys that are not listed here go to the reward worker as arguments."""
 
@@ -152,7 +168,28 @@ class Reward(Section):
     worker_cls: str | None = None
     tag_included: Texts | None = None
     world_size: Positive = 1
+    query_filter_config: Filter = Filter()
+    response_filter_config: Filter = Filter()
     args: dict[str, Any] = {}
+
+
+class EnvManager(Section):
+    """`train_env_manager` and `val_env_manager`: how many environments of which tags."""
+
+    ignored = names.IGNORED_ENV_MANAGER
+    num_env_groups: Positive = 128
+    group_size: Positive = 1
+    tags: Texts = ("SimpleSokoban",)
+    num_groups_partition: tuple[Positive, ...] | None = None
+    max_env_num_per_worker: Count = 0
+    max_traj_per_env: Annotated[int, Field(ge=-1)] = -1
+
+
+class RewardNormalization(Section):
+    """`reward_normalization` of agentic runs."""
+
+    grouping: str = "state"
+    method: str = "identity"
 
 
 class Validation(Section):
@@ -181,7 +218,7 @@ class Top(Section):
     system_envs: Environment = {}
     track_with: Texts = ("tensorboard",)
     tracker_kwargs: TrackerKwargs = TrackerKwargs()
-    num_nodes: Positive = 1
+    num_nodes: Positive | None = None  # None: as many as the device mappings reach over
     num_gpus_per_node: Positive = 8
     max_steps: Positive = 500
     save_steps: Count = 50
@@ -219,10 +256,38 @@ class Top(Section):
     on_long_prompt: Literal["drop", "refuse"] = "drop"
     samples_per_step: Count = 4
     strict_strategies: bool = False
-    # fixed in pure distillation
-    adv_estimator: str | None = None
-    gamma: Number | None = None
+    # of the reward's part; fixed or without meaning in pure distillation. None: not written
+    adv_estimator: Literal[names.ADV_ESTIMATORS] | None = None  # type: ignore[valid-type]
+    gamma: Fraction | None = None
+    lambd: Fraction | None = None
+    whiten_rewards: bool | None = None
+    whiten_advantages: bool | None = None
+    norm_mean_type: Literal["batch", "group", "running"] | None = None
+    norm_std_type: Literal["batch", "group", "running"] | None = None
+    reward_clip: AboveZero | None = None
+    advantage_clip: AboveZero | None = None
     use_kl_loss: bool | None = None
+    kl_loss_coef: NotNegative | None = None
+    kl_penalty: Literal[names.KL_PENALTIES] | None = None  # type: ignore[valid-type]
+    entropy_loss_coef: Number | None = None
     add_token_level_kl: bool | None = None
-    init_kl_coef: Number | None = None
+    init_kl_coef: NotNegative | None = None
     critic_warmup: Count | None = None
+    # rollout control
+    max_running_requests: Positive | None = None
+    is_use_additional_prompts: bool = False
+    max_additional_running_prompts: Count = 16
+    async_generation_ratio: NotNegative = 0.0
+    # agentic
+    custom_envs: dict[str, Any] | None = None
+    train_env_manager: EnvManager | None = None
+    val_env_manager: EnvManager | None = None
+    reward_normalization: RewardNormalization = RewardNormalization()
+    # change what is learnt, and are not available yet where they are on
+    opsd_mode: bool = False
+    opd_token_kld_clip: Number | None = None
+    pg_variant: str | None = None
+    importance_sampling: str | None = None
+    use_topr_loss: bool = False
+    use_topr_neg_loss_coef: Number = 0.0
+    postive_loss_coef: Number = 0.0  # ROLL's spelling

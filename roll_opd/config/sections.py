@@ -14,11 +14,13 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from roll_opd.config.errors import Findings
+from roll_opd.config.known_names import REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import Reward, Section, Top, Worker
 
 S = TypeVar("S", bound=Section)
 PURE_ROLES = ("student_train", "student_infer")
 MIXED_ROLES = ("actor_train", "actor_infer")
+REFERENCE = "reference"
 
 
 @dataclass
@@ -30,27 +32,26 @@ class Sections:
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
     rewards: dict[str, Reward | None] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()  # top-level keys the user wrote
 
 
-def read_sections(values: dict[str, Any], findings: Findings) -> Sections:
-    """Validate `values`; problems and warnings go to `findings`."""
-    ignored: list[str] = []
-    rest = dict(values)
-    sections = Sections(written=frozenset(values))
-    for role in (*PURE_ROLES, *MIXED_ROLES):
+def read_sections(values: dict[str, Any], variables: frozenset[str], findings: Findings) -> Sections:
+    """Validate `values`; problems and warnings go to `findings`.
+
+    `variables` are top-level keys that other values refer to (`${name}`): a user's own, whatever their names.
+    """
+    known = {*Top.model_fields, *Top.ignored, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
+    rest = {key: value for key, value in values.items() if key in known or key not in variables}
+    sections = Sections()
+    for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE):
         if role in rest:
-            sections.workers[role] = _read(Worker, rest.pop(role), role, findings, ignored)
+            sections.workers[role] = _read(Worker, rest.pop(role), role, findings)
     for name, (path, data) in _teachers(rest.pop("teacher", None), findings).items():
-        sections.teachers[name] = _read(Worker, data, path, findings, ignored)
+        sections.teachers[name] = _read(Worker, data, path, findings)
         sections.teacher_paths[name] = path
     for domain, data in _mapping(rest.pop("rewards", None), "rewards", findings).items():
         path = f"rewards.{domain}"
-        sections.rewards[domain] = _read(Reward, _with_free_keys(data, path, findings), path, findings, ignored)
-    also_known = {*PURE_ROLES, *MIXED_ROLES, "teacher", "rewards"}
-    sections.top = _read(Top, rest, "", findings, ignored, also_known)
-    if ignored:
-        findings.warn(f"these ROLL keys are accepted but have no effect here: {', '.join(sorted(ignored))}")
+        sections.rewards[domain] = _read(Reward, _with_free_keys(data, path, findings), path, findings)
+    sections.top = _read(Top, rest, "", findings, known)
     return sections
 
 
@@ -74,12 +75,16 @@ def _with_free_keys(data: Any, path: str, findings: Findings) -> Any:
     for key, value in data.items():
         if key in known:
             continue
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        near = _near(str(key), known | REWARD_KEYS_OF_ROLL) if key not in REWARD_KEYS_OF_ROLL else []
         if near:
             findings.problem(f"{path}.{key}", f"unknown key; did you mean {near[0]!r}?")
         else:
             args[str(key)] = value
     return {**kept, "args": args}
+
+
+def _near(key: str, known: set[str]) -> list[str]:
+    return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85)
 
 
 def _mapping(value: Any, path: str, findings: Findings) -> dict[str, Any]:
@@ -96,7 +101,6 @@ def _read(
     data: Any,
     path: str,
     findings: Findings,
-    ignored: list[str],
     also_known: set[str] | None = None,
 ) -> S | None:
     if data is None:
@@ -104,7 +108,7 @@ def _read(
     if not isinstance(data, dict):
         findings.problem(path, f"expected a section with keys, got {data!r}")
         return None
-    cleaned = _sieve(model, data, path, findings, ignored, also_known or set())
+    cleaned = _sieve(model, data, path, findings, also_known or set())
     try:
         # through JSON, because strict mode takes a list for a tuple only there
         return model.model_validate_json(json.dumps(cleaned, default=str))
@@ -118,7 +122,6 @@ def _sieve(
     data: dict[str, Any],
     path: str,
     findings: Findings,
-    ignored: list[str],
     also: set[str],
 ) -> dict[str, Any]:
     """Return `data` without the keys that are unknown (reported) or have no meaning here (gathered)."""
@@ -128,13 +131,13 @@ def _sieve(
         if key in model.model_fields:
             section = _section_type(model.model_fields[key].annotation)
             if section is not None and isinstance(value, dict):
-                value = _sieve(section, value, dotted, findings, ignored, set())
+                value = _sieve(section, value, dotted, findings, set())
             # null asks for the default, as leaving the key out does
             if value is not None:
                 kept[key] = value
         elif key in model.ignored:
             if value is not None:
-                ignored.append(dotted)
+                findings.ignore(dotted)
         else:
             findings.problem(dotted, _unknown_key(str(key), {*model.model_fields, *model.ignored, *also}))
     return kept
@@ -142,7 +145,7 @@ def _sieve(
 
 def _unknown_key(key: str, known: set[str]) -> str:
     near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
-    return f"unknown key; did you mean {near[0]!r}?" if near else "unknown key, and no known key is near it"
+    return f"unknown key; did you mean {near[0]!r}?" if near else "unknown key, and no known key is near it; remove it"
 
 
 def _section_type(annotation: Any) -> type[Section] | None:

@@ -110,7 +110,6 @@ def _sort_settings(
     sizes: dict[str, int] = {}
     switches: dict[str, bool] = {}
     args: dict[str, Any] = {}
-    ignored = []
     for key, value in config.items():
         if value is None:
             continue
@@ -125,14 +124,13 @@ def _sort_settings(
             else:
                 findings.problem(f"{prefix}.{key}", f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
-            ignored.append(f"{prefix}.{key}")
+            findings.ignore(f"{prefix}.{key}")
         elif key in MEGATRON_FIELDS:
             args[key] = value
         else:
             findings.problem(f"{prefix}.{key}", _unknown(key))
-    if ignored:
-        names = ", ".join(sorted(ignored))
-        findings.warn(f"these Megatron settings are accepted but have no effect here: {names}")
+    if sizes.get("vpp") == 1:
+        del sizes["vpp"]  # one virtual stage a rank is no virtual pipeline
     return sizes, switches, args
 
 
@@ -145,8 +143,7 @@ def _unknown(key: str) -> str:
         return "is decided by the model's config.json, model_args or the engine itself; remove it"
     known = sorted({*SIZES, *SWITCHES, *MEGATRON_FIELDS, *IGNORED_MEGATRON})
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown key for a Megatron strategy{hint}"
+    return f"unknown key for a Megatron strategy; {f'did you mean {near[0]!r}?' if near else 'remove it'}"
 
 
 def _layout(
@@ -172,6 +169,8 @@ def read_vllm(worker: Worker, path: str, strict: bool, findings: Findings) -> Vl
     if config is None:
         return None
     prefix = f"{path}.strategy_args.strategy_config"
+    for key in sorted(IGNORED_VLLM.intersection(config)):
+        findings.ignore(f"{prefix}.{key}")
     args = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
     tp, length = args.pop("tensor_parallel_size", 1), args.pop("max_model_len", None)
     for key, value in (("tensor_parallel_size", tp), ("max_model_len", length)):

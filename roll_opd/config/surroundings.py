@@ -1,32 +1,23 @@
-"""Checks a configuration against the world around it: data files, tags, rewards, trackers, disk, resume.
+"""Checks a configuration against the world around it: data files, tags, trackers, disk, resume.
 
 Reads a little of the disk and writes nothing; problems and warnings go to `Findings`.
 """
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from roll_opd.config.errors import Findings
-from roll_opd.config.frozen import FrozenDict
-from roll_opd.config.known_names import (
-    REWARD_CLASSES_OF_ROLL,
-    REWARD_WORKERS,
-    TEMPLATES,
-    TRACKERS,
-    TRACKERS_OF_ROLL,
-)
+from roll_opd.config.known_names import TEMPLATES, TRACKERS, TRACKERS_OF_ROLL
 from roll_opd.config.models import ModelFacts, find_path, places
 from roll_opd.config.plan import DataPlan, Mode, RewardPlan
-from roll_opd.config.schema import DataArgs, Reward, Top
+from roll_opd.config.schema import DataArgs, Top
 
 ROWS_SCANNED = 50_000  # tags are looked up in the first rows of a file; enough for a mistake to show, and fast
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 DEFAULT_TAG = "math_rule"  # of a row without a tag, as in `roll_opd.data.rows`
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def read_data(args: DataArgs, path: str, top: Top, findings: Findings) -> DataPlan | None:
@@ -50,44 +41,6 @@ def read_data(args: DataArgs, path: str, top: Top, findings: Findings) -> DataPl
     if len(files) < len(args.file_name):
         return None
     return DataPlan(tuple(files), top.prompt_length, template, top.on_bad_row, top.on_long_prompt, args.limit)
-
-
-def read_rewards(rewards: Mapping[str, Reward | None], findings: Findings) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to one domain only."""
-    plans = []
-    for domain, reward in rewards.items():
-        if reward is None:
-            continue
-        worker = _reward_worker(domain, reward, findings)
-        tags = reward.tag_included or None
-        plans.append(RewardPlan(domain, worker, tags, reward.world_size, FrozenDict(reward.args)))
-    for index, plan in enumerate(plans):
-        for other in plans[:index]:
-            shared = _shared_tags(plan.tags, other.tags)
-            if shared is not None:
-                findings.problem(
-                    f"rewards.{plan.domain}.tag_included", f"{shared} also belongs to rewards.{other.domain}"
-                )
-    return tuple(plans)
-
-
-def _shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
-    if one is None or other is None:
-        return "every tag (tag_included is not written)"
-    return next((f"tag {tag!r}" for tag in one if tag in other), None)
-
-
-def _reward_worker(domain: str, reward: Reward, findings: Findings) -> str:
-    name = reward.worker_cls or domain
-    known = REWARD_CLASSES_OF_ROLL.get(name.rpartition(".")[2], name)
-    is_users_own = DOTTED.fullmatch(known) and not known.startswith("roll.")
-    if known not in REWARD_WORKERS and not is_users_own:
-        names = ", ".join((*REWARD_WORKERS, *REWARD_CLASSES_OF_ROLL))
-        findings.problem(
-            f"rewards.{domain}.worker_cls",
-            f"no reward worker {name!r}; known: {names}; or write the dotted path of your own class",
-        )
-    return known
 
 
 def read_trackers(top: Top, findings: Findings) -> tuple[str, ...]:
@@ -118,16 +71,20 @@ def check_tags(
     validation_tags = tags_in(validation) if validation else set()
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
-            findings.problem("teacher", f"no teacher has tag {tag!r} of the training data in its tag_included")
+            findings.problem(
+                "teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there"
+            )
         if rewards and not any(reward.scores(tag) for reward in rewards):
             text = f"no reward has tag {tag!r} of the training data in its tag_included"
             if mode == "pure":
                 findings.warn(f"rewards: {text}; its reward is not monitored")
             else:
-                findings.problem("rewards", text)
+                findings.problem(
+                    "rewards", f"{text}; add it to one of {', '.join(reward.domain for reward in rewards)}"
+                )
     for tag in sorted(validation_tags):
         if rewards and not any(reward.scores(tag) for reward in rewards):
-            findings.problem("rewards", f"no reward has tag {tag!r} of the validation data in its tag_included")
+            findings.problem("rewards", f"no reward has tag {tag!r} of the validation data in its tag_included; add it")
     present = train_tags | validation_tags
     for path, tags in [
         *teacher_tags.items(),

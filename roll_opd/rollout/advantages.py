@@ -25,8 +25,8 @@ from roll_opd.workers.roles import RunError
 def external_advantages(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[Experience]:
     """Fill in `advantages`, and in `metrics` the numbers with which they can be computed again.
 
-    Those are `reward_mean` and `reward_scale` of the normalisation, `advantage_mean` and `advantage_scale` of the
-    whitening. RunError for a sample that no reward worker scored.
+    Those are `reward_mean` and `reward_scale` of the normalisation, and of the two whitenings `token_reward_mean`,
+    `token_reward_scale`, `advantage_mean` and `advantage_scale`. RunError for a sample that no reward worker scored.
     """
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
@@ -38,6 +38,8 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
     rewards_M = on_last_action(_clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - objective.init_kl_coef * _reference_kl(experiences, objective.kl_penalty) * mask_M
+    reward_mean, reward_scale = whitening(rewards_M, mask_M) if objective.whiten_rewards else (0.0, 1.0)
+    rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
     returns_M = discounted_to_go(rewards_M, lengths, objective.gamma) * mask_M
     mean, scale = whitening(returns_M, mask_M) if objective.whiten_advantages else (0.0, 1.0)
     advantages_M = _clipped((returns_M - mean) / scale, objective.advantage_clip) * mask_M
@@ -50,6 +52,8 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
                 **experience.metrics,
                 "reward_mean": float(normalised.mean[number]),
                 "reward_scale": float(normalised.scale[number]),
+                "token_reward_mean": reward_mean,
+                "token_reward_scale": reward_scale,
                 "advantage_mean": mean,
                 "advantage_scale": scale,
             },

@@ -24,16 +24,7 @@ def std_filter(rewards: Sequence[float], *, std_threshold: float) -> bool:
     return bool(np.std(rewards) > std_threshold)
 
 
-def no_filter(rewards: Sequence[float]) -> bool:
-    """Every group passes."""
-    return True
-
-
-FILTERS: dict[str, Callable[..., bool]] = {
-    "no_filter": no_filter,
-    "mean_filter": mean_filter,
-    "std_filter": std_filter,
-}
+FILTERS: dict[str, Callable[..., bool]] = {"mean_filter": mean_filter, "std_filter": std_filter}
 
 
 def by_reward(rewards: Sequence[RewardPlan]) -> Keeps | None:

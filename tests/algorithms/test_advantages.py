@@ -109,6 +109,7 @@ def test_whitening_needs_two_tokens() -> None:
         ObjectivePlan(norm_mean_type="group", norm_std_type="group"),
         ObjectivePlan(gamma=0.9, reward_clip=0.5, advantage_clip=0.4),
         ObjectivePlan(gamma=0.0, norm_mean_type="batch", init_kl_coef=0.3, kl_penalty="k3"),
+        ObjectivePlan(gamma=1.0, whiten_rewards=True),
     ],
 )
 def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: float) -> None:
@@ -117,8 +118,13 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
     coefficients = {"one": 0.7, "two": 2.0}
     found = external_advantages(made, objective)
 
+    def naive_whiten(rows: list[list[float]]) -> tuple[float, float]:
+        kept = [v for e, row in zip(made, rows, strict=True) for v, m in zip(row, e.action_mask, strict=True) if m]
+        mean = sum(kept) / len(kept)
+        return mean, math.sqrt(sum((value - mean) ** 2 for value in kept) / (len(kept) - 1) + 1e-8)
+
     rewards = naive_norm([e.reward for e in made], GROUPS, objective.norm_mean_type, objective.norm_std_type)
-    returns = []
+    rows = []
     for e, reward in zip(made, rewards, strict=True):
         row = [0.0] * len(e.action_mask)
         last = max((t for t, m in enumerate(e.action_mask) if m), default=None)
@@ -128,14 +134,16 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
         for t, m in enumerate(e.action_mask):
             gap = float(e.ref_logprobs[t]) - float(e.old_logprobs[t])
             row[t] -= objective.init_kl_coef * m * (math.exp(gap) - 1 - gap)
-        returns.append([sum(objective.gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))])
-    kept = [
-        value for e, row in zip(made, returns, strict=True) for value, m in zip(row, e.action_mask, strict=True) if m
+        rows.append(row)
+    mean, scale = naive_whiten(rows) if objective.whiten_rewards else (0.0, 1.0)
+    rows = [
+        [m * (value - mean) / scale for value, m in zip(row, e.action_mask, strict=True)]
+        for e, row in zip(made, rows, strict=True)
     ]
-    mean, scale = 0.0, 1.0
-    if whiten:
-        mean = sum(kept) / len(kept)
-        scale = math.sqrt(sum((value - mean) ** 2 for value in kept) / (len(kept) - 1) + 1e-8)
+    returns = [
+        [sum(objective.gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rows
+    ]
+    mean, scale = naive_whiten(returns) if whiten else (0.0, 1.0)
     limit = objective.advantage_clip or math.inf
     for e, row in zip(found, returns, strict=True):
         penalty = [

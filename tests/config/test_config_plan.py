@@ -204,9 +204,10 @@ def test_environments_merge(plan: Plan) -> None:
 def test_reward_worker_names(plan: Plan) -> None:
     dotted = "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
     run = plan({"rewards": {"math_rule": {"worker_cls": dotted, "format_pattern": "x", "infer_batch_size": 1}}})
-    assert (run.rewards[0].worker, run.rewards[0].args) == ("math_rule", {"format_pattern": "x"})
-    own = plan({"rewards": {"math_rule": {"worker_cls": "my_package.rewards.Mine"}}})
-    assert own.rewards[0].worker == "my_package.rewards.Mine"
+    assert (run.rewards[0].worker, run.rewards[0].args) == ("math_rule", {})  # it takes no arguments
+    assert "rewards.math_rule.format_pattern" in run.warnings[0]
+    own = plan({"rewards": {"math_rule": {"worker_cls": "my_package.rewards.Mine", "strict": True}}})
+    assert (own.rewards[0].worker, own.rewards[0].args) == ("my_package.rewards.Mine", {"strict": True})
 
 
 def test_validation(plan: Plan, root: Any) -> None:
@@ -229,7 +230,6 @@ def test_mode_follows_the_entry_and_the_configuration(plan: Plan, values: dict[s
     values["actor_train"] = values.pop("student_train")
     values["actor_infer"] = values.pop("student_infer")
     set_key(values, "is_pure_opd", False)
-    run = plan({"use_opd": True}, pure=None, runnable=False)
+    run = plan({"use_opd": True, "adv_estimator": "grpo"}, pure=None)
     assert (run.mode, run.student.name, run.objective.policy_loss) == ("mixed", "actor_train", "ppo")
-    assert any("not available yet" in text for text in run.warnings)
-    assert plan({"use_opd": False}, pure=False, runnable=False).mode == "rl"
+    assert plan({"use_opd": False, "teacher": ...}, pure=False).mode == "rl"

@@ -64,7 +64,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"teacher.device_mapping": ...}, ["teacher.device_mapping: is missing"]),
     ({"teacher.device_mapping": "list(range(0,3)"}, ["teacher.device_mapping: ", "cannot be read"]),
     ({"teacher.device_mapping": [2, 2]}, ["device 2 is listed twice"]),
-    ({"teacher.device_mapping": [3, 4]}, ["device 4 does not exist", "devices 0 to 3"]),
+    ({"teacher.device_mapping": [3, 4], "num_nodes": 1}, ["device 4 does not exist", "devices 0 to 3"]),
     ({"teacher.device_mapping": [2]}, ["teacher.device_mapping: 1 devices cannot hold whole copies", "tp 2"]),
     ({"response_length": 4096}, ["4096 new tokens is more than the positions of student (128) and teacher (128)"]),
     ({"student_infer.generating_args.max_new_tokens": 49}, ["49 is more than the response length 48"]),
@@ -122,7 +122,13 @@ def test_one_problem_one_sentence(problems: Problems, changes: dict[str, Any], p
 
 def test_all_problems_come_together_with_their_places(problems: Problems) -> None:
     found = problems(
-        {"max_stepz": 3, "teacher.device_mapping": [3, 9], "rollout_batch_size": 9, "track_with": "wandb"},
+        {
+            "max_stepz": 3,
+            "num_nodes": 1,
+            "teacher.device_mapping": [3, 9],
+            "rollout_batch_size": 9,
+            "track_with": "wandb",
+        },
         overrides=("student_train.training_args.lerning_rate=1",),
     )
     assert len(found) == 5
@@ -133,7 +139,7 @@ def test_all_problems_come_together_with_their_places(problems: Problems) -> Non
 
 
 def test_line_numbers_are_right(problems: Problems, root: Path) -> None:
-    text = problems({"teacher.device_mapping": [3, 9]})[0]
+    text = problems({"teacher.device_mapping": [3, 9], "num_nodes": 1})[0]
     line = int(text.rpartition(":")[2].rstrip(")"))
     assert "device_mapping:" in (root / "config" / "run.yaml").read_text().splitlines()[line - 1]
 
@@ -297,7 +303,7 @@ def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any]) -> N
     del values["hydra"]  # composing takes it out
     values["student_infer"]["generating_args"]["max_new_tokens"] = 48  # nothing resolves ${...} here
     values |= {key: field.default for key, field in Top.model_fields.items() if key not in values}
-    values |= {"tracker_kwargs": {}, "validation": None}
+    values |= {"tracker_kwargs": {}, "reward_normalization": {}, "validation": None}
     outcomes = {True: 0, False: 0}
     for key in _dotted(values):
         for junk in JUNK:

@@ -61,7 +61,6 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
         (STD, None, [1, 1, 1, 0], True),
         (None, MEAN, [0.5, 0.5, 0.05, 0.5], False),
         (None, MEAN, [0.5, 0.5, 0.9, 0.5], True),
-        (FilterPlan("no_filter"), None, [0, 0], True),
         (MEAN, None, [None, None], True),
         (MEAN, None, [None, 1.0], False),
     ],

@@ -1,0 +1,145 @@
+"""Reads what is optimised, checks it against the mode, and freezes it.
+
+Pure distillation fixes most of it; mixed mode and reinforcement learning take ROLL's keys with ROLL's defaults.
+"""
+
+from roll_opd.config.errors import Findings
+from roll_opd.config.plan import Mode, ObjectivePlan
+from roll_opd.config.schema import Top
+
+# what pure distillation fixes: key -> values that agree with it
+PURE_FIXED = {
+    "adv_estimator": ("reinforce", "on_policy_distill"),
+    "gamma": (0,),
+    "use_kl_loss": (False,),
+    "add_token_level_kl": (False,),
+    "init_kl_coef": (0,),
+    "critic_warmup": (0,),
+}
+# keys of the reward's part of the advantage, which pure distillation does not have
+REWARD_ONLY = (
+    "lambd",
+    "whiten_rewards",
+    "whiten_advantages",
+    "norm_mean_type",
+    "norm_std_type",
+    "reward_clip",
+    "advantage_clip",
+    "kl_loss_coef",
+    "kl_penalty",
+    "entropy_loss_coef",
+)
+# keys that change what is learnt and that nothing here computes yet -> the values that change nothing
+LATER: dict[str, tuple[object, ...]] = {
+    "opsd_mode": (False,),
+    "opd_token_kld_clip": (None,),
+    "pg_variant": (None, "vanilla", "ppo"),
+    "importance_sampling": (None, "token"),
+    "use_topr_loss": (False,),
+    "use_topr_neg_loss_coef": (0,),
+    "postive_loss_coef": (0,),
+}
+ROLL_INIT_KL_COEF = 0.2
+ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}  # of kl_penalty
+
+
+def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
+    """Say what contradicts the mode, what has no effect in it, and what cannot be computed yet."""
+    for key, harmless in LATER.items():
+        value = _value(top, key)
+        if value not in harmless:
+            findings.block(key, f"{_text(value)} is not available yet; remove the key")
+    if mode == "pure":
+        _check_pure(top, findings)
+        return
+    if top.critic_warmup is not None:
+        findings.ignore("critic_warmup")
+    if mode == "rl":
+        for key in ("opd_kl_coef", "opd_kl_discount"):
+            if key in top.model_fields_set:
+                findings.ignore(key)
+    if top.adv_estimator == "on_policy_distill":
+        findings.problem(
+            "adv_estimator",
+            "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
+        )
+    for key in ("norm_mean_type", "norm_std_type"):
+        if _value(top, key) == "running":
+            findings.block(key, "'running' is not available yet; use batch or group")
+    if top.use_kl_loss and not top.kl_loss_coef:
+        findings.warn("use_kl_loss: true has no effect while kl_loss_coef is 0 (ROLL's default)")
+    if top.add_token_level_kl and top.init_kl_coef == 0:
+        findings.warn("add_token_level_kl: true has no effect while init_kl_coef is 0")
+
+
+def _check_pure(top: Top, findings: Findings) -> None:
+    for key in REWARD_ONLY:
+        if _value(top, key) is not None:
+            findings.ignore(key)
+    wrong = [
+        f"{key} {_text(value)}"
+        for key, allowed in PURE_FIXED.items()
+        if (value := _value(top, key)) is not None and value not in allowed
+    ]
+    if wrong:
+        findings.warn(
+            "pure distillation fixes adv_estimator (on_policy_distill), gamma 0, no critic, no KL loss and no"
+            f" token-level KL; these settings have no effect: {', '.join(wrong)}"
+        )
+
+
+def _value(top: Top, key: str) -> object:
+    """Return the value of a key that the tables of this module name."""
+    return top.model_dump(include={key})[key]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read_objective(top: Top, mode: Mode, updates: int, response: int) -> ObjectivePlan:
+    """Return the objective of a run with `updates` optimizer updates a step."""
+    pure = mode == "pure"
+    ranged = top.use_pg_clip_range is not False
+    low, high = (top.pg_clip_low, top.pg_clip_high) if ranged else (None, None)
+    dual = top.dual_clip_loss
+    if isinstance(dual, bool):
+        dual = 1 + 2 * top.pg_clip if dual else None  # ROLL's factor
+    common = {
+        "policy_loss": top.policy_loss or ("importance_sampling" if pure else "ppo"),
+        "pg_clip_low": top.pg_clip if low is None else low,
+        "pg_clip_high": top.pg_clip if high is None else high,
+        "dual_clip": dual,
+        "loss_agg_mode": top.loss_agg_mode,
+        "loss_normaliser": float(response),
+        "opd_kl_discount": top.opd_kl_discount,
+        "ppo_epochs": top.ppo_epochs,
+        "recompute_old_logprobs": updates > 1 or top.enable_old_logprobs_recompute,
+    }
+    if pure:
+        return ObjectivePlan(adv_estimator="on_policy_distill", **common)
+    token_kl = ROLL_INIT_KL_COEF if top.init_kl_coef is None else top.init_kl_coef
+    token_kl = token_kl if top.add_token_level_kl else 0.0
+    if token_kl:
+        common["recompute_old_logprobs"] = True  # the token rewards need them before the update
+    norms = {"norm_mean_type": top.norm_mean_type, "norm_std_type": top.norm_std_type}
+    if top.adv_estimator == "grpo":  # what the estimator is; writing null takes it away
+        norms = {key: value if key in top.model_fields_set else "group" for key, value in norms.items()}
+    penalty = top.kl_penalty or "kl"
+    written = {
+        "adv_estimator": top.adv_estimator or "gae",
+        "gamma": 1.0 if top.gamma is None else top.gamma,
+        "lambd": top.lambd,
+        "whiten_rewards": top.whiten_rewards,
+        "whiten_advantages": top.whiten_advantages,
+        **norms,
+        "reward_clip": top.reward_clip,
+        "advantage_clip": top.advantage_clip,
+        "use_kl_loss": top.use_kl_loss,
+        "kl_loss_coef": top.kl_loss_coef if top.use_kl_loss else 0.0,
+        "kl_penalty": ALIASES.get(penalty, penalty),
+        "entropy_loss_coef": top.entropy_loss_coef,
+        "add_token_level_kl": top.add_token_level_kl,
+        "init_kl_coef": token_kl,
+    }
+    return ObjectivePlan(**{key: value for key, value in written.items() if value is not None}, **common)

@@ -1,0 +1,104 @@
+"""Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from roll_opd.config.errors import Findings
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.known_names import (
+    REWARD_CLASSES_LATER,
+    REWARD_CLASSES_OF_ROLL,
+    REWARD_KEYS_OF_ROLL,
+    REWARD_WORKERS,
+)
+from roll_opd.config.plan import FilterPlan, RewardPlan
+from roll_opd.config.schema import Filter, Reward
+
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
+
+
+def read_rewards(rewards: Mapping[str, Reward | None], findings: Findings) -> tuple[RewardPlan, ...]:
+    """Return the reward workers; each tag may belong to one domain only."""
+    plans = []
+    for domain, reward in rewards.items():
+        if reward is None:
+            continue
+        path = f"rewards.{domain}"
+        worker = _worker(path, reward.worker_cls or domain, findings)
+        plans.append(
+            RewardPlan(
+                domain=domain,
+                worker=worker,
+                tags=reward.tag_included or None,
+                world_size=reward.world_size,
+                args=FrozenDict(_arguments(path, worker, reward.args, findings)),
+                query_filter=_filter(f"{path}.query_filter_config", reward.query_filter_config, findings),
+                response_filter=_filter(f"{path}.response_filter_config", reward.response_filter_config, findings),
+            )
+        )
+    for index, plan in enumerate(plans):
+        for other in plans[:index]:
+            shared = _shared_tags(plan.tags, other.tags)
+            if shared is not None:
+                findings.problem(
+                    f"rewards.{plan.domain}.tag_included",
+                    f"{shared} also belongs to rewards.{other.domain}; give each tag to one of them",
+                )
+    return tuple(plans)
+
+
+def _shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
+    if one is None or other is None:
+        return "every tag (tag_included is not written)"
+    return next((f"tag {tag!r}" for tag in one if tag in other), None)
+
+
+def _worker(path: str, name: str, findings: Findings) -> str:
+    """Return the worker's registered name or dotted path; a class of ROLL's becomes the name of its counterpart."""
+    classes = {**REWARD_CLASSES_OF_ROLL, **REWARD_CLASSES_LATER}
+    class_name = name.rpartition(".")[2]
+    known = classes.get(class_name, name)
+    if known in REWARD_WORKERS or known in REWARD_CLASSES_LATER.values():
+        return known
+    near = difflib.get_close_matches(class_name, (*classes, *REWARD_WORKERS), n=1, cutoff=0.8)
+    if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
+        return known
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted({*REWARD_WORKERS, *classes}))}"
+    findings.problem(
+        f"{path}.worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class"
+    )
+    return known
+
+
+def _arguments(path: str, worker: str, args: Mapping[str, object], findings: Findings) -> dict[str, object]:
+    """Return what the worker is made with: a key of ROLL's that it does not take has no effect, others are wrong."""
+    if worker not in REWARD_WORKERS:
+        return dict(args)
+    taken = REWARD_WORKERS[worker]
+    for key in sorted(set(args) - taken):
+        if key in REWARD_KEYS_OF_ROLL:
+            findings.ignore(f"{path}.{key}")
+        else:
+            known = ", ".join(sorted(taken)) or "none"
+            findings.problem(f"{path}.{key}", f"unknown key; {worker} takes these arguments: {known}; remove it")
+    return {key: value for key, value in args.items() if key in taken}
+
+
+def _filter(path: str, section: Filter, findings: Findings) -> FilterPlan | None:
+    if section.type == "no_filter":
+        return None
+    written = section.filter_args.model_dump(exclude_none=True)
+    wanted = FILTER_ARGUMENTS[section.type]
+    for key in wanted:
+        if key not in written:
+            findings.problem(f"{path}.filter_args.{key}", f"is missing; {section.type} needs it, write a number")
+    for key in sorted(set(written) - set(wanted)):
+        findings.problem(f"{path}.filter_args.{key}", f"{section.type} does not take it; remove it")
+    up, down = written.get("threshold_up"), written.get("threshold_down")
+    if section.type == "mean_filter" and None not in (up, down) and up <= down:
+        findings.problem(
+            f"{path}.filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
+        )
+    return FilterPlan(section.type, FrozenDict(written))
