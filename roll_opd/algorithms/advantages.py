@@ -3,7 +3,8 @@
     R' = clip((R - mean) / (std + 1e-6))          over the sample's group or the whole batch
     A  = clip(whiten(Σ_k γ^k r_{t+k})),           r = whiten(R' on the last action token, 0 elsewhere)
 
-Each part happens only where it is asked for. The teacher's term joins after this (see `opd`): normalising the sum would erase it.
+Each part happens only where it is asked for. The teacher's term joins after this (see `opd`): normalising the sum
+would erase it.
 
 Legend: B samples, M scored tokens of all samples end to end. Everything is float64: it is small, and sums of many
 terms are compared with records to the sixth digit.
