@@ -192,6 +192,7 @@ class Sampler:
                 completions = await item
                 missing -= len(completions)
                 yield completions
+            await watch
         finally:
             watch.cancel()
 
