@@ -160,17 +160,24 @@ class Sampler:
         A list holds `chunk` samples that one engine finished one after another, and its last one what is left.
         Leaving the iterator early aborts what is still being written (use `contextlib.aclosing`).
         """
-        finished: asyncio.Queue = asyncio.Queue()
+        finished: asyncio.Queue[list[tuple[int, Completion]] | Exception] = asyncio.Queue()
 
         async def follow(engine: ray.actor.ActorHandle, share: list[int]) -> None:
             asked = Compact([requests[index] for index in share])
             stream = engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk)
+            left = len(share)
             try:
                 async for reference in stream:
-                    finished.put_nowait([(share[number], completion) for number, completion in await reference])
+                    answers = await reference
+                    left -= len(answers)
+                    finished.put_nowait([(share[number], completion) for number, completion in answers])
+                if left:
+                    raise RunError(f"an inference engine ended with {left} of {len(share)} requests unanswered")
             except asyncio.CancelledError:
                 ray.cancel(stream)
                 raise
+            except Exception as error:  # raised where the caller is waiting
+                finished.put_nowait(error)
 
         shares: list[list[int]] = [[] for _ in self.engines]
         for index, request in enumerate(requests):
@@ -180,21 +187,18 @@ class Sampler:
             for engine, share in zip(self.engines, shares, strict=True)
             if share
         ]
-        watch = asyncio.gather(*followers)
         missing = len(requests)
         try:
             while missing:
-                item = asyncio.create_task(finished.get())
-                await asyncio.wait([item, watch], return_when=asyncio.FIRST_COMPLETED)
-                if not item.done():
-                    item.cancel()
-                    raise watch.exception() or RunError("an inference engine ended its answers early")
-                completions = await item
-                missing -= len(completions)
-                yield completions
-            await watch
+                answers = await finished.get()
+                if isinstance(answers, Exception):
+                    raise answers
+                missing -= len(answers)
+                yield answers
         finally:
-            watch.cancel()
+            for follower in followers if missing else ():
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load new weights into every engine; each checks that they arrived."""
