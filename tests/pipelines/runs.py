@@ -14,7 +14,7 @@ import psutil
 from roll_opd.tracking.run_directory import read_jsonl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LAUNCHER = REPOSITORY / "examples" / "start_onpolicy_distill_pipeline.py"
+PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
 SECONDS = 400
 MARK = "ROLL_OPD_TEST_RUN"  # in the environment of everything a run starts
 
@@ -44,13 +44,21 @@ class Run:
 def launch(
     output_dir: Path,
     *overrides: str,
+    launcher: str = PURE,
     config: tuple[str, str] = ("demo", "onpolicy_distill"),
     kill_when: Callable[[], bool] | None = None,
 ) -> Run:
     """Run the launcher to its end, or until `kill_when` says to SIGKILL it; nothing of it may be left afterwards."""
     mark = f"{output_dir}-{time.monotonic_ns()}"
     log = output_dir.parent / f"{output_dir.name}-{time.monotonic_ns()}.log"
-    command = [sys.executable, str(LAUNCHER), "--config_path", config[0], "--config_name", config[1]]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "examples" / launcher),
+        "--config_path",
+        config[0],
+        "--config_name",
+        config[1],
+    ]
     with log.open("w") as sink:
         process = subprocess.Popen(
             [*command, f"output_dir={output_dir}", *overrides],
