@@ -55,6 +55,7 @@ def _launch(plan: RunPlan) -> int:
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
+    from roll_opd.data.rows import DataError
     from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
     from roll_opd.rewards.registry import resolve
@@ -63,7 +64,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
         resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
     tokenizer = load_tokenizer(plan.student.model.path)
     source = PromptSource(_prompts(plan.data, tokenizer), plan.seed)
-    held_out = _prompts(plan.validation.data, tokenizer) if plan.validation else []
+    held_out = _prompts(plan.validation.data, tokenizer).all() if plan.validation else []
     if resume:
         source.load_state_dict(resume.source_state)
         if resume.step >= plan.max_steps:
@@ -90,7 +91,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             asyncio.run(run_rlvr(plan, source, held_out, record, checkpoints, resume))
     except (KeyboardInterrupt, CheckpointError):
         raise
-    except (RunError, ClusterError) as error:
+    except (RunError, ClusterError, DataError) as error:
         print(f"roll-opd: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:
@@ -104,14 +105,11 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     return DONE
 
 
-def _prompts(data: DataPlan, tokenizer) -> list:
-    from roll_opd.data.rows import load_rows
-    from roll_opd.data.source import build_prompts
+def _prompts(data: DataPlan, tokenizer):
+    from roll_opd.data.prompts import open_prompts
 
-    rows, row_report = load_rows(data)
-    prompts, prompt_report = build_prompts(rows, tokenizer, data)
-    print(row_report.summary())
-    print(prompt_report.summary())
+    prompts, report = open_prompts(data, tokenizer)
+    print(report.summary())
     return prompts
 
 
