@@ -16,7 +16,7 @@ from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import RowFile
 from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, FileReport
 from roll_opd.data.rows import BadRow, DataError, Row, parse_row
-from roll_opd.data.templates import PromptText, render_prompt, tokenize
+from roll_opd.data.templates import NoChatTemplate, PromptText, render_prompt, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,6 +106,8 @@ class Indexer:
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
                 continue
+            except NoChatTemplate:
+                raise
             except DataError as error:
                 report.add_bad(NOT_ENCODABLE, line, str(error))
                 continue

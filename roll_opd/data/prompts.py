@@ -132,8 +132,8 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     """Read `plan.files` once, in order, and check every row; at most `plan.limit` rows that can be read are used.
 
     Rows longer than `plan.prompt_length` tokens are dropped or refused as `plan.on_long_prompt` says, rows that
-    cannot be used as `plan.on_bad_row` says. Raises `DataError` on refusal, for a missing file, an unknown template,
-    where no prompt is left, and where a stream with a weight has none.
+    cannot be used as `plan.on_bad_row` says. Raises `DataError` on refusal, for a missing file, an unknown or
+    absent template, where no prompt is left, and where a stream with a weight has none.
     """
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:

@@ -38,6 +38,10 @@ class PromptText:
     add_special_tokens: bool
 
 
+class NoChatTemplate(DataError):
+    """The tokenizer has no chat template and the rows need one, which no other row can change."""
+
+
 Renderer = Callable[["PreTrainedTokenizerBase", Row], str]
 
 
@@ -54,8 +58,8 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
     """The text of `row`, ending where the student's answer begins.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not, for a tokenizer without a
-    chat template where one is needed, and where the template refuses the conversation.
+    `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not and where the template refuses the
+    conversation, `NoChatTemplate` where one is needed.
     """
     renderer = TEMPLATES.get(template)
     if renderer is None:
@@ -86,7 +90,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Renderer:
         import jinja2
 
         if chat_template is None and not tokenizer.chat_template:
-            raise DataError(
+            raise NoChatTemplate(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
                 "set the template to `chatml` or `base`, or give rows with `prompt` in place of `messages`"
             )

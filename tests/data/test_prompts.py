@@ -85,6 +85,10 @@ def test_what_a_template_cannot_do_is_said(tokenizer_dir: Path, tmp_path: Path) 
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
         encode(tokenizer, conversation(("user", "x")))
+    plan = DataPlan(files=(str(write(tmp_path / "a.jsonl", chat("a", "x"))),), prompt_length=64, on_bad_row="drop")
+    with pytest.raises(DataError, match="no chat template") as refused:
+        open_prompts(plan, tokenizer)
+    assert "rows" not in str(refused.value).partition(";")[0]  # said once, not once a row
     with pytest.raises(DataError, match="no tokenizer"):
         load_tokenizer(str(tmp_path))
 
