@@ -24,10 +24,6 @@ class PromptSource:
         members = [prompts.members(stream) for stream in self._streams]
         self._order = DrawOrder(members, [stream.weight for stream in self._streams], seed)
 
-    def __len__(self) -> int:
-        """Prompts that can be drawn or are left out by the streams."""
-        return len(self._prompts)
-
     @property
     def position(self) -> int:
         """Prompts taken since the run began."""
