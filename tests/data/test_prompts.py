@@ -141,7 +141,7 @@ def test_prompts_are_read_in_any_order(tmp_path: Path, tokenizer: PreTrainedToke
         rows = [{"id": f"{name}{n}", "prompt": "2" * (n + 1), "tag": name} for n in range(count)]
         rows = rows if name != "b" else [{"id": "b0", "prompt": "2" * 200, "tag": "b"}]
         if suffix == "jsonl":
-            files.append(write(tmp_path / f"{name}.jsonl", *rows, ""))
+            files.append(write(tmp_path / f"{name}.jsonl", "", *rows[:2], " \r", *rows[2:], ""))
         else:
             files.append(tmp_path / f"{name}.parquet")
             pq.write_table(pa.Table.from_pylist(rows), files[-1], row_group_size=2)
