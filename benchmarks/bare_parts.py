@@ -124,12 +124,11 @@ def _merged(answers: Sequence[dict | None]) -> dict:
 def _prompt_source(plan: RunPlan) -> Any:
     """The prompts in the order in which the pipeline draws them."""
     # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
-    from roll_opd.data.rows import load_rows
-    from roll_opd.data.source import PromptSource, build_prompts
+    from roll_opd.data.prompts import open_prompts
+    from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
 
-    rows, _ = load_rows(plan.data)
-    prompts, _ = build_prompts(rows, load_tokenizer(plan.student.model.path), plan.data)
+    prompts, _ = open_prompts(plan.data, load_tokenizer(plan.student.model.path))
     return PromptSource(prompts, plan.seed)
 
 

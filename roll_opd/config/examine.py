@@ -4,11 +4,12 @@ The order is the order in which a user thinks: roles, models, layouts, devices, 
 output. Everything that can be checked is, so that all problems come out together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
 from roll_opd.config.errors import ConfigError, Findings
+from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
@@ -79,6 +80,9 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     if mode != "pure" and not agentic and not sections.rewards:
         switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
         findings.problem("rewards", f"is missing; {switch} learns from rewards, write at least rewards.math_rule")
+    if data is not None and None not in sections.rewards.values():
+        streams = read_streams(roles.train.worker.data_args, f"{roles.train.path}.data_args", data, rewards, findings)
+        data = replace(data, streams=streams)
     _check_micro_batches(top, roles, response, findings)
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
     if None not in sections.teachers.values() and None not in sections.rewards.values():

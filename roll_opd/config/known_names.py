@@ -10,7 +10,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 IGNORED_TOP = _names("""
-    logging_dir rollout_dump_dir checkpoint_config reward_pretrain tag_to_template base_dir rpc_timeout
+    logging_dir rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
     val_batch_size local_rank val_prompt_length val_sequence_length profiler_timeline profiler_memory
     profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
@@ -46,10 +46,7 @@ IGNORED_TRAINING_ARGS = _names("""
     dataloader_num_workers report_to remove_unused_columns save_total_limit
 """)
 
-IGNORED_DATA_ARGS = _names("""
-    domain_interleave_probs interleave_probs dataset_dir preprocessing_num_workers cache_path eval_file_name
-    dataset_type response
-""")
+IGNORED_DATA_ARGS = _names("preprocessing_num_workers cache_path eval_file_name dataset_type response")
 
 IGNORED_GENERATING_ARGS = _names("""
     num_beams do_sample max_length length_penalty default_system logprobs include_stop_str_in_output

@@ -156,6 +156,16 @@ class RewardPlan:
 
 
 @dataclass(frozen=True)
+class StreamPlan:
+    """A share of the draws: `weight` of them come from the rows with one of `tags`, or from `files`."""
+
+    name: str  # reward domain, tag or file name
+    weight: float  # the weights of all streams sum to 1
+    tags: tuple[str, ...] | None = None  # None: every tag
+    files: tuple[str, ...] | None = None  # None: every file
+
+
+@dataclass(frozen=True)
 class DataPlan:
     """Prompt files and what to do with rows that cannot be used."""
 
@@ -165,6 +175,8 @@ class DataPlan:
     on_bad_row: Literal["drop", "refuse"] = "refuse"
     on_long_prompt: Literal["drop", "refuse"] = "drop"
     limit: int | None = None  # use only the first so many rows
+    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
+    streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
 
 
 @dataclass(frozen=True)

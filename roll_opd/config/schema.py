@@ -29,12 +29,20 @@ def _texts(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _numbers(value: Any) -> Any:
+    """Take one number, or a text of numbers with commas, for a list."""
+    if isinstance(value, str):
+        value = value.split(",")
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
 Number = Annotated[float, BeforeValidator(_number)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Environment = dict[str, str | int | float]
 
@@ -84,10 +92,17 @@ class TrainingArgs(Section):
 
 
 class DataArgs(Section):
-    """`data_args`. Rows name their columns as ROLL does; `limit` (ours) uses only the first rows."""
+    """`data_args`. Rows name their columns as ROLL does; `limit` (ours) uses only the first rows.
+
+    `file_name` entries are files, directories or patterns, also below `dataset_dir`. `domain_interleave_probs` maps
+    reward domains or tags to shares of the draws, `interleave_probs` gives a share to each entry of `file_name`.
+    """
 
     ignored = names.IGNORED_DATA_ARGS
     file_name: Texts = ()
+    dataset_dir: str | None = None
+    domain_interleave_probs: dict[str, NotNegative] = {}
+    interleave_probs: Probabilities = ()
     template: str | None = None
     messages: Literal["messages"] | None = None
     prompt: Literal["prompt"] | None = None
@@ -235,6 +250,7 @@ class Top(Section):
     max_grad_norm: NotNegative = 1.0
     pretrain: str | None = None
     global_template: str | None = None
+    tag_to_template: dict[str, str] = {}
     validation: Validation | None = None
     is_pure_opd: bool = False
     use_opd: bool = False

@@ -3,44 +3,69 @@
 Reads a little of the disk and writes nothing; problems and warnings go to `Findings`.
 """
 
-import json
+import difflib
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from roll_opd.config.errors import Findings
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.known_names import TEMPLATES, TRACKERS, TRACKERS_OF_ROLL
-from roll_opd.config.models import ModelFacts, find_path, places
+from roll_opd.config.models import ModelFacts, find_path
 from roll_opd.config.plan import DataPlan, Mode, RewardPlan
+from roll_opd.config.prompt_files import find_prompt_files, tags_in
 from roll_opd.config.schema import DataArgs, Top
 
-ROWS_SCANNED = 50_000  # tags are looked up in the first rows of a file; enough for a mistake to show, and fast
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
-DEFAULT_TAG = "math_rule"  # of a row without a tag, as in `roll_opd.data.rows`
 
 
 def read_data(args: DataArgs, path: str, top: Top, findings: Findings) -> DataPlan | None:
-    """Return the prompts' plan with absolute file names, None if a file is missing."""
+    """Return the prompts' plan with absolute file names, None if a file is missing. Streams: `read_streams`."""
     if not args.file_name:
         findings.problem(f"{path}.file_name", "is missing; name the JSONL file of prompts")
         return None
-    files = []
+    files: list[Path] = []
+    missing = False
     for name in args.file_name:
-        file = find_path(name)
-        if file is None or not file.is_file():
-            findings.problem(f"{path}.file_name", f"no file {name!r} from {places()}")
-        elif not os.access(file, os.R_OK):
+        try:
+            files += find_prompt_files(name, args.dataset_dir)
+        except ValueError as error:
+            findings.problem(f"{path}.file_name", str(error))
+            missing = True
+    for file in files:
+        if not os.access(file, os.R_OK):
             findings.problem(f"{path}.file_name", f"{file} may not be read")
-        else:
-            files.append(str(file))
-    template = args.template or top.global_template or "native"
-    if template not in TEMPLATES:
-        key = f"{path}.template" if args.template else "global_template"
-        findings.problem(key, f"{template!r} is not a known template; known: {', '.join(TEMPLATES)}")
-    if len(files) < len(args.file_name):
+            missing = True
+    template = _template(args, path, top, findings)
+    if missing:
         return None
-    return DataPlan(tuple(files), top.prompt_length, template, top.on_bad_row, top.on_long_prompt, args.limit)
+    return DataPlan(
+        files=tuple(map(str, files)),
+        prompt_length=top.prompt_length,
+        template=template,
+        on_bad_row=top.on_bad_row,
+        on_long_prompt=top.on_long_prompt,
+        limit=args.limit,
+        tag_templates=FrozenDict(top.tag_to_template),
+    )
+
+
+def _template(args: DataArgs, path: str, top: Top, findings: Findings) -> str:
+    """The template of rows whose tag has none of its own; `global_template` goes first, as in ROLL."""
+    written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
+    if top.global_template:
+        written["global_template"] = top.global_template
+    if args.template:
+        written[f"{path}.template"] = args.template
+    for key, name in written.items():
+        if name not in TEMPLATES:
+            near = difflib.get_close_matches(name, TEMPLATES, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            findings.problem(key, f"{name!r} is not a known template{hint} Known: {', '.join(TEMPLATES)}")
+    if top.global_template and args.template and top.global_template != args.template:
+        findings.warn(f"{path}.template: {args.template} has no effect beside global_template {top.global_template}")
+    return top.global_template or args.template or "native"
 
 
 def read_trackers(top: Top, findings: Findings) -> tuple[str, ...]:
@@ -67,8 +92,8 @@ def check_tags(
     """
     if not any(tags is not None for tags in (*teacher_tags.values(), *(reward.tags for reward in rewards))):
         return
-    train_tags = tags_in(data) if data else set()
-    validation_tags = tags_in(validation) if validation else set()
+    train_tags = tags_in(data)[0] if data else set()
+    validation_tags = tags_in(validation)[0] if validation else set()
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
             findings.problem(
@@ -92,23 +117,6 @@ def check_tags(
     ]:
         if tags and present and not present.intersection(tags):
             findings.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
-
-
-def tags_in(data: DataPlan) -> set[str]:
-    """Return the tags of the first rows of the files; unreadable rows are for the dataset to report."""
-    tags: set[str] = set()
-    for file in data.files:
-        with open(file, encoding="utf-8", errors="replace") as stream:
-            for index, line in enumerate(stream):
-                if index >= ROWS_SCANNED or (data.limit is not None and index >= data.limit):
-                    break
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict) and isinstance(tag := row.get("tag", DEFAULT_TAG), str):
-                    tags.add(tag)
-    return tags
 
 
 def check_output(top: Top, exp_name: str, student: ModelFacts | None, findings: Findings) -> None:

@@ -4,7 +4,8 @@ A conversation goes through the template; a row that brings a plain `prompt` has
 that text is tokenised as it is, whatever the template.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_opd.data.rows import DataError, Row
@@ -17,8 +18,31 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+EMPTY = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+# The template of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), which asks for a box as rule-based rewards do
+BASE = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
+    "first thinks about the reasoning process in the mind and then provides the user with the answer, whose final "
+    "result stands in \\boxed{}. The reasoning process and answer are enclosed within <think> </think> and <answer> "
+    "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. "
+    "User: ",
+    " Assistant:",
+)
 
-Encoder = Callable[["PreTrainedTokenizerBase", Row], list[int]]
+
+@dataclass(frozen=True)
+class PromptText:
+    """A text to tokenise, with or without the tokens that the tokenizer puts around a text."""
+
+    text: str
+    add_special_tokens: bool
+
+
+class NoChatTemplate(DataError):
+    """The tokenizer has no chat template and the rows need one, which no other row can change."""
+
+
+Renderer = Callable[["PreTrainedTokenizerBase", Row], str]
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
@@ -31,65 +55,77 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
         raise DataError(f"no tokenizer could be loaded from {path}: {error}") from error
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> list[int]:
-    """The prompt tokens of `row`, ending where the student's answer begins.
+def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
+    """The text of `row`, ending where the student's answer begins.
 
-    `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not, for a tokenizer without a
-    chat template where one is needed, and where the template refuses the conversation.
+    `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not and where the template refuses the
+    conversation, `NoChatTemplate` where one is needed.
     """
-    encoder = TEMPLATES.get(template)
-    if encoder is None:
+    renderer = TEMPLATES.get(template)
+    if renderer is None:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
-    if row.prompt is not None:
-        return _tokenize(tokenizer, row.prompt)
-    return encoder(tokenizer, row)
+    if row.prompt is None:
+        return PromptText(renderer(tokenizer, row), add_special_tokens=False)
+    # A text that already begins with the beginning-of-sequence token must not get a second one
+    has_bos = tokenizer.bos_token is not None and row.prompt.startswith(tokenizer.bos_token)
+    return PromptText(row.prompt, add_special_tokens=not has_bos)
 
 
-def _chat(chat_template: str | None = None, **variables: Any) -> Encoder:
-    """An encoder through `chat_template`, or through the tokenizer's own where that is None."""
+def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
+    """The token ids of each text, in order; many at once are tokenised in parallel."""
+    tokens: list[list[int]] = [[] for _ in texts]
+    for special in (False, True):
+        numbers = [number for number, text in enumerate(texts) if text.add_special_tokens == special]
+        if numbers:
+            encoded = tokenizer([texts[number].text for number in numbers], add_special_tokens=special)
+            for number, ids in zip(numbers, encoded["input_ids"], strict=True):
+                tokens[number] = ids
+    return tokens
 
-    def encode(tokenizer: "PreTrainedTokenizerBase", row: Row) -> list[int]:
+
+def _chat(chat_template: str | None = None, **variables: Any) -> Renderer:
+    """A renderer through `chat_template`, or through the tokenizer's own where that is None."""
+
+    def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         import jinja2
 
         if chat_template is None and not tokenizer.chat_template:
-            raise DataError(
+            raise NoChatTemplate(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
                 "set the template to `chatml` or `base`, or give rows with `prompt` in place of `messages`"
             )
         try:
-            tokens = tokenizer.apply_chat_template(
+            return tokenizer.apply_chat_template(
                 [dict(message) for message in row.messages],
                 chat_template=chat_template,
                 add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,  # else transformers 5 returns a BatchEncoding
+                tokenize=False,
                 **variables,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
-        return list(tokens)
 
-    return encode
-
-
-def _plain(tokenizer: "PreTrainedTokenizerBase", row: Row) -> list[int]:
-    """The contents of the messages, one a line, and nothing else: for models that never saw a chat."""
-    return _tokenize(tokenizer, "\n".join(message["content"] for message in row.messages))
+    return render
 
 
-def _tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    # A text that already begins with the beginning-of-sequence token must not get a second one
-    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+def _around(before: str, after: str) -> Renderer:
+    """A renderer that puts a fixed text around the one message of a user: for models that never saw a chat."""
+
+    def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
+        if [message["role"] for message in row.messages] != ["user"]:
+            raise DataError(f"row {row.id}: this template takes one message of role user and no other")
+        return f"{before}{row.messages[0]['content']}{after}"
+
+    return render
 
 
-TEMPLATES: dict[str, Encoder] = {
+TEMPLATES: dict[str, Renderer] = {
     "native": _chat(),
     "native_nonthinking": _chat(enable_thinking=False),
     "qwen2_5": _chat(),
     "qwen3": _chat(enable_thinking=True),
     "qwen3_nothink": _chat(enable_thinking=False),
     "chatml": _chat(CHATML),
-    "base": _plain,
-    "empty": _plain,
+    "base": _around(*BASE),
+    "empty": _around(*EMPTY),
 }

@@ -55,6 +55,7 @@ def _launch(plan: RunPlan) -> int:
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
+    from roll_opd.data.rows import DataError
     from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
     from roll_opd.rewards.registry import resolve
@@ -62,8 +63,9 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     for reward in plan.rewards:
         resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
     tokenizer = load_tokenizer(plan.student.model.path)
-    source = PromptSource(_prompts(plan.data, tokenizer), plan.seed)
-    held_out = _prompts(plan.validation.data, tokenizer) if plan.validation else []
+    prompts, *validation = _prompts([plan.data, *([plan.validation.data] if plan.validation else [])], tokenizer)
+    source = PromptSource(prompts, plan.seed)
+    held_out = validation[0].all() if validation else []
     if resume:
         source.load_state_dict(resume.source_state)
         if resume.step >= plan.max_steps:
@@ -90,7 +92,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             asyncio.run(run_rlvr(plan, source, held_out, record, checkpoints, resume))
     except (KeyboardInterrupt, CheckpointError):
         raise
-    except (RunError, ClusterError) as error:
+    except (RunError, ClusterError, DataError) as error:
         print(f"roll-opd: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:
@@ -106,15 +108,23 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     return DONE
 
 
-def _prompts(data: DataPlan, tokenizer) -> list:
-    from roll_opd.data.rows import load_rows
-    from roll_opd.data.source import build_prompts
+def _prompts(data_sets: Sequence[DataPlan], tokenizer) -> list:
+    """Open every data set; what is wrong with any of them is told together."""
+    from roll_opd.data.prompts import open_prompts
+    from roll_opd.data.rows import DataError
 
-    rows, row_report = load_rows(data)
-    prompts, prompt_report = build_prompts(rows, tokenizer, data)
-    print(row_report.summary())
-    print(prompt_report.summary())
-    return prompts
+    opened, refusals = [], []
+    for data in data_sets:
+        try:
+            prompts, report = open_prompts(data, tokenizer)
+        except DataError as error:
+            refusals.append(str(error))
+        else:
+            opened.append(prompts)
+            print(report.summary())
+    if refusals:
+        raise DataError("\n".join(refusals))
+    return opened
 
 
 def _directory(plan: RunPlan, resume: Checkpoint | None, directories):

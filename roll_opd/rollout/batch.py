@@ -25,7 +25,7 @@ async def fill_batch(source: PromptSource, wanted: int, *, extra: int, keeps: Ke
     """Draw prompts and roll them out until `wanted` groups pass `keeps`.
 
     `extra` prompts beyond those are answered at the same time, in case some do not pass. What turns out not to be
-    needed is aborted and its prompts go back to `source`, as if never drawn. `rollout` goes to `roll_out`. RunError
+    needed is aborted, and its prompts are still the next ones of `source`. `rollout` goes to `roll_out`. RunError
     where hardly any group passes.
     """
     prompts: list[Prompt] = []
@@ -33,12 +33,9 @@ async def fill_batch(source: PromptSource, wanted: int, *, extra: int, keeps: Ke
     filtered: list[Prompt] = []
     while len(prompts) < wanted:
         missing, first_draw = wanted - len(prompts), source.position
-        candidates, places = [], []
-        for _ in range(missing + extra):
-            candidates += source.take(1)
-            places.append(source.state_dict())
+        candidates = source.peek(missing + extra)
         selection = await roll_out(candidates, first_draw=first_draw, wanted=missing, keeps=keeps, **rollout)
-        source.load_state_dict(places[selection.used - 1])
+        source.skip(selection.used)
         chosen = set(selection.chosen)
         experiences += selection.experiences()
         for group in range(selection.used):

@@ -18,6 +18,7 @@ from roll_opd.config.known_names import (
     TEMPLATES,
 )
 from roll_opd.config.plan import RunPlan
+from roll_opd.config.prompt_files import DEFAULT_TAG
 from roll_opd.config.schema import (
     DataArgs,
     EnvManager,
@@ -29,7 +30,6 @@ from roll_opd.config.schema import (
     Validation,
     Worker,
 )
-from roll_opd.config.surroundings import DEFAULT_TAG
 
 ROLL = """
 hydra:
@@ -207,11 +207,13 @@ def test_single_teacher_form(root: Path, values: dict[str, Any]) -> None:
     assert run.student.megatron_args == {"recompute_granularity": "full"}
     assert run.student.optimizer.warmup_steps == 20
     assert run.rollout.max_model_len == 128
+    assert [(stream.name, stream.weight) for stream in run.data.streams] == [("math_rule", 1.0)]
+    assert run.data.template == run.validation.data.template == "qwen3"
     ignored = next(text for text in run.warnings if text.startswith("these ROLL keys"))
     for key in (
         "logging_dir",
         "checkpoint_config",
-        "student_train.data_args.dataset_dir",
+        "student_train.data_args.preprocessing_num_workers",
         "rewards.math_rule.model_args",
     ):
         assert key in ignored
@@ -259,7 +261,7 @@ def test_megatron_names_exist_in_the_installed_library() -> None:
 
 def test_names_agree_with_the_rooms_that_own_them() -> None:
     """The configuration may import nothing above it, so its tables are copies; they must stay true."""
-    from roll_opd.data.rows import load_rows
+    from roll_opd.data.rows import DEFAULT_TAG as OWNED_DEFAULT_TAG
     from roll_opd.data.templates import TEMPLATES as OWNED_TEMPLATES
     from roll_opd.rewards.registry import ROLL_CLASSES, resolve
 
@@ -267,4 +269,4 @@ def test_names_agree_with_the_rooms_that_own_them() -> None:
     assert REWARD_CLASSES_OF_ROLL == ROLL_CLASSES
     for name, arguments in REWARD_WORKERS.items():
         assert set(inspect.signature(resolve(name)).parameters) - {"samples"} == arguments
-    assert inspect.signature(load_rows).parameters["default_tag"].default == DEFAULT_TAG
+    assert OWNED_DEFAULT_TAG == DEFAULT_TAG

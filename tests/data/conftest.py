@@ -1,10 +1,16 @@
 """A small real tokenizer: byte-level BPE with a chat template, saved and loaded as a user's would be."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.prompts import Prompt, open_prompts
+from roll_opd.data.report import DataReport
+from roll_opd.data.templates import load_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -32,6 +38,23 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(tokenizer_dir))
+
+
+@pytest.fixture(scope="session")
+def opened(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[list[Prompt], DataReport]]:
+    """Open files as a data set; `options` are those of `DataPlan`."""
+
+    def open_files(*files: Path, **options: object) -> tuple[list[Prompt], DataReport]:
+        plan = DataPlan(**{"files": tuple(map(str, files)), "prompt_length": 64, **options})
+        prompts, report = open_prompts(plan, tokenizer)
+        return prompts.all(), report
+
+    return open_files
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import DataPlan
+from roll_opd.data.files import open_file
 from roll_opd.data.gsm8k import final_answer, main
-from roll_opd.data.rows import DataError, load_rows
-from roll_opd.data.source import build_prompts
-from roll_opd.data.templates import load_tokenizer
+from roll_opd.data.prompts import open_prompts
+from roll_opd.data.rows import DataError, parse_row
 
 EXAMPLES = [
     {"question": "How many?", "answer": "It is 2*3 = <<2*3=6>>6.\n#### 6"},
@@ -34,11 +35,11 @@ def test_converts_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     source = write(tmp_path / "train.jsonl", EXAMPLES)
     assert main(["--input", str(source), "--output", str(output), "--instruction", "Think."]) == 0
     assert "2 rows" in capsys.readouterr().out
-    rows, _ = load_rows(DataPlan(files=(str(output),), prompt_length=64), default_tag="none")
+    rows = [parse_row(value, "none") for _, _, value in open_file(str(output)).scan()]
     assert [row.id for row in rows] == ["gsm8k-train-0", "gsm8k-train-1"]
     assert [row.ground_truth for row in rows] == ["6", "1234567"]
     assert rows[1].messages == ({"role": "user", "content": "How much für “her”?\nThink."},)
-    assert (rows[0].tag, rows[0].source) == ("math_rule", "gsm8k")
+    assert (rows[0].tag, rows[0].extra) == ("math_rule", {"source": "gsm8k"})
 
 
 def test_a_local_data_set_gives_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +69,11 @@ def test_wrong_input_ends_with_2_and_leaves_no_file(tmp_path: Path, capsys: pyte
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
 
 
-def test_all_of_gsm8k_loads(tmp_path: Path, gsm8k_dir: Path, tokenizer_dir: Path) -> None:
+def test_all_of_gsm8k_loads(tmp_path: Path, gsm8k_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     output = tmp_path / "rows.jsonl"
     assert main(["--input", str(gsm8k_dir / "train.jsonl"), "--output", str(output)]) == 0
     data = DataPlan(files=(str(output),), prompt_length=4096, on_long_prompt="refuse")
-    rows, report = load_rows(data)
-    assert (report.rows, report.bad, report.renamed) == (7473, 0, 0)
-    prompts, prompt_report = build_prompts(rows, load_tokenizer(str(tokenizer_dir)), data)
-    assert (prompt_report.prompts, prompt_report.too_long) == (7473, 0)
+    prompts, report = open_prompts(data, tokenizer)
+    assert (report.prompts, report.rows, report.bad, report.renamed) == (7473, 7473, 0, 0)
     question = json.loads((gsm8k_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()[7472])["question"]
-    assert question in load_tokenizer(str(tokenizer_dir)).decode(prompts[7472].tokens)
+    assert question in tokenizer.decode(prompts.read([7472])[0].tokens)

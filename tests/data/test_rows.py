@@ -1,51 +1,44 @@
 """Rows: every form that is accepted, and every bad row counted, named, dropped or refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_assets import write
 
-from roll_opd.config.plan import DataPlan
-from roll_opd.data.rows import EMPTY, NO_PROMPT, NOT_AN_OBJECT, NOT_JSON, WRONG_TYPE, DataError, load_rows
+from roll_opd.data.files import open_file
+from roll_opd.data.prompts import Prompt
+from roll_opd.data.report import FILES_NAMED, DataReport
+from roll_opd.data.rows import EMPTY, NO_PROMPT, NOT_AN_OBJECT, NOT_JSON, WRONG_TYPE, DataError, Row, parse_row
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
-
-def plan(*files: Path, **options: object) -> DataPlan:
-    return DataPlan(files=tuple(map(str, files)), prompt_length=64, **options)
+Opened = Callable[..., tuple[list[Prompt], DataReport]]
 
 
-def write(path: Path, *lines: object) -> Path:
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
-    return path
+def parse_all(path: Path) -> list[Row]:
+    file = open_file(str(path))
+    return [parse_row(value, f"{path.stem}:{line}") for line, _, value in file.scan()]
 
 
 def test_reads_every_form_of_a_row(tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.jsonl",
-        {
-            "id": 7,
-            "tag": "math",
-            "messages": json.dumps(CHAT),
-            "ground_truth": 4,
-            "source": "s",
-            "difficulty": 0.5,
-        },
+        {"id": 7, "tag": "math", "messages": json.dumps(CHAT), "ground_truth": 4, "source": "s", "difficulty": 0.5},
         {"messages": CHAT, "test_cases": ["x"]},
         "",
         {"prompt": "2+2="},
     )
-    rows, report = load_rows(plan(file), default_tag="other")
+    rows = parse_all(file)
     assert [row.id for row in rows] == ["7", "a:2", "a:4"]
-    assert [row.tag for row in rows] == ["math", "other", "other"]
+    assert [row.tag for row in rows] == ["math", "math_rule", "math_rule"]
     assert rows[0].messages == rows[1].messages == tuple(CHAT)
-    assert (rows[0].ground_truth, rows[0].source, rows[0].difficulty) == ("4", "s", 0.5)
+    assert (rows[0].ground_truth, rows[0].extra) == ("4", {"source": "s", "difficulty": 0.5})
     assert rows[1].extra == {"test_cases": ("x",)}
     assert (rows[2].prompt, rows[2].messages) == ("2+2=", ())
-    assert (report.rows, report.bad) == (3, 0)
 
 
 BAD_LINES = [
@@ -63,6 +56,7 @@ BAD_LINES = [
     (WRONG_TYPE, {"prompt": "a", "ground_truth": {"x": 1}}),
     (WRONG_TYPE, {"prompt": "a", "id": True}),
     (WRONG_TYPE, '{"prompt": "\\ud800"}'),
+    (WRONG_TYPE, '{"prompt": "a", "tag": "\\ud800"}'),
     (EMPTY, {"messages": []}),
     (EMPTY, {"messages": ""}),
     (EMPTY, {"messages": [{"role": "user", "content": " "}]}),
@@ -71,70 +65,106 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("kind", "line"), BAD_LINES)
-def test_a_bad_row_is_counted_and_named(tmp_path: Path, kind: str, line: object) -> None:
+def test_a_bad_row_is_counted_and_named(tmp_path: Path, opened: Opened, kind: str, line: object) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "good"}, line)
-    rows, report = load_rows(plan(file, on_bad_row="drop"))
-    assert len(rows) == 1
+    prompts, report = opened(file, on_bad_row="drop")
+    assert len(prompts) == 1
     assert report.bad_counts == {kind: 1}
-    assert f"{file}:2" in report.bad_examples[kind][0]
+    assert f"{file}:2" in report.files[0].bad_examples[kind][0]
     with pytest.raises(DataError, match="on_bad_row: drop") as refused:
-        load_rows(plan(file))
+        opened(file)
     assert kind in str(refused.value)
     assert f"{file}:2" in str(refused.value)
 
 
-def test_the_report_of_many_bad_rows_stays_short(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"prompt": "good"}, *["nope"] * 500)
-    _, report = load_rows(plan(file, on_bad_row="drop"))
-    assert report.bad == 500
-    assert "500 x not JSON" in report.summary()
-    assert len(report.summary()) < 1000
+def test_bad_rows_are_counted_in_each_file(tmp_path: Path, opened: Opened) -> None:
+    first = write(tmp_path / "a.jsonl", {"prompt": "good"}, "nope", {"id": "x"})
+    second = write(tmp_path / "b.jsonl", "nope", "nope", {"prompt": "good"}, {"prompt": "good"})
+    _, report = opened(first, second, on_bad_row="drop")
+    assert [(file.rows, file.prompts, dict(file.bad_counts)) for file in report.files] == [
+        (3, 1, {NOT_JSON: 1, NO_PROMPT: 1}),
+        (4, 2, {NOT_JSON: 2}),
+    ]
+    assert report.bad_counts == {NOT_JSON: 3, NO_PROMPT: 1}
+    assert f"{first}: 2 of 3 rows" in report.summary()
+    assert f"{second}: 2 of 4 rows" in report.summary()
+    assert f"{second}:1 (" in report.summary()
 
 
-def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
+def test_the_report_of_many_bad_rows_stays_short(tmp_path: Path, opened: Opened) -> None:
+    files = [
+        write(tmp_path / f"{n:02}.jsonl", {"prompt": "good"}, *["nope"] * 500 * (n == 0), "nope") for n in range(30)
+    ]
+    _, report = opened(*files, on_bad_row="drop")
+    assert report.bad == 530
+    assert "501 x not JSON" in report.summary()
+    assert f"{30 - FILES_NAMED} more files: 20 rows" in report.summary()
+    assert len(report.summary().splitlines()) < 3 * FILES_NAMED
+
+
+def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path, opened: Opened) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "with a byte order mark"}\n{"prompt": "\xff"}\n')
-    rows, report = load_rows(plan(file, on_bad_row="drop"))
-    assert [row.prompt for row in rows] == ["with a byte order mark"]
+    prompts, report = opened(file, on_bad_row="drop")
+    assert [prompt.id for prompt in prompts] == ["a:1"]
     assert report.bad_counts == {NOT_JSON: 1}
 
 
-def test_parquet_gives_the_rows_of_the_same_jsonl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_group_size", [1, 2, 100])
+def test_parquet_gives_the_prompts_of_the_same_jsonl(tmp_path: Path, opened: Opened, row_group_size: int) -> None:
     values = [
-        {"id": "a", "messages": json.dumps(CHAT), "ground_truth": "4", "tag": "t"},
-        {"id": "b", "messages": None, "ground_truth": "4", "tag": "t"},
-        {"id": "c", "messages": json.dumps(CHAT), "ground_truth": None, "tag": None},
+        {"id": "a", "messages": json.dumps(CHAT), "ground_truth": "4", "tag": "t", "test_cases": [{"in": "1"}]},
+        {"id": "b", "messages": None, "ground_truth": "4", "tag": "t", "test_cases": None},
+        {"id": "c", "messages": json.dumps(CHAT), "ground_truth": None, "tag": None, "test_cases": []},
+        {"id": None, "messages": json.dumps(CHAT), "ground_truth": "5", "tag": "u", "test_cases": None},
     ]
-    pq.write_table(pa.Table.from_pylist(values), tmp_path / "rows.parquet")
-    from_parquet = load_rows(plan(tmp_path / "rows.parquet", on_bad_row="drop"))
-    from_jsonl = load_rows(plan(write(tmp_path / "rows.jsonl", *values), on_bad_row="drop"))
+    pq.write_table(pa.Table.from_pylist(values), tmp_path / "rows.parquet", row_group_size=row_group_size)
+    from_parquet = opened(tmp_path / "rows.parquet", on_bad_row="drop")
+    from_jsonl = opened(write(tmp_path / "rows.jsonl", *values), on_bad_row="drop")
     assert from_parquet[0] == from_jsonl[0]
+    assert [prompt.id for prompt in from_parquet[0]] == ["a", "c", "rows:4"]
+    assert [prompt.extra for prompt in from_parquet[0]] == [prompt.extra for prompt in from_jsonl[0]]
+    assert from_parquet[0][0].extra == {"test_cases": ({"in": "1"},)}
     assert from_parquet[1].bad_counts == from_jsonl[1].bad_counts == {NO_PROMPT: 1}
+
+
+def test_parquet_with_messages_as_a_list(tmp_path: Path, opened: Opened) -> None:
+    """A column of structs gives every message every key; an absent one must not reach the template as None."""
+    values = [{"messages": [{"role": "user", "content": "a", "name": "x"}]}, {"messages": [*CHAT]}]
+    pq.write_table(pa.Table.from_pylist(values), tmp_path / "rows.parquet")
+    assert parse_all(tmp_path / "rows.parquet")[1].messages == tuple(CHAT)
+    assert len(opened(tmp_path / "rows.parquet")[0]) == 2
+
+
+def test_parquet_that_cannot_be_read(tmp_path: Path, opened: Opened) -> None:
     (tmp_path / "bad.parquet").write_text("not parquet")
     with pytest.raises(DataError, match=r"bad\.parquet"):
-        load_rows(plan(tmp_path / "bad.parquet"))
+        opened(tmp_path / "bad.parquet")
+    pq.write_table(pa.table({"question": ["a", "b"]}), tmp_path / "columns.parquet")
+    with pytest.raises(DataError, match=f"2 x {NO_PROMPT}"):
+        opened(tmp_path / "columns.parquet")
 
 
-def test_ids_stay_unique_over_files(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", {"id": "0", "prompt": "x"})
-    second = write(tmp_path / "b.jsonl", {"id": "0", "prompt": "y"})
-    rows, report = load_rows(plan(first, second))
-    assert len({row.id for row in rows}) == 2
+def test_ids_stay_unique_over_files(tmp_path: Path, opened: Opened) -> None:
+    first = write(tmp_path / "a.jsonl", {"id": "0", "prompt": "x"}, {"id": "1", "prompt": "x"})
+    second = write(tmp_path / "b.jsonl", {"id": "2", "prompt": "y"}, {"id": "0", "prompt": "y"})
+    prompts, report = opened(first, second)
+    assert [prompt.id for prompt in prompts] == ["0", "1", "2", f"0@{second}:2"]
     assert report.renamed == 1
 
 
-def test_limit_takes_the_first_usable_rows(tmp_path: Path) -> None:
+def test_limit_takes_the_first_usable_rows(tmp_path: Path, opened: Opened) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "0"}, "bad", {"prompt": "1"}, {"prompt": "2"})
-    rows, _ = load_rows(plan(file, limit=2, on_bad_row="drop"))
-    assert [row.prompt for row in rows] == ["0", "1"]
+    prompts, _ = opened(file, limit=2, on_bad_row="drop")
+    assert [prompt.id for prompt in prompts] == ["a:1", "a:3"]
 
 
-def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
+def test_nothing_to_read_is_an_error(tmp_path: Path, opened: Opened) -> None:
     with pytest.raises(DataError, match="no usable row"):
-        load_rows(plan(write(tmp_path / "empty.jsonl")))
+        opened(write(tmp_path / "empty.jsonl"))
     with pytest.raises(DataError, match="all 1 rows are bad"):
-        load_rows(plan(write(tmp_path / "bad.jsonl", "bad"), on_bad_row="drop"))
+        opened(write(tmp_path / "bad.jsonl", "bad"), on_bad_row="drop")
     with pytest.raises(DataError, match=r"missing\.jsonl"):
-        load_rows(plan(tmp_path / "missing.jsonl"))
+        opened(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="file_name"):
-        load_rows(plan())
+        opened()

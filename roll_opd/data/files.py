@@ -1,0 +1,137 @@
+"""Row files on disk, read once from end to end and then row by row, so that none of them has to fit in memory.
+
+A row has a `line` (from 1; in Parquet the number of the row) that names it to the user and a `position` at which
+it is found again: the byte where its line begins in a JSONL file, the row number from 0 in a Parquet file.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from roll_opd.data.rows import NOT_JSON, BadRow, DataError
+
+PARQUET_SUFFIX = ".parquet"
+PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
+PARQUET_BUFFER = 2**20  # bytes of a column read at a time
+
+
+class RowFile(Protocol):
+    """A file of rows; a value that cannot be decoded comes as a `BadRow`."""
+
+    path: Path
+
+    def scan(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield (line, position, value) of every row that is not blank, in order."""
+
+    def read(self, positions: Sequence[int]) -> list[Any]:
+        """The values at `positions`, which ascend."""
+
+    def bytes_before(self, position: int) -> int:
+        """About how much of the file lies before a row, for the progress of a pass."""
+
+
+def open_file(name: str) -> RowFile:
+    """The file called `name`; a `.parquet` file is read as Parquet, any other as JSONL."""
+    path = Path(name)
+    return ParquetFile(path) if path.suffix == PARQUET_SUFFIX else JsonlFile(path)
+
+
+class JsonlFile:
+    """One JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def scan(self) -> Iterator[tuple[int, int, Any]]:
+        position = 0
+        with self.path.open("rb") as file:
+            for line, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield line, position, _decode(raw)
+                position += len(raw)
+
+    def read(self, positions: Sequence[int]) -> list[Any]:
+        with self.path.open("rb") as file:
+            return [_decode(_line_at(file, position)) for position in positions]
+
+    def bytes_before(self, position: int) -> int:
+        return position
+
+
+class ParquetFile:
+    """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
+
+    # what makes a prompt; a pass over the file leaves other columns, such as test cases, unread
+    SCANNED = ("id", "tag", "messages", "prompt", "ground_truth")
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+
+        self.path = path
+        try:
+            with self._open() as file:
+                self._columns = [name for name in file.schema_arrow.names if name in self.SCANNED]
+                groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error) from error
+        self._starts = [0, *accumulate(groups)]  # first row of each group, and the number of rows
+        self._bytes = path.stat().st_size
+
+    def scan(self) -> Iterator[tuple[int, int, Any]]:
+        for number, value in enumerate(self._values(range(len(self._starts) - 1), self._columns)):
+            yield number + 1, number, value
+
+    def read(self, positions: Sequence[int]) -> list[Any]:
+        values: list[Any] = []
+        wanted: dict[int, list[int]] = {}  # row group -> rows in it
+        for position in positions:
+            group = bisect_right(self._starts, position) - 1
+            wanted.setdefault(group, []).append(position - self._starts[group])
+        for group, rows in wanted.items():
+            left = iter(rows)
+            row = next(left)
+            for number, value in enumerate(self._values([group], None)):
+                if number == row:
+                    values.append(value)
+                    if (row := next(left, -1)) < 0:
+                        break
+        return values
+
+    def bytes_before(self, position: int) -> int:
+        return self._bytes * position // max(1, self._starts[-1])
+
+    def _values(self, groups: Sequence[int], columns: list[str] | None) -> Iterator[dict[str, Any]]:
+        import pyarrow as pa
+
+        try:
+            with self._open() as file:
+                for batch in file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=columns):
+                    if columns == []:  # no known column: the rows exist all the same, and are bad
+                        yield from ({} for _ in range(batch.num_rows))
+                    else:
+                        yield from batch.to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error) from error
+
+    def _open(self) -> Any:
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(self.path, buffer_size=PARQUET_BUFFER, pre_buffer=False)
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(f"{self.path} is not a readable Parquet file: {error}")
+
+
+def _line_at(file: Any, position: int) -> bytes:
+    file.seek(position)
+    return file.readline()
+
+
+def _decode(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return BadRow(NOT_JSON, str(error)[:80])

@@ -1,0 +1,164 @@
+"""The one pass over a data set's files: every row is checked and counted, and of the good ones only their place is
+kept, about twenty bytes each. Legend: N prompts, F files.
+"""
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.files import RowFile
+from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, FileReport
+from roll_opd.data.rows import BadRow, DataError, Row, parse_row
+from roll_opd.data.templates import NoChatTemplate, PromptText, render_prompt, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# rows are tokenised together, which is several times faster than one by one
+BATCH_ROWS = 512
+BATCH_CHARACTERS = 2**20
+PROGRESS_AFTER = 3.0  # seconds of a pass after which its progress is shown
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where the prompts are: an entry each, in the order of files and rows."""
+
+    starts: np.ndarray  # int64 [F+1], the prompts of file f are starts[f] to starts[f+1]
+    positions: np.ndarray  # int64 [N], where the file finds the row again
+    lines: np.ndarray  # uint32 [N]
+    tags: np.ndarray  # int32 [N], into tag_names
+    checks: np.ndarray  # uint32 [N], of id, tag and tokens: a row that has changed since is found out
+    renamed: np.ndarray  # bool [N], an earlier prompt has the same id
+    tag_names: tuple[str, ...]
+    digests: tuple[str, ...]  # [F], of the ids, tags and tokens of a file's prompts
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A row that waits to be tokenised."""
+
+    line: int
+    position: int
+    id: str
+    tag: str
+    text: PromptText
+
+
+class Indexer:
+    """The one pass over all files: counts bad rows and builds the index."""
+
+    def __init__(self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._plan, self._tokenizer = plan, tokenizer
+        self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
+        self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
+        self._codes: dict[str, int] = {}  # tag -> number
+        self._parsed = 0  # rows that could be read, of which `limit` speaks
+        self._longest = 0
+
+    def index(self, files: Sequence[RowFile]) -> tuple[Index, tuple[FileReport, ...], int]:
+        """Return the index, a report for each file, and the tokens of the longest row."""
+        reports, digests, starts = [], [], [0]
+        sizes = [file.path.stat().st_size for file in files]
+        with tqdm(
+            total=sum(sizes), desc="Checking prompts", unit="B", unit_scale=True, delay=PROGRESS_AFTER, mininterval=1
+        ) as progress:
+            for number, file in enumerate(files):
+                report, digest = FileReport(str(file.path)), hashlib.sha256()
+                before = sum(sizes[:number])
+                for batch in self._batches(file, report):
+                    self._add(batch, report, digest)
+                    progress.update(before + file.bytes_before(batch[-1].position) - progress.n)
+                reports.append(report)
+                digests.append(digest.hexdigest())
+                starts.append(len(self._positions))
+        index = Index(
+            starts=np.array(starts, dtype=np.int64),
+            positions=np.frombuffer(self._positions, dtype=np.int64),
+            lines=np.frombuffer(self._lines, dtype=np.uint32),
+            tags=np.frombuffer(self._tags, dtype=np.int32),
+            checks=np.frombuffer(self._checks, dtype=np.uint32),
+            renamed=repeated(np.frombuffer(self._ids, dtype=np.int64)),
+            tag_names=tuple(self._codes),
+            digests=tuple(digests),
+        )
+        return index, tuple(reports), self._longest
+
+    def _batches(self, file: RowFile, report: FileReport) -> Iterator[list[_Pending]]:
+        """Yield lists of `_Pending`, never empty; count the rows that do not get so far."""
+        batch: list[_Pending] = []
+        characters = 0
+        for line, position, value in file.scan():
+            if self._parsed == self._plan.limit:
+                break
+            report.rows += 1
+            try:
+                row = parse_row(value, fallback_id(file, line))
+                self._parsed += 1
+                text = render_row(self._tokenizer, row, self._plan)
+            except BadRow as bad:
+                report.add_bad(bad.kind, line, bad.detail)
+                continue
+            except NoChatTemplate:
+                raise
+            except DataError as error:
+                report.add_bad(NOT_ENCODABLE, line, str(error))
+                continue
+            batch.append(_Pending(line, position, row.id, row.tag, text))
+            characters += len(text.text)
+            if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+        if batch:
+            yield batch
+
+    def _add(self, batch: list[_Pending], report: FileReport, digest: Any) -> None:
+        for row, ids in zip(batch, tokenize(self._tokenizer, [row.text for row in batch]), strict=True):
+            self._longest = max(self._longest, len(ids))
+            if not ids:
+                report.add_bad(NO_TOKEN, row.line, row.id)
+            elif len(ids) > self._plan.prompt_length:
+                report.add_bad(TOO_LONG, row.line, f"{row.id}, {len(ids)} tokens")
+            else:
+                tokens = np.asarray(ids, dtype=np.int64)
+                report.prompts += 1
+                digest.update(_identity(row.id, row.tag, tokens))
+                self._positions.append(row.position)
+                self._lines.append(row.line)
+                self._tags.append(self._codes.setdefault(row.tag, len(self._codes)))
+                self._checks.append(row_check(row.id, row.tag, tokens))
+                self._ids.append(hash(row.id))
+
+
+def repeated(ids: np.ndarray) -> np.ndarray:
+    """Which of `ids`, int64 [N], an earlier entry already has, bool [N]."""
+    order = np.argsort(ids, kind="stable")
+    again = np.zeros(len(ids), dtype=bool)
+    again[order[1:]] = ids[order[1:]] == ids[order[:-1]]
+    return again
+
+
+def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> PromptText:
+    """The text of `row` through the template of its tag."""
+    return render_prompt(tokenizer, row, plan.tag_templates.get(row.tag, plan.template))
+
+
+def fallback_id(file: RowFile, line: int) -> str:
+    """The id of a row that has none."""
+    return f"{file.path.stem}:{line}"
+
+
+def _identity(identity: str, tag: str, tokens: np.ndarray) -> bytes:
+    return f"{identity}\0{tag}\0{len(tokens)}\0".encode() + tokens.tobytes()
+
+
+def row_check(identity: str, tag: str, tokens: np.ndarray) -> int:
+    """A number that tells a prompt from what a changed row would give."""
+    return zlib.crc32(_identity(identity, tag, tokens))

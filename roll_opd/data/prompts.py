@@ -1,0 +1,200 @@
+"""Prompts ready to sample from, without holding them: one pass checks every row and notes where the good ones
+are, and a row is read, templated and tokenised again when it is drawn. So a data set may be much larger than the
+memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.files import RowFile, open_file
+from roll_opd.data.indexing import Index, Indexer, fallback_id, render_row, row_check
+from roll_opd.data.report import TOO_LONG, DataReport
+from roll_opd.data.rows import BadRow, DataError, Row, parse_row
+from roll_opd.data.templates import TEMPLATES, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EVERYTHING = StreamPlan("all", 1.0)  # the one stream of a data set without others
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenised row. Two draws of one row in different epochs are equal."""
+
+    id: str
+    index: int  # position among the prompts of the data set
+    tag: str
+    tokens: np.ndarray = field(compare=False)  # int64 [P]
+    ground_truth: str | None = None
+    extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
+
+
+class PromptSet:
+    """The prompts of a data set on disk, numbered from 0. `open_prompts` makes one."""
+
+    def __init__(
+        self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", files: Sequence[RowFile], index: Index
+    ) -> None:
+        self._plan, self._tokenizer, self._files, self._index = plan, tokenizer, files, index
+        self.streams = plan.streams or (EVERYTHING,)
+
+    def __len__(self) -> int:
+        return len(self._index.positions)
+
+    def read(self, numbers: Sequence[int]) -> list[Prompt]:
+        """The prompts with these numbers, in their order, with `extra`.
+
+        Raises `DataError` where a file is gone or a row is no longer what it was when the data set was opened.
+        """
+        wanted = np.unique(np.asarray(numbers, dtype=np.int64))
+        file_of = np.searchsorted(self._index.starts, wanted, side="right") - 1
+        rows: list[Row] = []
+        for file in np.unique(file_of):
+            rows += self._rows(self._files[file], wanted[file_of == file])
+        try:
+            texts = [render_row(self._tokenizer, row, self._plan) for row in rows]
+        except DataError as error:
+            raise DataError(f"{error}; it was accepted when the run began, so its file has changed since") from error
+        prompts: dict[int, Prompt] = {}
+        for number, row, tokens in zip(wanted.tolist(), rows, tokenize(self._tokenizer, texts), strict=True):
+            ids = np.asarray(tokens, dtype=np.int64)
+            if row_check(row.id, row.tag, ids) != self._index.checks[number]:
+                raise self._changed(number)
+            prompts[number] = Prompt(self._name(number, row.id), number, row.tag, ids, row.ground_truth, row.extra)
+        return [prompts[number] for number in numbers]
+
+    def all(self) -> list[Prompt]:
+        """Every prompt, in order; for data sets that fit in memory, such as those for validation."""
+        return self.read(range(len(self)))
+
+    def members(self, stream: StreamPlan) -> np.ndarray:
+        """The numbers of the prompts that belong to `stream`, int64, ascending."""
+        inside = np.ones(len(self), dtype=bool)
+        if stream.tags is not None:
+            codes = [code for code, tag in enumerate(self._index.tag_names) if tag in stream.tags]
+            inside &= np.isin(self._index.tags, codes)
+        if stream.files is not None:
+            for number, file in enumerate(self._plan.files):
+                if file not in stream.files:
+                    inside[self._index.starts[number] : self._index.starts[number + 1]] = False
+        return np.flatnonzero(inside)
+
+    def tags(self, numbers: np.ndarray) -> dict[str, int]:
+        """How many of the prompts with these numbers have each tag."""
+        counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
+        return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
+
+    def fingerprint(self) -> list[dict[str, str | int]]:
+        """For each file its name, how many prompts it gave, and a digest of their ids, tags and tokens."""
+        counts = np.diff(self._index.starts).tolist()
+        return [
+            {"name": Path(file).name, "prompts": count, "digest": digest}
+            for file, count, digest in zip(self._plan.files, counts, self._index.digests, strict=True)
+        ]
+
+    def _rows(self, file: RowFile, numbers: np.ndarray) -> list[Row]:
+        try:
+            values = file.read(self._index.positions[numbers].tolist())
+        except OSError as error:
+            raise DataError(f"{file.path} can no longer be read: {error}") from error
+        if len(values) != len(numbers):
+            raise self._changed(int(numbers[-1]))
+        rows = []
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            try:
+                rows.append(parse_row(value, fallback_id(file, self._index.lines[number])))
+            except BadRow as bad:
+                raise self._changed(number) from bad
+        return rows
+
+    def _name(self, number: int, identity: str) -> str:
+        return f"{identity}@{self._where(number)}" if self._index.renamed[number] else identity
+
+    def _where(self, number: int) -> str:
+        file = np.searchsorted(self._index.starts, number, side="right") - 1
+        return f"{self._files[file].path}:{self._index.lines[number]}"
+
+    def _changed(self, number: int) -> DataError:
+        return DataError(
+            f"{self._where(number)} is no longer the row that was there when the run began; "
+            "restore the file and resume from the last checkpoint, or start a new run"
+        )
+
+
+def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[PromptSet, DataReport]:
+    """Read `plan.files` once, in order, and check every row; at most `plan.limit` rows that can be read are used.
+
+    Rows longer than `plan.prompt_length` tokens are dropped or refused as `plan.on_long_prompt` says, rows that
+    cannot be used as `plan.on_bad_row` says. Raises `DataError` on refusal, for a missing file, an unknown or
+    absent template, where no prompt is left, and where a stream with a weight has none.
+    """
+    for template in (plan.template, *plan.tag_templates.values()):
+        if template not in TEMPLATES:
+            raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
+    files = _existing_files(plan.files)
+    index, reports, longest = Indexer(plan, tokenizer).index(files)
+    prompts = PromptSet(plan, tokenizer, files, index)
+    streams = {stream.name: prompts.members(stream) for stream in plan.streams}
+    report = DataReport(
+        files=reports,
+        prompt_length=plan.prompt_length,
+        longest=longest,
+        renamed=int(index.renamed.sum()),
+        streams=FrozenDict({name: len(members) for name, members in streams.items()}),
+        undrawn=FrozenDict(_undrawn(prompts, list(streams.values()))),
+    )
+    _refuse_if_asked(report, plan)
+    return prompts, report
+
+
+def _existing_files(names: tuple[str, ...]) -> list[RowFile]:
+    if not names:
+        raise DataError("no prompt file is given; name at least one JSONL or Parquet file in data_args.file_name")
+    missing = [name for name in names if not Path(name).is_file()]
+    if missing:
+        raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
+    return [open_file(name) for name in names]
+
+
+def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
+    """The tags of prompts that belong to no stream, with their numbers of prompts."""
+    if not streams:
+        return {}
+    left = np.ones(len(prompts), dtype=bool)
+    for members in streams:
+        left[members] = False
+    return prompts.tags(np.flatnonzero(left))
+
+
+def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
+    remedies = []
+    too_long = report.bad_counts[TOO_LONG]
+    if too_long and plan.on_long_prompt == "refuse":
+        remedies.append(f"raise `prompt_length` (now {plan.prompt_length}) or set `on_long_prompt: drop`")
+    if report.bad > too_long and plan.on_bad_row == "refuse":
+        remedies.append("correct the rows or set `on_bad_row: drop`")
+    if remedies:
+        raise DataError(
+            f"{report.bad} rows cannot be used:\n{report.describe_bad()}\nTo go on, {' and '.join(remedies)}."
+        )
+    if not report.prompts:
+        names = ", ".join(file.path for file in report.files)
+        if not report.rows:
+            raise DataError(f"no usable row in {names}: the files are empty")
+        raise DataError(
+            f"no usable row in {names}; all {report.rows} rows are bad:\n{report.describe_bad()}\n"
+            "Check the files, `prompt_length` and the template."
+        )
+    empty = [stream.name for stream in plan.streams if stream.weight > 0 and not report.streams[stream.name]]
+    if empty:
+        raise DataError(
+            f"no prompt to draw for {', '.join(map(repr, empty))}: no usable row belongs to it. Remove it from "
+            "`domain_interleave_probs` or `interleave_probs`, or add rows with its tags."
+        )

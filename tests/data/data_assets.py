@@ -1,0 +1,11 @@
+"""Prompt files for the tests of the data room."""
+
+import json
+from pathlib import Path
+
+
+def write(path: Path, *lines: object) -> Path:
+    """Write a JSONL file; a text is a line as it is, anything else becomes JSON."""
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    return path
