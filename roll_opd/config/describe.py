@@ -218,7 +218,11 @@ def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
         rewards = ", ".join(route["rewards"]) or "none"
         lines.append(f"  {shown}: " + (f"teachers {teachers}; " if plan.teachers else "") + f"rewards {rewards}")
     for domain, reward in content["rewards"].items():
-        filters = [f"{key} {reward[key]}" for key in ("query_filter", "response_filter") if reward[key]]
+        filters = [
+            f"{key} " + " ".join(str(part) for pair in reward[key].items() for part in pair if part != "type")
+            for key in ("query_filter", "response_filter")
+            if reward[key]
+        ]
         lines.append(
             f"  rewards.{domain}: {reward['worker']} x {reward['world_size']}" + "".join(f", {f}" for f in filters)
         )

@@ -37,9 +37,10 @@ class Sections:
 def read_sections(values: dict[str, Any], variables: frozenset[str], findings: Findings) -> Sections:
     """Validate `values`; problems and warnings go to `findings`.
 
-    `variables` are top-level keys that other values refer to (`${name}`): a user's own, whatever their names.
+    `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
+    are the user's own, whatever their names.
     """
-    known = {*Top.model_fields, *Top.ignored, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
+    known = {*Top.model_fields, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
     rest = {key: value for key, value in values.items() if key in known or key not in variables}
     sections = Sections()
     for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE):

@@ -19,7 +19,7 @@ from roll_opd.config.known_names import (
     VLLM_ARGUMENTS,
 )
 from roll_opd.config.plan import Layout
-from roll_opd.config.ranges import parse_device_mapping
+from roll_opd.config.ranges import parse_device_mapping, short_devices
 from roll_opd.config.schema import Worker
 
 SIZES = {
@@ -54,7 +54,7 @@ class Vllm:
 
 
 def read_devices(worker: Worker, path: str, findings: Findings) -> tuple[int, ...] | None:
-    """Return the role's devices, or None with a problem reported."""
+    """Return the devices that are written for a role, or None with a problem reported."""
     key = f"{path}.device_mapping"
     if worker.device_mapping is None:
         findings.problem(key, 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"')
@@ -87,9 +87,21 @@ def read_strategy(worker: Worker, path: str, job: str, strict: bool, findings: F
     return None
 
 
-def read_megatron(worker: Worker, path: str, job: str, strict: bool, findings: Findings) -> Megatron | None:
-    """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong."""
-    devices = read_devices(worker, path, findings)
+def read_megatron(
+    worker: Worker, path: str, job: str, strict: bool, findings: Findings, student: Megatron | None = None
+) -> Megatron | None:
+    """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong.
+
+    A role that scores may leave its devices out, as ROLL's documents do: it then takes turns with `student`, in the
+    student's layout unless it writes one of its own.
+    """
+    if worker.device_mapping is None and student is not None and student.devices is not None:
+        devices = student.devices
+        findings.warn(f"{path}.device_mapping: is not written; it shares the student's {short_devices(devices)}")
+        if worker.strategy_args is None and student.layout is not None:
+            return Megatron(devices, student.layout, None, True, {})
+    else:
+        devices = read_devices(worker, path, findings)
     config = read_strategy(worker, path, job, strict, findings)
     if config is None:
         return None
