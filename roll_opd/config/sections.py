@@ -61,9 +61,16 @@ def _teachers(value: Any, findings: Findings) -> dict[str, tuple[str, Any]]:
     if value is None:
         return {}
     mapping = _mapping(value, "teacher", findings)
-    if {*Worker.model_fields, *Worker.ignored}.intersection(mapping):
+    keys = {*Worker.model_fields, *Worker.ignored}
+    # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
+    misspelt = [key for key, data in mapping.items() if _near(str(key), keys) and not _is_worker(data, keys)]
+    if keys.intersection(mapping) or misspelt:
         return {"teacher": ("teacher", mapping)}
     return {str(name): (f"teacher.{name}", data) for name, data in mapping.items()}
+
+
+def _is_worker(data: Any, keys: set[str]) -> bool:
+    return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
 def _with_free_keys(data: Any, path: str, findings: Findings) -> Any:

@@ -43,6 +43,13 @@ def test_defect_02_teacher_with_only_model_args_is_one_teacher(plan: Plan, value
     assert any(text.startswith("teacher.device_mapping: is not written") for text in run.warnings)
 
 
+def test_defect_02_misspelt_model_args_is_no_teacher_of_that_name(problems: Problems, values: dict[str, Any]) -> None:
+    model_args = values["teacher"]["model_args"]
+    for section in ({"model_arg": model_args}, {"model_arg": model_args, "device_mapping": "[2,3]"}):
+        found = problems({"teacher": section})
+        assert found[0].startswith("teacher.model_arg: unknown key; did you mean 'model_args'?")
+
+
 def test_defect_03_a_missing_path_never_becomes_the_student(plan: Plan, problems: Problems, root: Path) -> None:
     """`pretrain` fills the student's roles, and each role keeps the path that is written for it."""
     other = str(root / "student")
