@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config_assets import write_config, write_model
+from config_assets import write_config
 
 from roll_opd.cli import main
 from roll_opd.config.plan import RunPlan
@@ -72,7 +72,6 @@ def test_defect_04_unknown_tags_are_refused(problems: Problems, values: dict[str
     _mixed(values)
     (found,) = problems(pure=False)
     assert found.startswith("rewards: no reward has tag 'poetry'")
-    write_model(root / "other", seed=3)
     values["rewards"] = {"math_rule": {"worker_cls": "math_rule"}}
     values["teacher"] = {"math_teacher": {**values["teacher"], "tag_included": ["math"]}}
     (found,) = problems(pure=False)
