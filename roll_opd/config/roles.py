@@ -77,16 +77,15 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     strict = top.strict_strategies if top else False
     train_name, infer_name = PURE_ROLES if mode == "pure" else MIXED_ROLES
     _refuse_other_names(sections, mode, findings)
-    pretrain = top.pretrain if top else None
     train = _section(sections, train_name, findings)
     cache: dict[str, ModelFacts | None] = {}
     if train is not None:
-        path = train.model_args.model_name_or_path or pretrain
+        path = train.model_args.model_name_or_path or sections.pretrain
         roles.train = _megatron_role(train_name, "train", train, path, strict, cache, findings)
     infer = _section(sections, infer_name, findings)
     if infer is not None:
         from_train = train.model_args.model_name_or_path if train else None
-        path = infer.model_args.model_name_or_path or from_train or pretrain
+        path = infer.model_args.model_name_or_path or from_train or sections.pretrain
         role = Role(infer_name, "rollout", infer, vllm=read_vllm(infer, infer_name, strict, findings))
         role.facts = _facts(role.path, path, cache, findings)
         role.dtype = infer.model_args.dtype or (roles.train.dtype if roles.train else "bf16")
@@ -104,7 +103,7 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     elif sections.teachers:
         findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
     from_train = train.model_args.model_name_or_path if train else None
-    roles.reference = _reference(sections, mode, from_train or pretrain, strict, cache, findings, roles.train)
+    roles.reference = _reference(sections, mode, from_train or sections.pretrain, strict, cache, findings, roles.train)
     return roles
 
 

@@ -32,6 +32,7 @@ class Sections:
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
     rewards: dict[str, Reward | None] = field(default_factory=dict)
+    pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
 
 
 def read_sections(values: dict[str, Any], variables: frozenset[str], findings: Findings) -> Sections:
@@ -42,7 +43,8 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], findings: F
     """
     known = {*Top.model_fields, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
     rest = {key: value for key, value in values.items() if key in known or key not in variables}
-    sections = Sections()
+    pretrain = values.get("pretrain")
+    sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
     for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE):
         if role in rest:
             sections.workers[role] = _read(Worker, rest.pop(role), role, findings)

@@ -95,8 +95,10 @@ def read_megatron(
     A role that scores may leave its devices out, as ROLL's documents do: it then takes turns with `student`, in the
     student's layout unless it writes one of its own.
     """
-    if worker.device_mapping is None and student is not None and student.devices is not None:
+    if worker.device_mapping is None and student is not None:
         devices = student.devices
+        if devices is None:
+            return None  # told of the student
         findings.warn(f"{path}.device_mapping: is not written; it shares the student's {short_devices(devices)}")
         if worker.strategy_args is None and student.layout is not None:
             return Megatron(devices, student.layout, None, True, {})
@@ -110,7 +112,7 @@ def read_megatron(
     sizes, switches, args = _sort_settings(config, prefix, findings)
     layout = None
     if devices is not None and len(findings.problems) == before:
-        layout = _layout(sizes, switches.get("sequence_parallel", False), devices, path, findings)
+        layout = _layout(sizes, switches.get("sequence_parallel"), devices, path, findings)
     dtype = next((name for name in ("bf16", "fp16") if switches.get(name)), None)
     return Megatron(devices, layout, dtype, switches.get("use_distributed_optimizer", True), args)
 
@@ -159,7 +161,7 @@ def _unknown(key: str) -> str:
 
 
 def _layout(
-    sizes: dict[str, int], sequence_parallel: bool, devices: tuple[int, ...], path: str, findings: Findings
+    sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...], path: str, findings: Findings
 ) -> Layout | None:
     tp = sizes.get("tp", 1)
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
@@ -171,7 +173,12 @@ def _layout(
             f" give a multiple of {one_copy} devices",
         )
         return None
-    return Layout(**{**sizes, "dp": len(devices) // one_copy, "sequence_parallel": sequence_parallel and tp > 1})
+    if sequence_parallel is None and tp > 1 and sizes.get("ep", 1) > 1:
+        sequence_parallel = (
+            True  # Megatron-core requires it for experts with tensor parallelism, so ROLL's YAML omit it
+        )
+    sequence_parallel = bool(sequence_parallel and tp > 1)
+    return Layout(**{**sizes, "dp": len(devices) // one_copy, "sequence_parallel": sequence_parallel})
 
 
 def read_vllm(worker: Worker, path: str, strict: bool, findings: Findings) -> Vllm | None:

@@ -298,6 +298,14 @@ def test_overlapping_devices(
 JUNK: list[Any] = [3, -1, 0, "x", "", [], [[]], {}, {"a": 1}, True, 1e99, float("nan"), "1e-6", None]
 
 
+def test_one_mistake_does_not_cause_others(problems: Problems, root: Path) -> None:
+    """A wrong value at the top takes `pretrain` with it, and a wrong mapping the devices that the teacher shares."""
+    changes = {"pretrain": str(root / "student"), "student_train.model_args.model_name_or_path": ..., "max_steps": 0}
+    assert len(problems({**changes, "student_infer.model_args.model_name_or_path": ...})) == 1
+    (found,) = problems({"max_steps": 1, "teacher.device_mapping": ..., "student_train.device_mapping": "range(x)"})
+    assert found.startswith("student_train.device_mapping: ")
+
+
 def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any]) -> None:
     """Put junk at every key, one at a time: the answer is a plan or a ConfigError, never another exception."""
     del values["hydra"]  # composing takes it out
