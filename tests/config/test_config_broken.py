@@ -131,9 +131,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("name", BROKEN, ids=lambda name: name.replace(" ", "-"))
 def test_broken_configuration(name: str, problems: Callable[..., list[str]]) -> None:
     changes, key, value = BROKEN[name]
-    start = time.monotonic()
+    start = time.process_time()  # not the clock's: other work on the machine is not this command's
     found = problems(changes)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 2
     about = [text for text in found if key in text.partition(": ")[0]]
     assert about, found
     assert any(value in text and REMEDY.search(text) for text in about), about
