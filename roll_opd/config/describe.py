@@ -1,8 +1,9 @@
 """Shows a `RunPlan`: a text for people and a dict for programs. Used by `roll-opd plan`."""
 
+from dataclasses import asdict
 from typing import Any
 
-from roll_opd.config.plan import MegatronPlan, RunPlan
+from roll_opd.config.plan import EnvironmentsPlan, FilterPlan, MegatronPlan, ObjectivePlan, RunPlan
 from roll_opd.config.ranges import short_devices
 
 MODES = {
@@ -10,13 +11,15 @@ MODES = {
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
 }
+OTHER_TAGS = "*"  # in `routing`: every tag that nobody names
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
-    """Return the plan as plain data: `mode`, `pipeline`, `roles`, `batch`, `objective`, `warnings`.
+    """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
     A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, memory_bytes_per_rank`;
-    what does not apply to it is null. For the rollout, `dp` is the number of engines.
+    what does not apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a
+    teacher or a reward names, and "*" for all others, to its `teachers` and `rewards`.
     """
     student, rollout = plan.student, plan.rollout
     roles = {student.name: _megatron(plan, student, "megatron_train")}
@@ -40,20 +43,62 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "tags": None if teacher.tags is None else list(teacher.tags),
             "opd_kl_coef": teacher.opd_kl_coef,
         }
+    if plan.reference is not None:
+        roles[plan.reference.name] = _megatron(plan, plan.reference, "megatron_infer")
     return {
         "mode": plan.mode,
         "pipeline": plan.pipeline,
         "exp_name": plan.exp_name,
+        "num_nodes": plan.num_nodes,
+        "num_gpus_per_node": plan.devices_per_node,
         "roles": roles,
-        "batch": _batch(plan),
-        "objective": {
-            "adv_estimator": plan.objective.adv_estimator,
-            "policy_loss": plan.objective.policy_loss,
-            "loss_agg_mode": plan.objective.loss_agg_mode,
-            "opd_kl_discount": plan.objective.opd_kl_discount,
-            "recompute_old_logprobs": plan.objective.recompute_old_logprobs,
+        "routing": routing(plan),
+        "rewards": {
+            reward.domain: {
+                "worker": reward.worker,
+                "tags": None if reward.tags is None else list(reward.tags),
+                "world_size": reward.world_size,
+                "query_filter": _filter(reward.query_filter),
+                "response_filter": _filter(reward.response_filter),
+            }
+            for reward in plan.rewards
         },
+        "batch": _batch(plan),
+        "objective": asdict(plan.objective),
+        "environments": _environments(plan),
         "warnings": list(plan.warnings),
+    }
+
+
+def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
+    """Return tag -> {teachers, rewards} for every tag that is named, and OTHER_TAGS for the rest."""
+    scorers = (*plan.teachers, *plan.rewards)
+    named = dict.fromkeys(tag for scorer in scorers for tag in scorer.tags or ())
+    routes = {}
+    for tag in (*named, OTHER_TAGS):
+        routes[tag] = {
+            "teachers": [teacher.name for teacher in plan.teachers if teacher.scores(tag)],
+            "rewards": [reward.domain for reward in plan.rewards if reward.scores(tag)],
+        }
+    return routes if scorers else {}
+
+
+def _filter(plan: FilterPlan | None) -> dict[str, Any] | None:
+    return None if plan is None else {"type": plan.type, **plan.args}
+
+
+def _environments(plan: RunPlan) -> dict[str, Any] | None:
+    if plan.agentic is None:
+        return None
+    both = {"train": plan.agentic.train, "validation": plan.agentic.validation}
+    return {name: _groups(phase) for name, phase in both.items() if phase is not None}
+
+
+def _groups(phase: EnvironmentsPlan) -> dict[str, Any]:
+    return {
+        "groups": dict(zip(phase.tags, phase.groups, strict=True)),
+        "group_size": phase.group_size,
+        "environments": phase.environments,
     }
 
 
@@ -79,8 +124,8 @@ def _memory(plan: RunPlan, name: str) -> int:
     return sum(plan.memory.get(name, {}).values())
 
 
-def _batch(plan: RunPlan) -> dict[str, int]:
-    updates = plan.objective.ppo_epochs * (plan.sequences_per_step // plan.student.mini_batch_sequences)
+def _batch(plan: RunPlan) -> dict[str, int | None]:
+    updates = plan.student.optimizer.total_steps // plan.max_steps
     return {
         "prompts_per_step": plan.rollout_batch_size,
         "responses_per_prompt": plan.rollout.sampling.n,
@@ -91,6 +136,8 @@ def _batch(plan: RunPlan) -> dict[str, int]:
         "updates": plan.student.optimizer.total_steps,
         "prompt_length": plan.data.prompt_length,
         "max_new_tokens": plan.rollout.sampling.max_new_tokens,
+        "extra_prompts": plan.extra_prompts,
+        "max_running_requests": plan.rollout.max_running_requests,
     }
 
 
@@ -102,6 +149,8 @@ def to_text(plan: RunPlan) -> str:
         f" {plan.devices_per_node} devices",
         _role_table(content["roles"]),
         "Devices\n" + "\n".join(_sharing(content["roles"])),
+        *_routing_section(plan, content),
+        *_environment_section(content),
         "Batch\n" + "\n".join(_batch_lines(plan, content["batch"])),
         "Memory a rank (estimate)\n" + "\n".join(_memory_lines(plan)),
         "Objective\n" + "\n".join(_objective_lines(plan)),
@@ -141,18 +190,54 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def _batch_lines(plan: RunPlan, batch: dict[str, int]) -> list[str]:
+def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
     limits = plan.student.train_limits
     micro = f"{limits.tokens} tokens" if limits.tokens else f"{limits.sequences} sequences"
-    return [
-        f"  {batch['prompts_per_step']} prompts x {batch['responses_per_prompt']} responses ="
+    what = "trajectories" if plan.pipeline == "agentic" else "prompts"
+    lines = [
+        f"  {batch['prompts_per_step']} {what} x {batch['responses_per_prompt']} responses ="
         f" {batch['sequences_per_step']} sequences a step, {batch['updates_per_step']} update(s) of"
         f" {batch['sequences_per_update']} a step",
         f"  micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",
-        f"  {batch['steps']} steps, {batch['updates']} updates; prompt <= {batch['prompt_length']},"
-        f" response <="
+        f"  {batch['steps']} steps, {batch['updates']} updates; prompt <= {batch['prompt_length']}, response <="
         f" {batch['max_new_tokens']} tokens",
     ]
+    if plan.extra_prompts:
+        lines.append(f"  up to {plan.extra_prompts} more prompts under way; what is not needed is aborted")
+    if plan.rollout.max_running_requests:
+        lines.append(f"  at most {plan.rollout.max_running_requests} requests under way")
+    return lines
+
+
+def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
+    lines = []
+    for tag, route in content["routing"].items():
+        shown = "every other tag" if tag == OTHER_TAGS and len(content["routing"]) > 1 else tag
+        shown = "every tag" if shown == OTHER_TAGS else shown
+        teachers = ", ".join(route["teachers"]) or ("none" if plan.teachers else "")
+        rewards = ", ".join(route["rewards"]) or "none"
+        lines.append(f"  {shown}: " + (f"teachers {teachers}; " if plan.teachers else "") + f"rewards {rewards}")
+    for domain, reward in content["rewards"].items():
+        filters = [
+            f"{key} " + " ".join(str(part) for pair in reward[key].items() for part in pair if part != "type")
+            for key in ("query_filter", "response_filter")
+            if reward[key]
+        ]
+        lines.append(
+            f"  rewards.{domain}: {reward['worker']} x {reward['world_size']}" + "".join(f", {f}" for f in filters)
+        )
+    return ["Routing\n" + "\n".join(lines)] if lines else []
+
+
+def _environment_section(content: dict[str, Any]) -> list[str]:
+    if content["environments"] is None:
+        return []
+    lines = [
+        f"  {phase}: {found['environments']} environments in groups of {found['group_size']}: "
+        + ", ".join(f"{tag} {count} group(s)" for tag, count in found["groups"].items())
+        for phase, found in content["environments"].items()
+    ]
+    return ["Environments\n" + "\n".join(lines)]
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
@@ -167,14 +252,44 @@ def _objective_lines(plan: RunPlan) -> list[str]:
     objective, optimizer = plan.objective, plan.student.optimizer
     again = "recomputed" if objective.recompute_old_logprobs else "taken during the update (one update a rollout)"
     return [
+        f"  advantage = {_advantage(plan)}",
         f"  {objective.adv_estimator}, {objective.policy_loss} loss, {objective.loss_agg_mode}, discount"
         f" {objective.opd_kl_discount:g}; old log-probs {again}",
-        f"  AdamW lr {optimizer.learning_rate:g} ({optimizer.lr_scheduler_type},"
-        f" {optimizer.warmup_steps} warm-up),"
-        f" betas {optimizer.adam_beta1:g} {optimizer.adam_beta2:g}, weight decay"
-        f" {optimizer.weight_decay:g}, clip"
+        *_reference_lines(objective),
+        f"  AdamW lr {optimizer.learning_rate:g} ({optimizer.lr_scheduler_type}, {optimizer.warmup_steps} warm-up),"
+        f" betas {optimizer.adam_beta1:g} {optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}, clip"
         f" {optimizer.max_grad_norm:g}",
     ]
+
+
+def _advantage(plan: RunPlan) -> str:
+    """Write the advantage as a formula, with its coefficients."""
+    objective = plan.objective
+    teachers = " ".join(f"- {teacher.opd_kl_coef:g} * reverse_kl({teacher.name})" for teacher in plan.teachers)
+    if plan.mode == "pure":
+        return teachers
+    steps = [
+        f"mean by {objective.norm_mean_type}" if objective.norm_mean_type else "",
+        f"std by {objective.norm_std_type}" if objective.norm_std_type else "",
+        f"clipped to +-{objective.reward_clip:g}" if objective.reward_clip else "",
+        "whitened" if objective.whiten_rewards else "",
+    ]
+    reward = ", ".join(["reward", *filter(None, steps)])
+    after = [
+        "whitened" if objective.whiten_advantages else "",
+        f"clipped to +-{objective.advantage_clip:g}" if objective.advantage_clip else "",
+    ]
+    shaped = ", ".join([f"{objective.adv_estimator}({reward}; gamma {objective.gamma:g})", *filter(None, after)])
+    return f"{shaped} {teachers}".rstrip()
+
+
+def _reference_lines(objective: ObjectivePlan) -> list[str]:
+    lines = []
+    if objective.use_kl_loss:
+        lines.append(f"  loss + {objective.kl_loss_coef:g} * KL to the reference policy")
+    if objective.add_token_level_kl:
+        lines.append(f"  token reward - {objective.init_kl_coef:g} * {objective.kl_penalty} to the reference policy")
+    return lines
 
 
 def readable_bytes(size: float) -> str:

@@ -190,7 +190,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, findings: Findings) -> 
             findings.problem(path, "has no value yet (???); give one, here or on the command line")
             continue
         except OmegaConfBaseException as error:
-            findings.problem(path, _one_line(error))
+            findings.problem(path, f"{_one_line(error)}; write that key, or change this reference to it")
             continue
         if isinstance(value, DictConfig | ListConfig):
             value = _resolve(value, path, findings)

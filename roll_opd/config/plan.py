@@ -218,10 +218,10 @@ class AgenticPlan:
 class ObjectivePlan:
     """What is optimised; the formulas are in `roll_opd.algorithms`.
 
-    Defaults outside pure distillation are those of ROLL's PPOConfig (roll/configs/base_config.py). Rewards are
-    first clipped to +-`reward_clip` after normalisation by `norm_mean_type` and `norm_std_type`, advantages are
-    whitened over the batch, then clipped to +-`advantage_clip`; the teacher's term is added after that.
-    In pure distillation nothing of this exists, and all of it is off.
+    Outside pure distillation, what nobody writes has the default of ROLL's PPOConfig (roll/configs/base_config.py):
+    gamma 1, adv_estimator gae, and the values below. Rewards are normalised by `norm_mean_type` and `norm_std_type`,
+    then clipped to +-`reward_clip`; advantages are whitened over the batch, then clipped to +-`advantage_clip`; the
+    teacher's term is added after that. In pure distillation nothing of this exists, and all of it is off.
     """
 
     adv_estimator: str = "on_policy_distill"

@@ -19,14 +19,14 @@ def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
     """
     devices = _parse_text(value) if isinstance(value, str) else _literal_list(value)
     if not devices:
-        raise ValueError("it lists no device")
+        raise ValueError(f"{value!r} lists no device; {ACCEPTED}")
     negative = [device for device in devices if device < 0]
     if negative:
-        raise ValueError(f"device {negative[0]} is negative; devices are numbered from 0 over all nodes")
+        raise ValueError(f"device {negative[0]} is negative; use numbers from 0, counted over all nodes")
     seen: set[int] = set()
     for device in devices:
         if device in seen:
-            raise ValueError(f"device {device} is listed twice")
+            raise ValueError(f"device {device} is listed twice; remove one")
         seen.add(device)
     return tuple(devices)
 

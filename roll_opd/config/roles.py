@@ -77,32 +77,33 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     strict = top.strict_strategies if top else False
     train_name, infer_name = PURE_ROLES if mode == "pure" else MIXED_ROLES
     _refuse_other_names(sections, mode, findings)
-    pretrain = top.pretrain if top else None
     train = _section(sections, train_name, findings)
     cache: dict[str, ModelFacts | None] = {}
     if train is not None:
-        path = train.model_args.model_name_or_path or pretrain
+        path = train.model_args.model_name_or_path or sections.pretrain
         roles.train = _megatron_role(train_name, "train", train, path, strict, cache, findings)
     infer = _section(sections, infer_name, findings)
     if infer is not None:
         from_train = train.model_args.model_name_or_path if train else None
-        path = infer.model_args.model_name_or_path or from_train or pretrain
+        path = infer.model_args.model_name_or_path or from_train or sections.pretrain
         role = Role(infer_name, "rollout", infer, vllm=read_vllm(infer, infer_name, strict, findings))
         role.facts = _facts(role.path, path, cache, findings)
         role.dtype = infer.model_args.dtype or (roles.train.dtype if roles.train else "bf16")
         roles.infer = role
     if mode != "rl":
         if not sections.teachers:
-            findings.problem("teacher", "is missing; distillation needs a teacher with its own model_name_or_path")
+            findings.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
         for name, worker in sections.teachers.items():
             if worker is not None:
                 path = sections.teacher_paths[name]
                 model = worker.model_args.model_name_or_path
-                roles.teachers[name] = _megatron_role(path, "score", worker, model, strict, cache, findings)
+                roles.teachers[name] = _megatron_role(
+                    path, "score", worker, model, strict, cache, findings, roles.train
+                )
     elif sections.teachers:
         findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
     from_train = train.model_args.model_name_or_path if train else None
-    roles.reference = _reference(sections, mode, from_train or pretrain, strict, cache, findings)
+    roles.reference = _reference(sections, mode, from_train or sections.pretrain, strict, cache, findings, roles.train)
     return roles
 
 
@@ -120,6 +121,7 @@ def _reference(
     strict: bool,
     cache: dict[str, ModelFacts | None],
     findings: Findings,
+    trained: Role | None,
 ) -> Role | None:
     """Return the frozen reference policy: by default the student as it is before training."""
     user = reference_user(sections.top, mode)
@@ -139,7 +141,7 @@ def _reference(
     if worker is None:
         return None
     model = worker.model_args.model_name_or_path or student
-    return _megatron_role(REFERENCE, "score", worker, model, strict, cache, findings)
+    return _megatron_role(REFERENCE, "score", worker, model, strict, cache, findings, trained)
 
 
 def _refuse_other_names(sections: Sections, mode: Mode, findings: Findings) -> None:
@@ -165,8 +167,10 @@ def _megatron_role(
     strict: bool,
     cache: dict[str, ModelFacts | None],
     findings: Findings,
+    trained: Role | None = None,
 ) -> Role:
-    role = Role(path, job, worker, megatron=read_megatron(worker, path, job, strict, findings))
+    student = trained.megatron if trained else None
+    role = Role(path, job, worker, megatron=read_megatron(worker, path, job, strict, findings, student))
     role.facts = _facts(path, model, cache, findings)
     written = worker.model_args.dtype
     from_strategy = role.megatron.dtype if role.megatron else None
@@ -207,14 +211,14 @@ def _facts(path: str, model: str | None, cache: dict[str, ModelFacts | None], fi
     if model not in cache:
         cache[model] = None
         try:
-            cache[model] = read_model(find_model(model))
+            facts = cache[model] = read_model(find_model(model))
         except ModelFilesError as error:
             findings.problem(key, str(error))
-    facts = cache[model]
-    if facts is not None and not facts.weight_files:
-        findings.block(
-            key,
-            f"{facts.path} has no weights (model.safetensors or its index), so this can be planned but not run;"
-            " put the weights there",
-        )
-    return facts
+            return None
+        if not facts.weight_files:
+            findings.block(
+                key,
+                f"{facts.path} has no weights (model.safetensors or its index), so this can be planned but not run;"
+                " put the weights there",
+            )
+    return cache[model]

@@ -32,16 +32,19 @@ class Sections:
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
     rewards: dict[str, Reward | None] = field(default_factory=dict)
+    pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
 
 
 def read_sections(values: dict[str, Any], variables: frozenset[str], findings: Findings) -> Sections:
     """Validate `values`; problems and warnings go to `findings`.
 
-    `variables` are top-level keys that other values refer to (`${name}`): a user's own, whatever their names.
+    `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
+    are the user's own, whatever their names.
     """
-    known = {*Top.model_fields, *Top.ignored, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
+    known = {*Top.model_fields, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
     rest = {key: value for key, value in values.items() if key in known or key not in variables}
-    sections = Sections()
+    pretrain = values.get("pretrain")
+    sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
     for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE):
         if role in rest:
             sections.workers[role] = _read(Worker, rest.pop(role), role, findings)
@@ -60,9 +63,16 @@ def _teachers(value: Any, findings: Findings) -> dict[str, tuple[str, Any]]:
     if value is None:
         return {}
     mapping = _mapping(value, "teacher", findings)
-    if {*Worker.model_fields, *Worker.ignored}.intersection(mapping):
+    keys = {*Worker.model_fields, *Worker.ignored}
+    # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
+    misspelt = [key for key, data in mapping.items() if _near(str(key), keys) and not _is_worker(data, keys)]
+    if keys.intersection(mapping) or misspelt:
         return {"teacher": ("teacher", mapping)}
     return {str(name): (f"teacher.{name}", data) for name, data in mapping.items()}
+
+
+def _is_worker(data: Any, keys: set[str]) -> bool:
+    return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
 def _with_free_keys(data: Any, path: str, findings: Findings) -> Any:

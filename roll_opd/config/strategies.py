@@ -19,7 +19,7 @@ from roll_opd.config.known_names import (
     VLLM_ARGUMENTS,
 )
 from roll_opd.config.plan import Layout
-from roll_opd.config.ranges import parse_device_mapping
+from roll_opd.config.ranges import parse_device_mapping, short_devices
 from roll_opd.config.schema import Worker
 
 SIZES = {
@@ -54,7 +54,7 @@ class Vllm:
 
 
 def read_devices(worker: Worker, path: str, findings: Findings) -> tuple[int, ...] | None:
-    """Return the role's devices, or None with a problem reported."""
+    """Return the devices that are written for a role, or None with a problem reported."""
     key = f"{path}.device_mapping"
     if worker.device_mapping is None:
         findings.problem(key, 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"')
@@ -87,9 +87,23 @@ def read_strategy(worker: Worker, path: str, job: str, strict: bool, findings: F
     return None
 
 
-def read_megatron(worker: Worker, path: str, job: str, strict: bool, findings: Findings) -> Megatron | None:
-    """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong."""
-    devices = read_devices(worker, path, findings)
+def read_megatron(
+    worker: Worker, path: str, job: str, strict: bool, findings: Findings, student: Megatron | None = None
+) -> Megatron | None:
+    """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong.
+
+    A role that scores may leave its devices out, as ROLL's documents do: it then takes turns with `student`, in the
+    student's layout unless it writes one of its own.
+    """
+    if worker.device_mapping is None and student is not None:
+        devices = student.devices
+        if devices is None:
+            return None  # told of the student
+        findings.warn(f"{path}.device_mapping: is not written; it shares the student's {short_devices(devices)}")
+        if worker.strategy_args is None and student.layout is not None:
+            return Megatron(devices, student.layout, None, True, {})
+    else:
+        devices = read_devices(worker, path, findings)
     config = read_strategy(worker, path, job, strict, findings)
     if config is None:
         return None
@@ -98,7 +112,7 @@ def read_megatron(worker: Worker, path: str, job: str, strict: bool, findings: F
     sizes, switches, args = _sort_settings(config, prefix, findings)
     layout = None
     if devices is not None and len(findings.problems) == before:
-        layout = _layout(sizes, switches.get("sequence_parallel", False), devices, path, findings)
+        layout = _layout(sizes, switches.get("sequence_parallel"), devices, path, findings)
     dtype = next((name for name in ("bf16", "fp16") if switches.get(name)), None)
     return Megatron(devices, layout, dtype, switches.get("use_distributed_optimizer", True), args)
 
@@ -147,7 +161,7 @@ def _unknown(key: str) -> str:
 
 
 def _layout(
-    sizes: dict[str, int], sequence_parallel: bool, devices: tuple[int, ...], path: str, findings: Findings
+    sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...], path: str, findings: Findings
 ) -> Layout | None:
     tp = sizes.get("tp", 1)
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
@@ -159,7 +173,12 @@ def _layout(
             f" give a multiple of {one_copy} devices",
         )
         return None
-    return Layout(**{**sizes, "dp": len(devices) // one_copy, "sequence_parallel": sequence_parallel and tp > 1})
+    if sequence_parallel is None and tp > 1 and sizes.get("ep", 1) > 1:
+        sequence_parallel = (
+            True  # Megatron-core requires it for experts with tensor parallelism, so ROLL's YAML omit it
+        )
+    sequence_parallel = bool(sequence_parallel and tp > 1)
+    return Layout(**{**sizes, "dp": len(devices) // one_copy, "sequence_parallel": sequence_parallel})
 
 
 def read_vllm(worker: Worker, path: str, strict: bool, findings: Findings) -> Vllm | None:

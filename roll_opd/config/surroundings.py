@@ -129,14 +129,14 @@ def check_output(top: Top, exp_name: str, student: ModelFacts | None, findings: 
         findings.problem("output_dir", f"{place} is a file, so {wanted} cannot be made; choose another directory")
         return
     if not os.access(place, os.W_OK | os.X_OK):
-        findings.problem("output_dir", f"{place} may not be written; choose another directory")
+        findings.block("output_dir", f"{place} may not be written; choose another directory")
         return
     if student is None:
         return
     needed = student.parameters * CHECKPOINT_BYTES_PER_PARAMETER
     free = shutil.disk_usage(place).free
     if free < needed:
-        findings.problem(
+        findings.block(
             "output_dir",
             f"one checkpoint of {student.parameters:,} parameters takes about {needed / 2**30:.1f} GiB,"
             f" but {place}"

@@ -56,6 +56,42 @@ def test_text(plan: Callable[..., Any]) -> None:
     assert "Warnings\n  - these ROLL keys" in text
 
 
+def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: dict[str, Any], root: Path) -> None:
+    single = values["teacher"]
+    write_model(root / "other", seed=9)
+    other = {**single, "model_args": {"model_name_or_path": str(root / "other")}, "tag_included": ["math"]}
+    values["actor_train"], values["actor_infer"] = values.pop("student_train"), values.pop("student_infer")
+    values["teacher"] = {"general": single, "special": {**other, "opd_kl_coef": 0.25}}
+    filtered = {"type": "std_filter", "filter_args": {"std_threshold": 0.1}}
+    run = plan(
+        {
+            "use_opd": True,
+            "adv_estimator": "grpo",
+            "norm_mean_type": "group",
+            "rewards.math_rule.query_filter_config": filtered,
+            "is_use_additional_prompts": True,
+        },
+        pure=False,
+    )
+    content = to_json(run)
+    assert content["routing"] == {
+        "math": {"teachers": ["general", "special"], "rewards": ["math_rule"]},
+        "*": {"teachers": ["general"], "rewards": []},
+    }
+    assert content["objective"]["norm_mean_type"] == "group"
+    assert content["rewards"]["math_rule"]["query_filter"] == {"type": "std_filter", "std_threshold": 0.1}
+    assert content["batch"]["extra_prompts"] == 16
+    assert json.loads(json.dumps(content)) == content
+    text = to_text(run)
+    assert "on-policy distillation with a reward" in text
+    assert "math: teachers general, special; rewards math_rule" in text
+    assert "every other tag: teachers general; rewards none" in text
+    assert "rewards.math_rule: math_rule x 1, query_filter std_filter std_threshold 0.1" in text
+    formula = "grpo(reward, mean by group; gamma 1) - 1 * reverse_kl(general) - 0.25 * reverse_kl(special)"
+    assert f"advantage = {formula}" in text
+    assert "up to 16 more prompts under way" in text
+
+
 def test_small_writers() -> None:
     assert short_devices([0, 1, 2, 3, 6, 8, 9]) == "0-3,6,8-9"
     assert [readable_bytes(size) for size in (12, 2048, 3 << 20, 5 << 40)] == [

@@ -61,7 +61,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
         {"teacher.strategy_args.strategy_name": "vllm"},
         ["strategy_name: 'vllm' cannot do", "'megatron_infer'"],
     ),
-    ({"teacher.device_mapping": ...}, ["teacher.device_mapping: is missing"]),
+    ({"student_infer.device_mapping": ...}, ["student_infer.device_mapping: is missing"]),
     ({"teacher.device_mapping": "list(range(0,3)"}, ["teacher.device_mapping: ", "cannot be read"]),
     ({"teacher.device_mapping": [2, 2]}, ["device 2 is listed twice"]),
     ({"teacher.device_mapping": [3, 4], "num_nodes": 1}, ["device 4 does not exist", "devices 0 to 3"]),
@@ -296,6 +296,14 @@ def test_overlapping_devices(
 
 
 JUNK: list[Any] = [3, -1, 0, "x", "", [], [[]], {}, {"a": 1}, True, 1e99, float("nan"), "1e-6", None]
+
+
+def test_one_mistake_does_not_cause_others(problems: Problems, root: Path) -> None:
+    """A wrong value at the top takes `pretrain` with it, and a wrong mapping the devices that the teacher shares."""
+    changes = {"pretrain": str(root / "student"), "student_train.model_args.model_name_or_path": ..., "max_steps": 0}
+    assert len(problems({**changes, "student_infer.model_args.model_name_or_path": ...})) == 1
+    (found,) = problems({"max_steps": 1, "teacher.device_mapping": ..., "student_train.device_mapping": "range(x)"})
+    assert found.startswith("student_train.device_mapping: ")
 
 
 def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any]) -> None:

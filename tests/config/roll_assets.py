@@ -1,0 +1,59 @@
+"""ROLL's own kind of YAML with nothing replaced but model and data paths: models of full size, weights left out."""
+
+import json
+import re
+from pathlib import Path
+
+from config_assets import write_model
+
+STYLE = Path(__file__).parent / "roll_style"
+# sizes of config.json by the name that the YAML use; the tiny tokenizer stands in for the real one
+SIZES = {
+    "Qwen3-8B": (36, 4096, 32, 8, 12288),
+    "Qwen3-14B": (40, 5120, 40, 8, 17408),
+    "Qwen3-32B": (64, 5120, 64, 8, 25600),
+    "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
+    "Qwen2.5-0.5B-Instruct": (24, 896, 14, 2, 4864),
+    "Qwen2.5-7B-Instruct-RLVR": (28, 3584, 28, 4, 18944),
+}
+MODEL = re.compile(r"(?:Qwen|virtuoussy)/([\w.-]+)")
+DATA = re.compile(r"data/([\w-]+)\.jsonl")
+
+
+def model_directory(root: Path, name: str, *, weights: bool = True) -> Path:
+    """Write the model directory that stands for `name`."""
+    layers, hidden, heads, kv_heads, intermediate = SIZES[name]
+    path = root / "models" / name
+    write_model(
+        path,
+        seed=len(name) + layers,
+        model_type="qwen3" if "Qwen3" in name else "qwen2",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128 if "Qwen3" in name else hidden // heads,
+        intermediate_size=intermediate,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    )
+    if not weights:
+        (path / "model.safetensors").unlink()
+    return path
+
+
+def localise(root: Path, text: str, tags: dict[str, list[str]], *, weights: bool = True) -> str:
+    """Return a YAML text with model names and data files replaced by ones that exist under `root`.
+
+    `tags` maps a data file's name to the tags of its rows; files that are not named hold tag math_rule.
+    """
+    for name in {match[1] for match in MODEL.finditer(text)}:
+        model_directory(root, name, weights=weights)
+    for name in {match[1] for match in DATA.finditer(text)}:
+        rows = [
+            {"id": str(index), "messages": "[]", "tag": tag, "ground_truth": "1"}
+            for index, tag in enumerate(tags.get(name, ["math_rule"]))
+        ]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = MODEL.sub(lambda match: str(root / "models" / match[1]), text)
+    return DATA.sub(lambda match: str(root / f"{match[1]}.jsonl"), text)

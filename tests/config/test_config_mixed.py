@@ -1,0 +1,247 @@
+"""Mixed mode and reinforcement learning: what their keys become, ROLL's defaults, and what contradicts them."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_assets import write_model, write_tokenizer
+
+from roll_opd.config.plan import FilterPlan, Layout, MegatronPlan, ObjectivePlan, RunPlan
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[str]]
+
+
+@pytest.fixture
+def mixed(values: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The base configuration in mixed mode; `plan` and `problems` see it."""
+    values["actor_train"] = values.pop("student_train")
+    values["actor_infer"] = values.pop("student_infer")
+    values |= {"use_opd": True, "adv_estimator": "grpo", "opd_kl_coef": 0.5}
+    return values
+
+
+REFERENCE = {
+    "strategy_args": {"strategy_name": "megatron_infer", "strategy_config": {"tensor_model_parallel_size": 2}},
+    "device_mapping": "[0,1]",
+}
+
+
+def test_objective_has_rolls_defaults(mixed: dict[str, Any], plan: Plan) -> None:
+    del mixed["adv_estimator"]
+    run = plan(pure=False, runnable=False)
+    assert run.mode == "mixed"
+    assert run.objective == ObjectivePlan(
+        adv_estimator="gae",
+        gamma=1.0,
+        lambd=0.95,
+        whiten_rewards=False,
+        whiten_advantages=False,
+        norm_mean_type=None,
+        norm_std_type=None,
+        reward_clip=None,
+        advantage_clip=None,
+        use_kl_loss=False,
+        kl_loss_coef=0.0,
+        kl_penalty="kl",
+        entropy_loss_coef=0.0,
+        add_token_level_kl=False,
+        init_kl_coef=0.2,
+        policy_loss="ppo",
+        dual_clip=None,
+        loss_agg_mode="seq-mean-token-mean",
+        loss_normaliser=48.0,
+    )
+    assert any(text.startswith("adv_estimator: 'gae' is not available yet") for text in run.warnings)
+
+
+def test_every_key_reaches_the_plan(mixed: dict[str, Any], plan: Plan) -> None:
+    written = {
+        "gamma": 0.5,
+        "lambd": 0.9,
+        "whiten_rewards": True,
+        "whiten_advantages": True,
+        "norm_mean_type": "group",
+        "norm_std_type": "batch",
+        "reward_clip": 10.0,
+        "advantage_clip": 2.0,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.001,
+        "kl_penalty": "low_var_kl",
+        "add_token_level_kl": True,
+        "init_kl_coef": 0.1,
+    }
+    run = plan({**written, "reference": REFERENCE}, pure=False)
+    assert {key: vars(run.objective)[key] for key in written} == written
+    assert run.warnings == ()
+    assert pickle.loads(pickle.dumps(run)) == run
+
+
+def test_pure_distillation_switches_all_of_it_off(plan: Plan) -> None:
+    run = plan({"whiten_advantages": True, "reward_clip": 10, "kl_loss_coef": 0.1, "norm_mean_type": "batch"})
+    assert run.objective == ObjectivePlan(
+        init_kl_coef=0.0, dual_clip=None, loss_agg_mode="seq-mean-token-mean", loss_normaliser=48.0
+    )
+    assert run.warnings == (
+        "these ROLL keys are accepted but have no effect here: kl_loss_coef, norm_mean_type, reward_clip,"
+        " whiten_advantages",
+    )
+
+
+def test_reference_and_teacher_coexist_on_their_own_layouts(mixed: dict[str, Any], plan: Plan, root: Path) -> None:
+    run = plan({"use_kl_loss": True, "kl_loss_coef": 0.1, "reference": REFERENCE}, pure=False)
+    assert type(run.reference) is MegatronPlan
+    assert (run.reference.name, run.reference.devices, run.reference.layout) == ("reference", (0, 1), Layout(tp=2))
+    assert run.reference.model.path == str(root / "student")  # the student before training
+    assert run.teachers[0].worker.devices == (2, 3)
+    assert set(run.memory) == {"actor_train", "actor_infer", "teacher", "reference"}
+    other = str(write_model(root / "older", seed=7))
+    reference = {**REFERENCE, "model_args": {"model_name_or_path": other, "dtype": "fp32"}}
+    assert plan({"reference": reference}, pure=False).reference.model.path == other
+
+
+@pytest.mark.parametrize("switch", ["use_kl_loss", "add_token_level_kl"])
+def test_reference_is_required_where_something_compares_with_it(
+    mixed: dict[str, Any], problems: Problems, switch: str
+) -> None:
+    (found,) = problems({switch: True}, pure=False)
+    assert found.startswith(f"{switch}: true needs a reference policy; write a reference section")
+
+
+def test_unused_reference_is_not_loaded(mixed: dict[str, Any], plan: Plan) -> None:
+    run = plan({"reference": {**REFERENCE, "model_args": {"model_name_or_path": "not/there"}}}, pure=False)
+    assert run.reference is None
+    assert run.warnings[0].startswith("reference: is written but not used")
+
+
+def test_reference_is_checked_like_any_role(mixed: dict[str, Any], problems: Problems, root: Path) -> None:
+    write_tokenizer(write_model(root / "older", seed=7), end="<|stop|>")
+    reference = {
+        **REFERENCE,
+        "model_args": {"model_name_or_path": str(root / "older")},
+        "device_mapping": [1, 2],
+        "infer_batch_siz": 3,
+    }
+    found = "\n".join(problems({"use_kl_loss": True, "reference": reference}, pure=False))
+    for part in ("reference.infer_batch_siz: unknown key", "reference.device_mapping: ", "'<|stop|>'"):
+        assert part in found
+
+
+def test_coefficients(mixed: dict[str, Any], plan: Plan, root: Path) -> None:
+    assert plan(pure=False).teachers[0].opd_kl_coef == 0.5
+    single = mixed["teacher"]
+    assert plan({"teacher": {**single, "opd_kl_coef": 0}}, pure=False).teachers[0].opd_kl_coef == 0.0
+    write_model(root / "other", seed=9)
+    other = {**single, "model_args": {"model_name_or_path": str(root / "other")}, "opd_kl_coef": 0.25}
+    run = plan({"teacher": {"a": single, "b": other}}, pure=False)
+    assert [(teacher.name, teacher.opd_kl_coef) for teacher in run.teachers] == [("a", 0.5), ("b", 0.25)]
+
+
+def test_rl_needs_no_teacher(mixed: dict[str, Any], plan: Plan) -> None:
+    run = plan({"use_opd": ..., "teacher": ..., "adv_estimator": "reinforce"}, pure=False)
+    assert (run.mode, run.teachers, run.objective.adv_estimator) == ("rl", (), "reinforce")
+    assert run.warnings == ("these ROLL keys are accepted but have no effect here: opd_kl_coef",)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "rl"])
+def test_rewards_are_required(mixed: dict[str, Any], problems: Problems, mode: str) -> None:
+    (found,) = problems({"rewards": ..., "use_opd": mode == "mixed"}, pure=False)
+    assert found.startswith("rewards: is missing")
+    (found,) = problems({"rewards": {"math_rule": {"tag_included": ["code"]}}}, pure=False)
+    assert "no reward has tag 'math' of the training data" in found
+
+
+def test_filters(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
+    keys = "rewards.math_rule.query_filter_config"
+    mean = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9, "threshold_down": 0.1}}
+    response = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
+    reward = plan({keys: mean, "rewards.math_rule.response_filter_config": response}, pure=False).rewards[0]
+    assert reward.query_filter == FilterPlan("mean_filter", {"threshold_up": 0.9, "threshold_down": 0.1})
+    assert reward.response_filter == FilterPlan("std_filter", {"std_threshold": 0.05})
+    assert plan({keys: {"type": "no_filter"}}, pure=False).rewards[0].query_filter is None
+    assert (
+        "threshold_down: is missing"
+        in problems({keys: {"type": "mean_filter", "filter_args": {"threshold_up": 1}}}, pure=False)[0]
+    )
+    crossed = {"type": "mean_filter", "filter_args": {"threshold_up": 0.1, "threshold_down": 0.9}}
+    assert "0.1 is not above threshold_down 0.9" in problems({keys: crossed}, pure=False)[0]
+    assert "'no_filter', 'mean_filter' or 'std_filter'" in problems({keys: {"type": "median"}}, pure=False)[0]
+
+
+def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
+    run = plan(pure=False)
+    assert (run.extra_prompts, run.rollout.max_running_requests) == (0, None)
+    assert plan({"max_additional_running_prompts": 5}, pure=False).extra_prompts == 0
+    run = plan({"is_use_additional_prompts": True, "max_running_requests": 64}, pure=False)
+    assert (run.extra_prompts, run.rollout.max_running_requests) == (5, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adv_estimator": "gae"}, "adv_estimator: 'gae' is not available yet; use reinforce or grpo"),
+        ({"entropy_loss_coef": 0.01}, "entropy_loss_coef: an entropy term (0.01) is not available yet; use 0"),
+        ({"async_generation_ratio": 1}, "async_generation_ratio: 1 (generation ahead of training) is not available"),
+        (
+            {"kl_penalty": "full", "use_kl_loss": True, "kl_loss_coef": 1, "reference": REFERENCE},
+            "kl_penalty: 'full' is not available yet; use one of kl, mse, low_var_kl",
+        ),
+        ({"norm_mean_type": "running"}, "norm_mean_type: 'running' is not available yet; use batch or group"),
+        ({"pg_variant": "topr"}, "pg_variant: topr is not available yet"),
+        ({"importance_sampling": "seq"}, "importance_sampling: seq is not available yet"),
+        ({"opd_token_kld_clip": 2.0}, "opd_token_kld_clip: 2.0 is not available yet"),
+        (
+            {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker"},
+            "rewards.math_rule: the reward worker 'llm_judge' is not available yet",
+        ),
+        (
+            {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker"},
+            "the reward worker 'roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker' is not available yet",
+        ),
+        ({"actor_train.model_args.lora_target": "all-linear"}, "LoRA adapters and frozen modules are not available"),
+    ],
+)
+def test_planned_but_not_available_yet(
+    mixed: dict[str, Any], plan: Plan, problems: Problems, changes: dict[str, Any], message: str
+) -> None:
+    assert any(message in text for text in plan(changes, pure=False, runnable=False).warnings)
+    (found,) = problems({}, pure=False)
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is what pure distillation sets"),
+        ({"adv_estimator": "grpoo"}, "should be 'on_policy_distill', 'reinforce', 'grpo'"),
+        ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
+        ({"gamma": 1.5}, "gamma: should be less than or equal to 1"),
+        ({"reward_clip": 0}, "reward_clip: should be greater than 0"),
+        ({"is_pure_opd": True}, "use_opd: use_opd and pure distillation (is_pure_opd) exclude each other"),
+    ],
+)
+def test_contradictions(mixed: dict[str, Any], problems: Problems, changes: dict[str, Any], message: str) -> None:
+    assert any(message in text for text in problems(changes, pure=False))
+
+
+def test_coefficients_without_effect_are_told(mixed: dict[str, Any], plan: Plan) -> None:
+    run = plan({"use_kl_loss": True, "add_token_level_kl": True, "init_kl_coef": 0, "reference": REFERENCE}, pure=False)
+    assert [text.split(":")[0] for text in run.warnings] == ["use_kl_loss", "add_token_level_kl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"pure_opd_pipeline_type": "rlvr_vlm"}, "pure_opd_pipeline_type"),
+        ({"student_train.data_args.image": "images", "student_train.model_args.freeze_it": 1}, "image"),
+        ({"student_train.model_args.model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, "model_name_or_path"),
+        ({"student_train.strategy_args.strategy_name": "diffusion_deepspeed_train"}, "strategy_name"),
+    ],
+)
+def test_vision_is_one_sentence(problems: Problems, changes: dict[str, Any], key: str) -> None:
+    (found,) = problems({**changes, "no_such_key": 1})
+    assert found.split(":")[0].endswith(key)
+    assert "only text models" in found
+    assert "vision" in found
