@@ -23,6 +23,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.config.roles import Role
 from roll_opd.config.schema import GeneratingArgs, Top, Worker
+from roll_opd.config.trackers import without_secrets
 
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 
@@ -43,7 +44,6 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         )
         for name, role in roles.teachers.items()
     )
-    log_dir = top.tracker_kwargs.log_dir
     return RunPlan(
         mode=roles.mode,
         pipeline=top.pure_opd_pipeline_type if roles.mode == "pure" else "rlvr",
@@ -65,13 +65,13 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         objective=_objective(top, roles.mode == "pure", updates, checked.response),
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
         validation=_validation(checked),
-        trackers=checked.trackers,
-        tracker_dirs=FrozenDict({"tensorboard": log_dir} if log_dir else {}),
+        trackers=tuple(checked.trackers),
+        tracker_args=FrozenDict(checked.trackers),
         samples_per_step=top.samples_per_step,
         env=FrozenDict(_environment(top)),
         warnings=tuple(findings.warnings),
         memory=FrozenDict(_memory(checked, student, rollout, teachers, longest)),
-        config_yaml=write_yaml(checked.loaded.values),
+        config_yaml=write_yaml(without_secrets(checked.loaded.values)),
     )
 
 

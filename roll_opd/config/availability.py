@@ -4,6 +4,7 @@ from pathlib import Path
 
 from roll_opd.config.models import read_json
 from roll_opd.config.plan import RunPlan
+from roll_opd.config.trackers import lacking
 
 RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
@@ -32,7 +33,7 @@ def unavailable_model(path: Path) -> list[str]:
 
 def unavailable(plan: RunPlan) -> list[str]:
     """Return a sentence for each part of the plan that cannot be run yet."""
-    sentences = []
+    sentences = lacking(plan.trackers)
     if plan.mode == "mixed":
         sentences.append("use_opd: distillation mixed with a reward is not available yet; pure distillation is")
     if plan.mode == "rl":

@@ -1,11 +1,10 @@
-"""Checks a configuration against the world around it: data files, tags, rewards, trackers, disk, resume.
+"""Checks a configuration against the world around it: data files, tags, rewards, disk, resume.
 
 Reads a little of the disk and writes nothing; problems and warnings go to `Findings`.
 """
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,10 @@ from pathlib import Path
 from roll_opd.config.errors import Findings
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.known_names import (
+    DOTTED,
     REWARD_CLASSES_OF_ROLL,
     REWARD_WORKERS,
     TEMPLATES,
-    TRACKERS,
-    TRACKERS_OF_ROLL,
 )
 from roll_opd.config.models import ModelFacts, find_path, places
 from roll_opd.config.plan import DataPlan, Mode, RewardPlan
@@ -26,7 +24,6 @@ from roll_opd.config.schema import DataArgs, Reward, Top
 ROWS_SCANNED = 50_000  # tags are looked up in the first rows of a file; enough for a mistake to show, and fast
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 DEFAULT_TAG = "math_rule"  # of a row without a tag, as in `roll_opd.data.rows`
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def read_data(args: DataArgs, path: str, top: Top, findings: Findings) -> DataPlan | None:
@@ -88,16 +85,6 @@ def _reward_worker(domain: str, reward: Reward, findings: Findings) -> str:
             f"no reward worker {name!r}; known: {names}; or write the dotted path of your own class",
         )
     return known
-
-
-def read_trackers(top: Top, findings: Findings) -> tuple[str, ...]:
-    """Return the trackers; refuse those that do not exist here."""
-    for name in top.track_with:
-        if name in TRACKERS:
-            continue
-        reason = "is not available yet" if name in TRACKERS_OF_ROLL else "is not a known tracker"
-        findings.problem("track_with", f"{name!r} {reason}; use one or more of {', '.join(TRACKERS)}")
-    return tuple(dict.fromkeys(top.track_with))
 
 
 def check_tags(
