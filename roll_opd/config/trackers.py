@@ -4,6 +4,7 @@ ROLL's form is one tracker and its arguments. Several trackers take a mapping of
 """
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -156,7 +157,7 @@ def lacking(names: Iterable[str]) -> list[str]:
     sentences = []
     for name in names:
         modules = (name.partition(".")[0],) if _users_own(name) else MODULES.get(name, ())
-        absent = [module for module in modules if find_spec(module) is None]
+        absent = [module for module in modules if sys.modules.get(module) is None and find_spec(module) is None]
         if not absent:
             continue
         remedy = f"run `pip install 'roll_opd[{name}]'`" if name in MODULES else "put it on PYTHONPATH"
