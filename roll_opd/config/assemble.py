@@ -23,6 +23,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.config.roles import Role
 from roll_opd.config.schema import GeneratingArgs, Top, Worker
+from roll_opd.config.trackers import without_secrets
 
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 
@@ -47,7 +48,6 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     reference = None
     if roles.reference is not None:
         reference = MegatronPlan(**_megatron(roles.reference, top, longest, findings))
-    log_dir = top.tracker_kwargs.log_dir
     return RunPlan(
         mode=roles.mode,
         pipeline="agentic" if checked.agentic else "rlvr",
@@ -73,13 +73,13 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         async_generation_ratio=top.async_generation_ratio,
         agentic=checked.agentic,
         validation=_validation(checked),
-        trackers=checked.trackers,
-        tracker_dirs=FrozenDict({"tensorboard": log_dir} if log_dir else {}),
+        trackers=tuple(checked.trackers),
+        tracker_args=FrozenDict(checked.trackers),
         samples_per_step=top.samples_per_step,
         env=FrozenDict(_environment(top)),
         warnings=tuple(findings.warnings),
         memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, longest)),
-        config_yaml=write_yaml(checked.loaded.values),
+        config_yaml=write_yaml(without_secrets(checked.loaded.values)),
     )
 
 
@@ -140,15 +140,19 @@ def _rollout(checked: Checked) -> RolloutPlan:
     top, role = checked.top, checked.roles.infer
     validation = top.validation.generating_args.max_new_tokens if top.validation else None
     needed = top.prompt_length + max(checked.response, validation or 0)
+    engines = len(role.vllm.devices) // role.vllm.tp
+    arguments = dict(role.vllm.args)
+    if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
+        arguments.setdefault("max_num_seqs", -(-top.max_running_requests // engines))
     return RolloutPlan(
         name=role.path,
         model=ModelPlan(str(role.facts.path), role.dtype),
         devices=role.vllm.devices,
         tp=role.vllm.tp,
-        engines=len(role.vllm.devices) // role.vllm.tp,
+        engines=engines,
         sampling=_sampling(role.worker.generating_args, checked.n, checked.response),
         max_model_len=role.vllm.max_model_len or needed,
-        engine_args=FrozenDict(role.vllm.args),
+        engine_args=FrozenDict(arguments),
         max_running_requests=top.max_running_requests,
         env=FrozenDict(_environment(top, role.worker)),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from roll_opd.config.known_names import REWARD_CLASSES_LATER, REWARD_WORKERS
 from roll_opd.config.models import read_json
 from roll_opd.config.plan import RunPlan
+from roll_opd.config.trackers import lacking
 
 RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 RUNNABLE_ESTIMATORS = {
@@ -66,7 +67,7 @@ def _unavailable_rewards(plan: RunPlan) -> list[str]:
 
 def unavailable(plan: RunPlan) -> list[str]:
     """Return a sentence for each part of the plan that cannot be run yet."""
-    sentences = [*_unavailable_objective(plan), *_unavailable_rewards(plan)]
+    sentences = [*_unavailable_objective(plan), *_unavailable_rewards(plan), *lacking(plan.trackers)]
     if plan.pipeline == "agentic":
         sentences.append(
             "custom_envs: the agentic pipeline is not available yet; use prompts and rewards"

@@ -5,6 +5,7 @@ output. Everything that can be checked is, so that all problems come out togethe
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
@@ -20,6 +21,7 @@ from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_rol
 from roll_opd.config.schema import Top
 from roll_opd.config.sections import read_sections
 from roll_opd.config.tokenizers import largest_token_id, tokenizer_difference
+from roll_opd.config.trackers import read_trackers
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Checked:
     data: DataPlan
     validation_data: DataPlan | None
     rewards: tuple[RewardPlan, ...]
-    trackers: tuple[str, ...]
+    trackers: dict[str, dict[str, Any]]
     resume: bool | str
     num_nodes: int
     agentic: AgenticPlan | None
@@ -89,7 +91,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         surroundings.check_tags(mode, teacher_tags, rewards, data, validation, findings)
     exp_name = top.exp_name or loaded.name
     surroundings.check_output(top, exp_name, roles.train.facts if roles.train else None, findings)
-    trackers = surroundings.read_trackers(top, findings)
+    trackers = read_trackers(top, findings)
     resume = surroundings.read_resume(top, findings)
     findings.warn_ignored()
     if findings.problems or response is None or mini is None or data is None:

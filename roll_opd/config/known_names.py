@@ -4,6 +4,10 @@
 `MEGATRON_FIELDS`: fields of Megatron-core's TransformerConfig that pass through untouched.
 """
 
+import re
+
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -116,8 +120,6 @@ MEGATRON_FIELDS = _names("""
 
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink", "chatml", "base", "empty")
-TRACKERS = ("tensorboard", "stdout", "jsonl")
-TRACKERS_OF_ROLL = ("wandb", "swanlab", "mlflow", "ml_tracker")
 # reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
 REWARD_WORKERS: dict[str, frozenset[str]] = {"math_rule": frozenset()}
 REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule"}

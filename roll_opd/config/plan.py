@@ -289,7 +289,7 @@ class RunPlan:
     agentic: AgenticPlan | None = None
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
-    tracker_dirs: FrozenDict = field(default_factory=FrozenDict)
+    tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
     samples_per_step: int = 4  # rollouts a step written to samples.jsonl
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
     warnings: tuple[str, ...] = ()

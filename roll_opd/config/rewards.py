@@ -1,12 +1,12 @@
 """Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
 
 import difflib
-import re
 from collections.abc import Mapping
 
 from roll_opd.config.errors import Findings
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.known_names import (
+    DOTTED,
     REWARD_CLASSES_LATER,
     REWARD_CLASSES_OF_ROLL,
     REWARD_KEYS_OF_ROLL,
@@ -15,7 +15,6 @@ from roll_opd.config.known_names import (
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.config.schema import Filter, Reward
 
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
 
 

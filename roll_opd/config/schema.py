@@ -216,12 +216,6 @@ class Validation(Section):
     measure_teacher: bool = False
 
 
-class TrackerKwargs(Section):
-    """`tracker_kwargs`."""
-
-    log_dir: str | None = None
-
-
 class Top(Section):
     """Every key outside the roles."""
 
@@ -232,7 +226,7 @@ class Top(Section):
     deterministic: bool = False
     system_envs: Environment = {}
     track_with: Texts = ("tensorboard",)
-    tracker_kwargs: TrackerKwargs = TrackerKwargs()
+    tracker_kwargs: dict[str, Any] = {}  # see `trackers.py`
     num_nodes: Positive | None = None  # None: as many as the device mappings reach over
     num_gpus_per_node: Positive = 8
     max_steps: Positive = 500

@@ -1,4 +1,4 @@
-"""Checks a configuration against the world around it: data files, tags, trackers, disk, resume.
+"""Checks a configuration against the world around it: data files, tags, disk, resume.
 
 Reads a little of the disk and writes nothing; problems and warnings go to `Findings`.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from roll_opd.config.errors import Findings
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.config.known_names import TEMPLATES, TRACKERS, TRACKERS_OF_ROLL
+from roll_opd.config.known_names import TEMPLATES
 from roll_opd.config.models import ModelFacts, find_path
 from roll_opd.config.plan import DataPlan, Mode, RewardPlan
 from roll_opd.config.prompt_files import find_prompt_files, tags_in
@@ -66,16 +66,6 @@ def _template(args: DataArgs, path: str, top: Top, findings: Findings) -> str:
     if top.global_template and args.template and top.global_template != args.template:
         findings.warn(f"{path}.template: {args.template} has no effect beside global_template {top.global_template}")
     return top.global_template or args.template or "native"
-
-
-def read_trackers(top: Top, findings: Findings) -> tuple[str, ...]:
-    """Return the trackers; refuse those that do not exist here."""
-    for name in top.track_with:
-        if name in TRACKERS:
-            continue
-        reason = "is not available yet" if name in TRACKERS_OF_ROLL else "is not a known tracker"
-        findings.problem("track_with", f"{name!r} {reason}; use one or more of {', '.join(TRACKERS)}")
-    return tuple(dict.fromkeys(top.track_with))
 
 
 def check_tags(

@@ -39,6 +39,7 @@ def main(description: str, *, pure: bool, arguments: Sequence[str] | None = None
 def _launch(plan: RunPlan) -> int:
     from roll_opd.data.rows import DataError
     from roll_opd.rewards.interface import RewardError
+    from roll_opd.tracking.registry import TrackerError
 
     if plan.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
@@ -50,7 +51,7 @@ def _launch(plan: RunPlan) -> int:
     try:
         resume = find(plan.checkpoint, plan.output_dir, plan.exp_name)
         return _run(plan, resume)
-    except (DataError, RewardError) as error:
+    except (DataError, RewardError, TrackerError) as error:
         return _refused(error)
 
 
@@ -59,9 +60,14 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
     from roll_opd.rewards.registry import resolve
+    from roll_opd.tracking.registry import find as find_tracker
+    from roll_opd.tracking.trackers import JSONL, Trackers
 
     for reward in plan.rewards:
         resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
+    for tracker in plan.trackers:
+        if tracker != JSONL:
+            find_tracker(tracker)
     tokenizer = load_tokenizer(plan.student.model.path)
     prompts, *validation = _prompts([plan.data, *([plan.validation.data] if plan.validation else [])], tokenizer)
     source = PromptSource(prompts, plan.seed)
@@ -76,12 +82,11 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.pipelines.record import Record
     from roll_opd.pipelines.rlvr import run_rlvr
     from roll_opd.tracking.run_directory import RunDirectory
-    from roll_opd.tracking.trackers import Trackers
     from roll_opd.workers.roles import RunError
 
     run = _directory(plan, resume, RunDirectory)
     checkpoints = Checkpoints(run, plan.checkpoint, plan.max_steps)
-    trackers = Trackers.open(plan.trackers, run, resume.step if resume else None, plan.tracker_dirs)
+    trackers = Trackers.open(plan.trackers, run, resume.step if resume else None, plan.tracker_args)
     record = Record(plan, run, trackers, tokenizer)
     record.note(f"Run directory: {run.path}" + (f", resumed after step {resume.step}" if resume else ""))
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
@@ -103,6 +108,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
         traceback.print_exc()
         return FAILED
     finally:
+        trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
         gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
     record.finish()
     return DONE

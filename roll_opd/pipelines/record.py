@@ -69,7 +69,6 @@ class Record:
 
     def finish(self) -> None:
         """Write `summary.json` and print the before/after table."""
-        self._trackers.close()
         self._console.finish(write_summary(self._run, seed=self._plan.seed))
         self.note(f"Run directory: {self._run.path}")
 

@@ -1,10 +1,11 @@
 """Named numbers of a step: a collector that knows how each is reduced, and the metrics of on-policy
-distillation.
+distillation and of validation. `docs/metrics.md` lists every name.
 
 Names are ROLL's where it has one. Token statistics are over action tokens only, and a sample that no teacher
 scored is in no statistic that speaks of a teacher. Legend: K action tokens of the samples at hand.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "p95": lambda values: float(np.percentile(values, 95)),
 }
 
+RIGHT = 1.0  # an answer is right when its reward is at least this: a rule gives 1 for right and 0 for wrong
 LOG_RATIO_LIMIT = 10.0  # one token a teacher finds impossible must not be the whole mean of `opd/prob_ratio`
 
 
@@ -176,3 +178,46 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
         if item.old_logprobs is not None
     ]
     return statistics("rollout/train_logprob_gap", np.concatenate(gaps) if gaps else [], ("mean", "max"))
+
+
+def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
+    """How well `samples` (k) answers a held-out prompt do, over all prompts (`all`) and by tag; samples of a prompt
+    share a `group_id`, and those without a reward do not count.
+
+    `val_correct/<tag>/mean` is the mean reward. With k > 1, over prompts with k rewards: `avg@k`, the mean share of
+    right answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k: the chance that j of a prompt's answers,
+    drawn without replacement, hold a right one.
+    """
+    rewards: dict[str, dict[str, list[float]]] = {}
+    for experience in experiences:
+        if experience.reward is not None:
+            for tag in dict.fromkeys(("all", experience.tag)):
+                rewards.setdefault(tag, {}).setdefault(experience.group_id, []).append(experience.reward)
+    metrics: dict[str, float] = {}
+    for tag, groups in rewards.items():
+        flat = [reward for group in groups.values() for reward in group]
+        metrics[f"val_correct/{tag}/mean"] = float(np.mean(flat))
+        right = [sum(reward >= RIGHT for reward in group) for group in groups.values() if len(group) == samples]
+        if samples > 1 and right:
+            metrics[f"val_correct/{tag}/avg@{samples}"] = float(np.mean(right)) / samples
+            for draws in _powers_of_two(samples):
+                chances = [pass_at(draws, samples, count) for count in right]
+                metrics[f"val_correct/{tag}/pass@{draws}"] = float(np.mean(chances))
+    lengths = [experience.response_length for experience in experiences]
+    return {**metrics, **statistics("val/response_length", lengths, ("mean",))}
+
+
+def pass_at(draws: int, samples: int, right: int) -> float:
+    """Unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k), with k `draws`, n `samples` and c `right` of them.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises `ValueError` unless
+    1 <= draws <= samples and 0 <= right <= samples.
+    """
+    if not (1 <= draws <= samples and 0 <= right <= samples):
+        raise ValueError(f"pass@{draws} of {samples} samples with {right} right ones does not exist")
+    return 1.0 - math.comb(samples - right, draws) / math.comb(samples, draws)
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... below `limit`, and `limit`."""
+    return [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]

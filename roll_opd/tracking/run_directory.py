@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -92,6 +93,12 @@ class RunDirectory:
     def write_config(self, yaml: str) -> None:
         """Write the resolved configuration, whole or not at all."""
         write_atomic(self.config_file, yaml)
+
+    def read_config(self) -> dict[str, Any]:
+        """What `write_config` wrote, as plain data; empty before that."""
+        if not self.config_file.exists():
+            return {}
+        return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append `rows` to the file `name`, one JSON object a line, as `to_json` writes them."""

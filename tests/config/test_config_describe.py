@@ -87,7 +87,9 @@ def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: 
     assert "math: teachers general, special; rewards math_rule" in text
     assert "every other tag: teachers general; rewards none" in text
     assert "rewards.math_rule: math_rule x 1, query_filter std_filter std_threshold 0.1" in text
-    formula = "grpo(reward, mean by group; gamma 1) - 1 * reverse_kl(general) - 0.25 * reverse_kl(special)"
+    formula = (
+        "grpo(reward, mean by group, std by group; gamma 1) - 1 * reverse_kl(general) - 0.25 * reverse_kl(special)"
+    )
     assert f"advantage = {formula}" in text
     assert "up to 16 more prompts under way" in text
 

@@ -78,7 +78,26 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"student_train.data_args.file_name": "no.jsonl"}, ["file_name: no file 'no.jsonl'"]),
     ({"student_train.data_args": ...}, ["student_train.data_args.file_name: is missing"]),
     ({"global_template": "qwen9"}, ["global_template: 'qwen9' is not a known template"]),
-    ({"track_with": "wandb"}, ["track_with: 'wandb' is not available yet"]),
+    ({"track_with": "trackio"}, ["track_with: 'trackio' is not available here; use one or more of tensorboard"]),
+    ({"track_with": "no_such_package.Tracker"}, ["no_such_package.Tracker needs no_such_package", "PYTHONPATH"]),
+    ({"tracker_kwargs": {"logdir": "x"}}, ["tracker_kwargs.logdir: unknown argument of tracker", "'log_dir'"]),
+    (
+        {"track_with": "wandb", "tracker_kwargs": {"projct": "x"}},
+        ["tracker_kwargs.projct: unknown argument of tracker wandb", "'project'", "(run.yaml:"],
+    ),
+    (
+        {"track_with": ["wandb", "mlflow"], "tracker_kwargs": {"tags": ["x"]}},
+        ["tracker_kwargs: with several trackers it maps each to its arguments", "wandb, mlflow"],
+    ),
+    (
+        {"track_with": ["wandb", "mlflow"], "tracker_kwargs": {"mlflow": {"tracking_url": "x"}}},
+        ["tracker_kwargs.mlflow.tracking_url: unknown argument of tracker mlflow", "'tracking_uri'"],
+    ),
+    (
+        {"track_with": "wandb", "tracker_kwargs": {"mode": "of"}},
+        ["tracker_kwargs.mode: should be 'online', 'offline' or 'disabled', got 'of'"],
+    ),
+    ({"tracker_kwargs": {"tensorboard": 3}}, ["tracker_kwargs.tensorboard: expected the arguments", "got 3"]),
     ({"track_with": ["tensorbord"]}, ["'tensorbord' is not a known tracker"]),
     ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint: 'no/such' is no directory"]),
     ({"rewards.math_rule.worker_cls": "mathrule"}, ["no reward worker 'mathrule'", "math_rule"]),
@@ -127,7 +146,7 @@ def test_all_problems_come_together_with_their_places(problems: Problems) -> Non
             "num_nodes": 1,
             "teacher.device_mapping": [3, 9],
             "rollout_batch_size": 9,
-            "track_with": "wandb",
+            "track_with": "wandbb",
         },
         overrides=("student_train.training_args.lerning_rate=1",),
     )

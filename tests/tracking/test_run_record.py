@@ -1,4 +1,4 @@
-"""The run directory, the trackers and the summary: what a run leaves behind, killed and resumed or not."""
+"""The run directory and the summary: what a run leaves behind, killed and resumed or not."""
 
 import json
 import os
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.run_directory import (
@@ -19,7 +18,6 @@ from roll_opd.tracking.run_directory import (
     to_json,
 )
 from roll_opd.tracking.summary import read_summary, summarize, write_summary
-from roll_opd.tracking.trackers import TRACKERS, Trackers
 
 
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:
@@ -78,70 +76,6 @@ def test_json_lines_are_strict_json() -> None:
         "nested": [{"x": 0.5}],
     }
     assert json.loads(to_json(row), parse_constant=pytest.fail) == expected
-
-
-def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
-
-
-def test_trackers_agree_and_resume_replaces_later_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDirectory.create(tmp_path, "exp")
-    trackers = Trackers.open(("tensorboard", "stdout"), run)
-    assert trackers.names == ("jsonl", "tensorboard", "stdout")
-    for step in (1, 2, 3):
-        trackers.log(step, {"opd/x": float(step)})
-    assert "step=3 opd/x=3" in capsys.readouterr().out
-    assert scalars(run.tensorboard) == {"opd/x": [(1, 1.0), (2, 2.0), (3, 3.0)]}  # before any close
-    trackers.close()
-    trackers.close()
-
-    run = RunDirectory.resume(run.path, step=2)
-    trackers = Trackers.open(("tensorboard",), run, resume_step=2)
-    trackers.log(3, {"opd/x": 30.0})
-    trackers.close()
-    assert scalars(run.tensorboard) == {"opd/x": [(1, 1.0), (2, 2.0), (3, 30.0)]}
-    rows = [(row["step"], row["opd/x"]) for row in read_jsonl(run.path / METRICS)]
-    assert rows == [(1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_a_tracker_may_have_a_directory_of_its_own(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "exp")
-    trackers = Trackers.open(("tensorboard",), run, directories={"tensorboard": str(tmp_path / "tb")})
-    trackers.log(1, {"x": 1.0})
-    trackers.close()
-    assert scalars(tmp_path / "tb") == {"x": [(1, 1.0)]}
-
-
-def test_a_failing_tracker_warns_once_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing:
-        def log(self, step: int, metrics: object) -> None:
-            if step == 2:
-                raise OSError("connection lost")
-
-        def close(self) -> None:
-            raise OSError("never reached")
-
-    def cannot_open(*_: object) -> Failing:
-        raise ImportError("not installed")
-
-    monkeypatch.setitem(TRACKERS, "failing", lambda *_: Failing())
-    monkeypatch.setitem(TRACKERS, "absent", cannot_open)
-    run = RunDirectory.create(tmp_path, "exp")
-    trackers = Trackers.open(("failing", "absent"), run)
-    for step in (1, 2, 3):
-        trackers.log(step, {"x": 1.0})
-    trackers.close()
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 2
-    assert "absent could not be opened" in warnings[0]
-    assert "failing failed at step 2" in warnings[1]
-    assert [row["step"] for row in read_jsonl(run.metrics_file)] == [1, 2, 3]
-    with pytest.raises(ValueError, match="unknown trackers nowhere"):
-        Trackers.open(("nowhere",), run)
 
 
 def step_row(step: int) -> dict[str, float]:

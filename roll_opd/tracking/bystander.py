@@ -1,0 +1,127 @@
+"""A tracker in a thread of its own, so that one that raises, hangs or starts slowly costs the run nothing.
+
+Rows wait in a bounded queue. A call that raises is tried again and then the tracker is dropped; one that does
+not return is told of, and dropped when the queue is full. Each tracker is warned of once.
+"""
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from roll_opd.tracking.registry import Tracker
+
+FAILURES = (Exception, SystemExit)  # SystemExit too: a library that "exits" would only end the thread, unseen
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a tracker is waited for, in seconds, and how many steps it may fall behind."""
+
+    opening: float = 20.0
+    silence: float = 60.0  # in one call, before it is told of
+    closing: float = 30.0
+    retries: tuple[float, ...] = (1.0, 5.0)  # waits before a call that raised is made again
+    rows: int = 1000
+
+
+class Bystander:
+    """Gives rows to the tracker that `make` returns. Nothing here raises or blocks, but `ready` and `join`."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], patience: Patience) -> None:
+        self._name, self._make, self._patience = name, make, patience
+        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(patience.rows)
+        self._opened = threading.Event()
+        self._ended = threading.Event()  # closed or dropped
+        self._lock = threading.Lock()
+        self._warned = False
+        self._busy_since: float | None = time.monotonic()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """False once it is closed or dropped."""
+        return not self._ended.is_set()
+
+    def ready(self, timeout: float) -> None:
+        """Wait until it is open or has failed to open; say so if that takes longer than `timeout` seconds."""
+        if not self._opened.wait(timeout) and self.works:
+            self._warn(f"has not started after {timeout:.0f} s; its steps wait until it does")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over the metrics of `step`."""
+        if not self.works:
+            return
+        began = self._busy_since
+        if began is not None and time.monotonic() - began > self._patience.silence:
+            self._warn(
+                f"has not answered for {self._patience.silence:.0f} s at step {step}; up to {self._patience.rows} steps"
+                " wait for it, then the run goes on without it"
+            )
+        try:
+            self._rows.put_nowait((step, dict(metrics)))
+        except queue.Full:
+            self._drop(f"does not answer and is dropped at step {step}")
+
+    def finish(self) -> None:
+        """Ask it to write what it has and close; `join` waits for that."""
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            self._drop("does not answer and is dropped at the end of the run")
+
+    def join(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds until it is closed."""
+        if self.works and not self._ended.wait(timeout):
+            self._drop(f"was not done {self._patience.closing:.0f} s after the last step")
+
+    def _work(self) -> None:
+        try:
+            tracker = self._make()
+        except FAILURES as error:
+            self._drop(f"could not be opened: {error!r}")
+            self._opened.set()
+            return
+        self._opened.set()
+        while True:
+            self._busy_since = None
+            row = self._rows.get()
+            self._busy_since = time.monotonic()
+            if not self.works:
+                return
+            if row is None:
+                break
+            if not self._deliver(tracker, *row):
+                return
+        try:
+            tracker.close()
+        except FAILURES as error:
+            self._drop(f"could not be closed: {error!r}")
+        self._ended.set()
+
+    def _deliver(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
+        for wait in (*self._patience.retries, None):
+            try:
+                tracker.log(step, metrics)
+                return True
+            except FAILURES as error:
+                if wait is None:
+                    self._drop(f"failed at step {step} and is dropped: {error!r}")
+                    return False
+            if self._ended.wait(wait):
+                return False
+        return False
+
+    def _drop(self, what: str) -> None:
+        self._warn(f"{what}; the run goes on without it, and metrics.jsonl has every step")
+        self._ended.set()
+
+    def _warn(self, what: str) -> None:
+        with self._lock:
+            if self._warned:
+                return
+            self._warned = True
+        print(f"warning: tracker {self._name} {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""MLflow, into a SQLite file of the run directory unless a tracking URI is given."""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_opd.tracking.registry import register, run_id
+from roll_opd.tracking.run_directory import RunDirectory
+
+PARAMS_AT_ONCE = 100  # MLflow's limit for one request
+PARAM_CHARACTERS = 500  # what every MLflow server since 1.28 takes
+
+
+@register("mlflow")
+class MlflowTracker:
+    """An MLflow run with the configuration as its parameters."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        resume_step: int | None,
+        *,
+        tracking_uri: str | None = None,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=uri)
+
+        def new() -> str:
+            name = experiment_name or run.path.parent.name
+            experiment = self._client.get_experiment_by_name(name)
+            identity = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            made = self._client.create_run(identity, run_name=run_name or run.path.name, tags=dict(tags or {}))
+            params = [Param(_name(key), value[:PARAM_CHARACTERS]) for key, value in _flat(run.read_config())]
+            for start in range(0, len(params), PARAMS_AT_ONCE):
+                self._client.log_batch(made.info.run_id, params=params[start : start + PARAMS_AT_ONCE])
+            return made.info.run_id
+
+        self._id = run_id(run, "mlflow", new)
+        self._client.update_run(self._id, status="RUNNING")  # a run that is resumed had ended
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        values = [self._metric(_name(name), float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes: `pass@4` becomes `pass_at_4`."""
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

@@ -1,0 +1,125 @@
+"""docs/metrics.md has every metric that the code can name, and no other."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.experience import Experience
+from roll_opd.rollout.advantages import advantage_metrics
+from roll_opd.tracking.clock import PhaseClock, time_metrics
+from roll_opd.tracking.metrics import opd_metrics, validation_metrics
+
+ROOT = Path(__file__).parents[2]
+GROUPS = "actor|critic|opd|tokens|rollout|time|val|val_correct"
+STEM = re.compile(rf"({GROUPS})/[\w/@*]+")
+ANY = "*"  # of an f-string's {value}
+
+
+def expanded(name: str) -> list[str]:
+    """`a/{b,c}` -> `a/b`, `a/c`."""
+    parts = [part.split(",") for part in re.split(r"\{([^}]*)\}", name)]
+    return ["".join(chosen) for chosen in product(*parts)]
+
+
+def page() -> dict[str, re.Pattern[str]]:
+    """Entry -> what it matches."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    entries = [entry for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) for entry in expanded(name)]
+    assert len(entries) == len(set(entries))
+    patterns = {}
+    for entry in entries:
+        pattern = re.sub(r"<\w+>", r"[^/]+", re.escape(entry).replace(r"\<", "<").replace(r"\>", ">"))
+        patterns[entry] = re.compile(re.sub(r"@[kj]$", r"@(\\d+|\\*)", pattern))
+    return patterns
+
+
+def experience(number: int) -> Experience:
+    length = 3 + number
+    logprobs = -np.linspace(0.1, 1.0, length, dtype=np.float32)
+    return Experience(
+        id=str(number),
+        group_id=f"g{number // 4}",
+        tag=("math", "code")[number // 4],
+        domain="d",
+        tokens=np.arange(2 + length),
+        prompt_length=2,
+        action_mask=np.ones(length, dtype=bool),
+        rollout_logprobs=logprobs,
+        finish_reason="stop",
+        weights_version=0,
+        old_logprobs=logprobs - 0.01,
+        teacher_logprobs={"one": logprobs, "two": logprobs * 2},
+        reward=float(number % 2),
+    )
+
+
+def emitted() -> set[str]:
+    """The names of real rows: all there is to measure, and as little as possible."""
+    batch = [experience(number) for number in range(8)]
+    bare = [replace(item, old_logprobs=None, teacher_logprobs={}, reward=None) for item in batch]
+    advantages = advantage_metrics(bare, [], ObjectivePlan())
+    rows = [
+        opd_metrics(batch),
+        opd_metrics(bare),
+        advantages,
+        validation_metrics(batch, 4),
+        validation_metrics(bare, 1),
+    ]
+    return {name for row in [*rows, time_metrics(PhaseClock().lap())] for name in row}
+
+
+def written(path: Path) -> Iterator[str]:
+    """The texts of a source file that look like a metric or the stem of some, `*` for what is filled in."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if STEM.fullmatch(text):
+            yield text.partition("@")[0] if text.endswith(("@sum", "@mean", "@max", "@min")) else text
+
+
+def sources() -> set[str]:
+    rooms = ("pipelines", "rollout", "tracking", "workers", "algorithms")
+    return {name for room in rooms for path in (ROOT / "roll_opd" / room).rglob("*.py") for name in written(path)}
+
+
+def is_listed(name: str, entries: dict[str, re.Pattern[str]]) -> bool:
+    if any(pattern.fullmatch(name) for pattern in entries.values()):
+        return True
+    stem = name.rstrip("/") + "/"  # of `statistics("opd/reverse_kl", ...)`, or of f"time/{phase}"
+    return any(entry.startswith(stem.removesuffix(f"{ANY}/")) for entry in entries)
+
+
+def test_every_metric_is_on_the_page() -> None:
+    entries = page()
+    assert len(entries) > 50
+    names = emitted()
+    assert {"val_correct/all/pass@2", "opd/teacher/two/reverse_kl/mean", "time/step"} <= names
+    assert [name for name in sorted(names) if not any(p.fullmatch(name) for p in entries.values())] == []
+
+
+def test_every_name_in_the_sources_is_on_the_page() -> None:
+    entries, names = page(), sources()
+    assert {"actor/lr", "critic/kl", "val_correct/teacher/*", "time/startup"} <= names
+    assert [name for name in sorted(names) if not is_listed(name, entries)] == []
+
+
+def test_the_page_has_no_metric_that_nothing_writes() -> None:
+    real, named = emitted(), sources()
+    stale = [entry for entry, pattern in page().items() if not any(pattern.fullmatch(name) for name in (*real, *named))]
+    assert stale == []
+
+
+@pytest.mark.parametrize("name", ["opd/nothing", "actor/pg_losses", "val_correct/math/pass@x", "time/"])
+def test_a_metric_that_is_not_on_the_page_is_noticed(name: str) -> None:
+    assert not any(pattern.fullmatch(name) for pattern in page().values())

@@ -1,0 +1,147 @@
+"""W&B, SwanLab and MLflow themselves, without a network: what they leave on disk, and a server that is dead."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roll_opd.tracking.run_directory import RunDirectory, read_jsonl
+from roll_opd.tracking.trackers import Trackers
+
+EXTRA = "an optional tracker: pip install 'roll_opd[{}]'"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run of nobody who is logged in anywhere."""
+    for name in os.environ:
+        if name.startswith(("WANDB_", "SWANLAB_", "MLFLOW_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = RunDirectory.create(tmp_path, "exp")
+    run.write_config("seed: 3\nstudent_train:\n  model_args: {dtype: fp32}\n")
+    return run
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Accepts every connection and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(64)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def log_and_resume(run: RunDirectory, tracker: str, args: dict | None = None) -> None:
+    """Steps 1 and 2, then step 3 of the resumed run."""
+    for resume_step, steps in ((None, (1, 2)), (2, (3,))):
+        trackers = Trackers.open((tracker,), run, resume_step, {tracker: args or {}})
+        for step in steps:
+            trackers.log(step, {"opd/x": step / 2, "val_correct/all/pass@4": 0.5})
+        assert trackers.names == ("jsonl", tracker)
+        trackers.close()
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """Records of a file of less than one 32 KiB block: after 7 bytes of file header, each has 4 bytes of checksum,
+    2 of length and 1 of type in front.
+    """
+    at = 7
+    while at < len(data):
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        yield data[at + 7 : at + 7 + length]
+        at += 7 + length
+
+
+def test_wandb_offline(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb", reason=EXTRA.format("wandb"))
+    from wandb.proto import wandb_internal_pb2
+
+    log_and_resume(run, "wandb", {"project": "p", "tags": ("a",), "notes": "n"})
+    identity = (run.path / "tracker_ids" / "wandb").read_text().strip()
+    files = sorted((run.path / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{identity}.wandb"] * 2
+    values = []
+    for file in files:
+        for data in leveldb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "opd/x" in items:
+                values.append((record.history.step.num, float(items["opd/x"])))
+    assert values == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_swanlab_offline(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("swanlab", reason=EXTRA.format("swanlab"))
+    log_and_resume(run, "swanlab", {"project": "p", "experiment_name": "e", "tags": ("a",)})
+    identity = (run.path / "tracker_ids" / "swanlab").read_text().strip()
+    files = list((run.path / "swanlab").rglob(f"run-{identity}.swanlab"))
+    assert files and all(b"opd/x" in file.read_bytes() for file in files)
+    assert "warning: tracker" not in capfd.readouterr().err
+
+
+def test_mlflow_in_the_run_directory(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    for module in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(module, reason=EXTRA.format("mlflow"))
+    from mlflow.tracking import MlflowClient
+
+    log_and_resume(run, "mlflow", {"run_name": "r", "tags": {"a": "b"}})
+    client = MlflowClient(f"sqlite:///{run.path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("exp")
+    [found] = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status, found.data.tags["a"]) == ("r", "FINISHED", "b")
+    assert found.data.params == {"seed": "3", "student_train.model_args.dtype": "fp32"}
+    history = client.get_metric_history(found.info.run_id, "opd/x")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert found.data.metrics["val_correct/all/pass_at_4"] == 0.5
+    assert "warning: tracker" not in capfd.readouterr().err
+
+
+DRIVER = """
+import sys, time
+from roll_opd.tracking.bystander import Patience
+from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.trackers import Trackers
+
+run = RunDirectory(__import__("pathlib").Path(sys.argv[1]))
+args = {"api_key": "0" * 40, "base_url": sys.argv[2], "settings": {"init_timeout": float(sys.argv[3])}}
+patience = Patience(opening=1.0, silence=1.0, closing=float(sys.argv[4]))
+trackers = Trackers.open(("wandb",), run, args={"wandb": args}, patience=patience)
+for step in range(1, 21):
+    began = time.monotonic()
+    trackers.log(step, {"x": 1.0})
+    assert time.monotonic() - began < 0.5
+    time.sleep(0.1)
+trackers.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("init_timeout", "closing", "words"),
+    [(6, 1, "has not started after 1 s"), (3, 20, "tracker wandb goes on offline")],
+)
+def test_wandb_online_with_a_server_that_never_answers(
+    run: RunDirectory, silent_server: str, init_timeout: int, closing: int, words: str
+) -> None:
+    pytest.importorskip("wandb", reason=EXTRA.format("wandb"))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(run.path), silent_server, str(init_timeout), str(closing)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert words in done.stderr
+    assert [row["step"] for row in read_jsonl(run.metrics_file)] == list(range(1, 21))
+    assert time.monotonic() - began < 60
+    if init_timeout < closing:
+        [file] = (run.path / "wandb").glob("offline-run-*/*.wandb")
+        assert file.stat().st_size > 1000

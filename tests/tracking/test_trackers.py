@@ -1,0 +1,279 @@
+"""Trackers as a run meets them: that agree, are resumed, fail, hang, or are the user's own."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from roll_opd.tracking.bystander import Patience
+from roll_opd.tracking.registry import TrackerError, find, register, run_id
+from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
+from roll_opd.tracking.trackers import Trackers
+
+IMPATIENT = Patience(opening=0.2, silence=0.2, closing=0.3, retries=(0.01,), rows=5)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "exp")
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def logged(run: RunDirectory) -> list[int]:
+    return [row["step"] for row in read_jsonl(run.metrics_file)]
+
+
+def eventually(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true()
+
+
+# the user's own, named by their dotted path `test_trackers.<class>`
+
+
+class Recorder:
+    """Keeps what it is given."""
+
+    made: "Recorder"
+
+    def __init__(self, run: RunDirectory, resume_step: int | None, greeting: str = "") -> None:
+        self.run, self.resume_step, self.greeting = run, resume_step, greeting
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+        Recorder.made = self
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Flaky(Recorder):
+    """Raises the first time it sees an even step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step % 2 == 0 and step not in self.__dict__.setdefault("seen", []):
+            self.seen.append(step)
+            raise OSError("connection lost")
+        super().log(step, metrics)
+
+
+class Failing(Recorder):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step >= 2:
+            raise OSError("connection lost")
+
+    def close(self) -> None:
+        raise OSError("a dropped tracker is left alone")
+
+
+class Exiting(Recorder):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise SystemExit("a library thinks that it is a program")
+
+
+class NotClosing(Recorder):
+    def close(self) -> None:
+        raise OSError("disk full")
+
+
+class NotOpening:
+    def __init__(self, run: RunDirectory, resume_step: int | None) -> None:
+        raise ConnectionError("no route to host")
+
+
+class Hanging(Recorder):
+    """Hangs in one of its three calls until it is let go."""
+
+    release: threading.Event
+
+    def __init__(self, run: RunDirectory, resume_step: int | None, where: str) -> None:
+        super().__init__(run, resume_step)
+        self.where = where
+        self._hang("open")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._hang("log")
+        super().log(step, metrics)
+
+    def close(self) -> None:
+        self._hang("close")
+        super().close()
+
+    def _hang(self, call: str) -> None:
+        if call == self.where:
+            Hanging.release.wait(60)
+
+
+@pytest.fixture
+def release() -> threading.Event:
+    Hanging.release = threading.Event()
+    yield Hanging.release
+    Hanging.release.set()
+
+
+def test_trackers_agree_and_resume_replaces_later_steps(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = Trackers.open(("tensorboard", "stdout"), run)
+    assert trackers.names == ("jsonl", "tensorboard", "stdout")
+    for step in (1, 2, 3):
+        trackers.log(step, {"opd/x": float(step)})
+    steps = [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert eventually(lambda: scalars(run.tensorboard) == {"opd/x": steps})  # before any close
+    trackers.close()
+    trackers.close()
+    assert "step=3 opd/x=3" in capsys.readouterr().out
+    trackers.log(4, {"opd/x": 4.0})  # after the end: for metrics.jsonl alone
+    assert trackers.names == ("jsonl",)
+
+    run = RunDirectory.resume(run.path, step=2)
+    trackers = Trackers.open(("tensorboard",), run, resume_step=2)
+    trackers.log(3, {"opd/x": 30.0})
+    trackers.close()
+    assert scalars(run.tensorboard) == {"opd/x": [(1, 1.0), (2, 2.0), (3, 30.0)]}
+    rows = [(row["step"], row["opd/x"]) for row in read_jsonl(run.path / METRICS)]
+    assert rows == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_tracker_gets_its_own_arguments(run: RunDirectory, tmp_path: Path) -> None:
+    args = {"tensorboard": {"log_dir": str(tmp_path / "tb")}, "test_trackers.Recorder": {"greeting": "hello"}}
+    trackers = Trackers.open(args, run, resume_step=7, args=args)
+    trackers.log(8, {"x": 1.0})
+    trackers.close()
+    assert scalars(tmp_path / "tb") == {"x": [(8, 1.0)]}
+    mine = Recorder.made
+    assert (mine.run, mine.resume_step, mine.greeting) == (run, 7, "hello")
+    assert (mine.rows, mine.closed) == ([(8, {"x": 1.0})], 1)
+
+
+def test_close_writes_every_row_of_a_slow_tracker(run: RunDirectory) -> None:
+    trackers = Trackers.open(("test_trackers.Recorder",), run)
+    for step in range(500):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert [step for step, _ in Recorder.made.rows] == list(range(500))
+
+
+def test_a_call_that_raises_is_made_again(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = Trackers.open(("test_trackers.Flaky",), run, patience=IMPATIENT)
+    for step in (1, 2, 3, 4):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert [step for step, _ in Recorder.made.rows] == [1, 2, 3, 4]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("tracker", "words"),
+    [
+        ("Failing", "failed at step 2 and is dropped: OSError('connection lost')"),
+        ("Exiting", "failed at step 1 and is dropped: SystemExit("),
+        ("NotOpening", "could not be opened: ConnectionError('no route to host')"),
+        ("NotClosing", "could not be closed: OSError('disk full')"),
+    ],
+)
+def test_one_that_raises_is_told_of_once_and_the_others_go_on(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], tracker: str, words: str
+) -> None:
+    trackers = Trackers.open((f"test_trackers.{tracker}", "stdout"), run, patience=IMPATIENT)
+    for step in range(1, 5):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    seen = capsys.readouterr()
+    [warning] = seen.err.splitlines()
+    assert warning.startswith(f"warning: tracker test_trackers.{tracker} {words}")
+    assert "the run goes on without it" in warning
+    assert seen.out.count("step=") == 4
+    assert logged(run) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("open", "has not started after 0 s"),
+        ("log", "has not answered for 0 s at step 2"),
+        ("close", "was not done 0 s after the last step"),
+    ],
+)
+def test_one_that_hangs_costs_no_step(
+    run: RunDirectory,
+    release: threading.Event,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    words: str,
+) -> None:
+    name = "test_trackers.Hanging"
+    began = time.monotonic()
+    trackers = Trackers.open((name, "stdout"), run, args={name: {"where": where}}, patience=IMPATIENT)
+    assert time.monotonic() - began < 2
+    trackers.log(1, {"x": 1.0})
+    time.sleep(2 * IMPATIENT.silence)
+    slowest = 0.0
+    for step in range(2, 21):
+        began = time.monotonic()
+        trackers.log(step, {"x": 1.0})
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.005)  # a step of training: one that takes its rows is never behind
+    began = time.monotonic()
+    trackers.close()
+    assert slowest < 0.2 and time.monotonic() - began < 2
+    seen = capsys.readouterr()
+    [warning] = seen.err.splitlines()
+    assert words in warning
+    assert seen.out.count("step=") == 20
+    assert logged(run) == list(range(1, 21))
+    assert trackers.names == ("jsonl",)
+
+
+def test_one_that_comes_back_in_time_has_every_row(run: RunDirectory, release: threading.Event) -> None:
+    name = "test_trackers.Hanging"
+    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, patience=IMPATIENT)
+    for step in range(1, 5):
+        trackers.log(step, {"x": 1.0})
+    release.set()
+    trackers.close()
+    assert [step for step, _ in Recorder.made.rows] == [1, 2, 3, 4]
+    assert Recorder.made.closed == 1
+
+
+def test_metrics_that_cannot_be_written_are_tried_again(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = Trackers.open((), run)
+    run.metrics_file.mkdir()  # whatever keeps a file from being written
+    trackers.log(1, {"x": 1.0})
+    trackers.log(2, {"x": 1.0})
+    run.metrics_file.rmdir()
+    trackers.log(3, {"x": 1.0})
+    assert capsys.readouterr().err.count("warning: metrics.jsonl cannot be written at step 1") == 1
+    assert logged(run) == [3]
+
+
+def test_names_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(TrackerError, match="unknown tracker 'nowhere'; known are jsonl, mlflow"):
+        find("nowhere")
+    with pytest.raises(TrackerError, match=r"the module no\.such cannot be imported"):
+        find("no.such.Tracker")
+    with pytest.raises(TrackerError, match="test_trackers has no class named Nothing"):
+        find("test_trackers.Nothing")
+
+
+def test_a_name_is_registered_once() -> None:
+    register("of_this_test")(Recorder)
+    assert find("of_this_test") is Recorder
+    with pytest.raises(TrackerError, match="'of_this_test' is already registered"):
+        register("of_this_test")(Failing)
+
+
+def test_the_id_of_a_run_stays(run: RunDirectory) -> None:
+    assert run_id(run, "wandb", lambda: "one") == "one"
+    assert run_id(run, "wandb", lambda: "two") == "one"
+    assert run_id(run, "mlflow", lambda: "three") == "three"
