@@ -38,13 +38,10 @@ def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
     return k3(logprobs, other).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
 
 
-# by the names of ROLL's kl_penalty and their plain ones
+# by the names of ROLL's kl_penalty
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": k1,
-    "k1": k1,
     "abs": absolute,
     "mse": k2,
-    "k2": k2,
-    "k3": k3,
     "low_var_kl": low_var_kl,
 }

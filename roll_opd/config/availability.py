@@ -13,7 +13,7 @@ RUNNABLE_ESTIMATORS = {
     "mixed": ("reinforce", "grpo"),
     "rl": ("reinforce", "grpo"),
 }
-RUNNABLE_KL_PENALTIES = ("kl", "mse", "low_var_kl")
+RUNNABLE_KL_PENALTIES = ("kl", "abs", "mse", "low_var_kl")
 RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
 # a key of config.json -> the only value whose numerics are proven
 _PROVEN = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}

@@ -78,7 +78,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings)
         if not sections.rewards:
             findings.problem("validation", "needs a reward worker to score the answers; write rewards.math_rule")
-    rewards = read_rewards(sections.rewards, findings)
+    rewards = read_rewards(sections.rewards, mode, findings)
     if mode != "pure" and not agentic and not sections.rewards:
         switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
         findings.problem("rewards", f"is missing; {switch} learns from rewards, write at least rewards.math_rule")

@@ -12,20 +12,31 @@ from roll_opd.config.known_names import (
     REWARD_KEYS_OF_ROLL,
     REWARD_WORKERS,
 )
-from roll_opd.config.plan import FilterPlan, RewardPlan
+from roll_opd.config.plan import FilterPlan, Mode, RewardPlan
 from roll_opd.config.schema import Filter, Reward
 
 FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
 
 
-def read_rewards(rewards: Mapping[str, Reward | None], findings: Findings) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to one domain only."""
+def read_rewards(rewards: Mapping[str, Reward | None], mode: Mode, findings: Findings) -> tuple[RewardPlan, ...]:
+    """Return the reward workers; each tag may belong to one domain only.
+
+    In pure distillation they only look on, so their filters have no effect.
+    """
     plans = []
     for domain, reward in rewards.items():
         if reward is None:
             continue
         path = f"rewards.{domain}"
         worker = _worker(path, reward.worker_cls or domain, findings)
+        filters = {
+            "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, findings),
+            "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, findings),
+        }
+        if mode == "pure":
+            for name in [name for name, found in filters.items() if found]:
+                findings.ignore(f"{path}.{name}_config")
+                filters[name] = None
         plans.append(
             RewardPlan(
                 domain=domain,
@@ -33,8 +44,7 @@ def read_rewards(rewards: Mapping[str, Reward | None], findings: Findings) -> tu
                 tags=reward.tag_included or None,
                 world_size=reward.world_size,
                 args=FrozenDict(_arguments(path, worker, reward.args, findings)),
-                query_filter=_filter(f"{path}.query_filter_config", reward.query_filter_config, findings),
-                response_filter=_filter(f"{path}.response_filter_config", reward.response_filter_config, findings),
+                **filters,
             )
         )
     for index, plan in enumerate(plans):

@@ -60,18 +60,22 @@ async def roll_out(
         for sample in range(n)
     ]
     selection = Selection(len(prompts), n, len(prompts) if wanted is None else wanted, keeps)
-    certain = asyncio.Event()
+    settled = asyncio.Event()  # nothing more is needed, or something went wrong
 
     async def score(finished: list[tuple[int, Completion]]) -> None:
         experiences = [
             _experience(prompts[index // n], first_draw + index // n, index % n, completion)
             for index, completion in finished
         ]
-        scored = await _score(experiences, scorers, sampling.temperature)
+        try:
+            scored = await _score(experiences, scorers, sampling.temperature)
+        except Exception:
+            settled.set()
+            raise
         for (index, _), experience in zip(finished, scored, strict=True):
             selection.add(index, experience)
         if selection.enough:
-            certain.set()
+            settled.set()
 
     scoring: list[asyncio.Task] = []
 
@@ -81,22 +85,21 @@ async def roll_out(
                 scoring.append(asyncio.create_task(score(finished)))
 
     generating = asyncio.create_task(generate())
-    enough = asyncio.create_task(certain.wait())
+    over = asyncio.create_task(settled.wait())
     try:
         with clock.phase("generate"):
-            await asyncio.wait([generating, enough], return_when=asyncio.FIRST_COMPLETED)
-            if generating.done():
-                generating.result()  # raises what went wrong
+            await asyncio.wait([generating, over], return_when=asyncio.FIRST_COMPLETED)
         with clock.phase("teacher" if scorers.teachers or scorers.reference else "reward"):
-            everything = asyncio.gather(*scoring)
-            await asyncio.wait([everything, enough], return_when=asyncio.FIRST_COMPLETED)
-            if everything.done():
-                everything.result()
+            while not settled.is_set() and (left := [task for task in scoring if not task.done()]):
+                await asyncio.wait([*left, over], return_when=asyncio.FIRST_COMPLETED)
+        for task in (generating, *scoring):
+            if task.done():
+                task.result()  # raises what went wrong
     finally:
-        left = [task for task in (generating, enough, *scoring) if not task.done()]
-        for task in left:
+        everything = [generating, over, *scoring]
+        for task in everything:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*everything, return_exceptions=True)
     return selection
 
 

@@ -1,0 +1,165 @@
+"""The order of things in a rollout: with an engine that finishes in any order, and scorers that take any time.
+
+Engines, teachers and reward workers themselves are tested elsewhere; here only their interface is needed.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from roll_opd.config.plan import (
+    DataPlan,
+    Layout,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    RewardPlan,
+    SamplingPlan,
+    TeacherPlan,
+)
+from roll_opd.data.experience import Experience
+from roll_opd.data.prompts import open_prompts
+from roll_opd.data.source import PromptSource
+from roll_opd.inference.completion import Completion
+from roll_opd.rollout.batch import Batch, fill_batch
+from roll_opd.rollout.scheduler import Scorers, roll_out
+from roll_opd.tracking.clock import PhaseClock
+from roll_opd.workers.roles import RunError
+from roll_opd.workers.rollout import Request
+
+MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
+SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
+
+
+class Engine:
+    """Finishes requests in a random order; what it writes depends on the request's seed alone."""
+
+    def __init__(self, seed: int = 0, log: list[str] | None = None) -> None:
+        self._rng, self.log = random.Random(seed), log if log is not None else []
+        self.answered = 0
+
+    async def sample(
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
+    ) -> AsyncIterator[list[tuple[int, Completion]]]:
+        order = self._rng.sample(range(len(requests)), len(requests))
+        for start in range(0, len(order), chunk):
+            for _ in range(self._rng.randint(1, 4)):
+                await asyncio.sleep(0)
+            part = order[start : start + chunk]
+            self.answered += len(part)
+            yield [(index, written(requests[index].seed)) for index in part]
+        self.log.append("engine done")
+
+
+def written(seed: int) -> Completion:
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 5))
+    tokens, logprobs = rng.integers(0, 50, length), -rng.random(length).astype(np.float32)
+    return Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop", weights_version=0)
+
+
+class Watcher:
+    """A teacher and a reward worker in one: takes its time, and scores each sample by its tokens."""
+
+    name = "watcher"
+    worker = MegatronPlan("watcher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
+    plan: Any
+
+    def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
+        self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
+
+    async def score(self, experiences: Sequence[Experience], temperature: float | None = None) -> list[Any]:
+        self._log.append(f"{self.plan} starts")
+        for _ in range(self._slowness):
+            await asyncio.sleep(0)
+        if self._fails:
+            raise RunError("no scores today")
+        if temperature is None:
+            return [float(e.response_tokens.sum() % 2) for e in experiences]
+        return [e.response_tokens.astype(np.float32) for e in experiences]
+
+
+def scorers(log: list[str], slowness: int = 1, fails: bool = False) -> Scorers:
+    teacher = Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)
+    judge = Watcher(RewardPlan("math", "math_rule"), log, slowness)
+    return Scorers(teachers=[teacher], judges=[judge])
+
+
+@pytest.fixture(scope="module")
+def make_source(tmp_path_factory: pytest.TempPathFactory):
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    rows = [{"id": f"p{n}", "prompt": f"{n}+{n}=", "tag": "math_rule", "ground_truth": "1"} for n in range(23)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    prompts, _ = open_prompts(DataPlan((str(file),), prompt_length=32), tokenizer)
+    return lambda: PromptSource(prompts, seed=5)
+
+
+def arguments(engine: Engine, watchers: Scorers) -> dict[str, Any]:
+    common = {"sampler": engine, "sampling": SAMPLING, "scorers": watchers, "clock": PhaseClock()}
+    return {**common, "seed": 7, "chunk_samples": 4}
+
+
+def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, keeps: Any) -> Batch:
+    rollout = arguments(Engine(engine_seed), scorers([], slowness=engine_seed % 5))
+    return asyncio.run(fill_batch(source, wanted, extra=extra, keeps=keeps, **rollout))
+
+
+def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
+    log: list[str] = []
+    engine, prompts = Engine(1, log), make_source().take(8)
+    selection = asyncio.run(roll_out(prompts, first_draw=0, **arguments(engine, scorers(log))))
+    assert len(selection.experiences()) == 8 * SAMPLING.n
+    assert sum("starts" in line for line in log[: log.index("engine done")]) >= 2
+
+
+def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(make_source) -> None:
+    def keeps(group: Sequence[Experience]) -> bool:
+        return 0 < sum(e.reward for e in group) < len(group)
+
+    def run(engine_seed: int, extra: int) -> tuple[list, list, int]:
+        source, ids, filtered = make_source(), [], []
+        for step in range(6):
+            batch = fill(source, engine_seed + step, wanted=4, extra=extra, keeps=keeps)
+            assert [e.group_id.partition("#")[0] for e in batch.experiences[:: SAMPLING.n]] == [
+                p.id for p in batch.prompts
+            ]
+            ids += [(e.id, tuple(e.tokens), e.reward) for e in batch.experiences]
+            filtered += [p.id for p in batch.filtered]
+        return ids, filtered, source.position
+
+    expected = run(0, extra=0)
+    assert len(set(expected[0])) == 6 * 4 * SAMPLING.n  # none twice
+    assert expected[1] and expected[2] == 6 * 4 + len(expected[1])  # none lost
+    for engine_seed in range(1, 6):
+        assert run(10 * engine_seed, extra=engine_seed) == expected
+
+
+def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
+    prompts, answered = make_source().take(20), []
+    for seed in range(8):
+        engine = Engine(seed)
+        rollout = arguments(engine, scorers([]))
+        selection = asyncio.run(roll_out(prompts, first_draw=0, wanted=1, **rollout))
+        assert selection.chosen == [0] and selection.used == 1
+        answered.append(engine.answered)
+    assert min(answered) < 20 * SAMPLING.n  # unless the first prompt happened to be the last one finished
+
+
+def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
+    engine = Engine()
+    with pytest.raises(RunError, match="no scores today"):
+        asyncio.run(roll_out(make_source().take(20), first_draw=0, **arguments(engine, scorers([], fails=True))))
+    assert engine.answered < 20 * SAMPLING.n
+
+
+def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
+    with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept those of 0.*query_filter_config"):
+        fill(make_source(), 1, wanted=2, extra=1, keeps=lambda group: False)
