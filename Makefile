@@ -20,7 +20,7 @@ demo: setup
 	@$(DEMO)
 
 test: lint
-	@$(PYTHON_IN_VENV) -m pytest -q
+	@$(PYTHON_IN_VENV) -m pytest -q -n 2 --dist loadgroup
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
     selection = asyncio.run(roll_out(prompts, first_draw=0, **arguments(engine, scorers(log))))
     assert len(selection.experiences()) == 8 * SAMPLING.n
     assert sum("starts" in line for line in log[: log.index("engine done")]) >= 2
+
+
+def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> None:
+    """Whatever the reward domain: all rows here belong to one."""
+    prompts = [replace(prompt, tag=("odd", "even")[number % 2]) for number, prompt in enumerate(make_source().take(6))]
+    teachers = [
+        Watcher(TeacherPlan("all", Watcher.worker, 1.0), []),
+        Watcher(TeacherPlan("odd", Watcher.worker, 1.0, tags=("odd",)), []),
+    ]
+    watchers = Scorers(teachers=teachers, judges=scorers([]).judges)
+    found = asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), watchers))).experiences()
+    for experience in found:
+        assert experience.domain == "math"
+        assert set(experience.teacher_logprobs) == ({"all", "odd"} if experience.tag == "odd" else {"all"})
+        for logprobs in experience.teacher_logprobs.values():
+            np.testing.assert_array_equal(logprobs, experience.response_tokens)  # of this sample, not another
+
+    orphaned = Scorers(teachers=teachers[1:])
+    with pytest.raises(RunError, match="no teacher scores samples tagged even"):
+        asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), orphaned)))
 
 
 def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(make_source) -> None:
