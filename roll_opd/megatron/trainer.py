@@ -56,8 +56,9 @@ class MegatronTrainer(MegatronEngine):
         """Make one optimizer update from the whole mini-batch `samples`.
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
-        `ratio`, `clipped` (ratios outside the clip range), `approx_kl` (k3 of old against new) and
-        `kl_loss` (k3 against the reference policy, weighted as the loss is, before its coefficient).
+        `policy_loss` (its part without the KL loss), `kl_loss` (k3 against the reference policy, weighted as the loss
+        is, before its coefficient), `ratio`, `clipped` (ratios outside the clip range) and `approx_kl` (k3 of old
+        against new).
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -133,8 +134,9 @@ def _loss(
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
     # without a reference policy the student is its own: 0, with gradient 0
     kl_M = k3(logprobs_M, columns.get("ref_logprobs", logprobs_M.detach()))
-    loss_M = policy_loss(logprobs_M, old_M, advantages_M) + objective.kl_loss_coef * kl_M
-    loss = (loss_M * columns["weight"]).sum()
+    policy = (policy_loss(logprobs_M, old_M, advantages_M) * columns["weight"]).sum()
+    kl = (kl_M * columns["weight"]).sum()
+    loss = policy + objective.kl_loss_coef * kl
 
     mask_M = columns["mask"]
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[mask_M]
@@ -142,10 +144,11 @@ def _loss(
     sums = {
         "tokens": mask_M.sum(),
         "weighted_loss": loss.detach(),
+        "policy_loss": policy.detach(),
         "ratio": ratio_M.sum(),
         "clipped": outside_M.sum(),
         "approx_kl": (1 / ratio_M - 1 + ratio_M.log()).sum(),
-        "kl_loss": (kl_M.detach() * columns["weight"]).sum(),
+        "kl_loss": kl.detach(),
     }
     pieces = logprobs_M.detach().float().cpu().split(list(batch.lengths))
     return loss, {"sums": sums, "logprobs": [piece.numpy() for piece in pieces]}

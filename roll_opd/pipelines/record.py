@@ -1,6 +1,7 @@
 """What a run tells: console, trackers, and the JSON lines of its directory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,9 @@ from roll_opd.tracking.console import Console
 from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, RunDirectory
 from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
 from roll_opd.tracking.trackers import Trackers
+
+# what else the advantages of a sample depend on
+OF_THE_OBJECTIVE = ("gamma", "opd_kl_discount", "reward_clip", "advantage_clip", "init_kl_coef", "kl_penalty")
 
 
 class Record:
@@ -59,7 +63,12 @@ class Record:
         metrics: Mapping[str, float],
     ) -> None:
         """Log a finished step."""
-        row = {**metrics, "rollout/filtered_prompts": float(len(batch.filtered)), **time_metrics(self.clock.lap())}
+        row = {
+            **metrics,
+            "rollout/generated_tokens": float(batch.generated_tokens),
+            "rollout/filtered_prompts": float(len(batch.filtered)),
+            **time_metrics(self.clock.lap()),
+        }
         self._run.append_jsonl(PROMPTS, [{"step": step, **_prompt_ids(batch)}])
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
         self._run.append_jsonl(SAMPLES, [self._sample(step, e) for e in shown[: self._plan.samples_per_step]])
@@ -73,7 +82,8 @@ class Record:
         self.note(f"Run directory: {self._run.path}")
 
     def _sample(self, step: int, experience: Experience) -> dict:
-        prompt, teachers = experience.tokens[: experience.prompt_length], self._plan.teachers
+        prompt = experience.tokens[: experience.prompt_length]
+        teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
             "id": experience.id,
@@ -93,10 +103,11 @@ class Record:
             "teacher_logprobs": experience.teacher_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "ref_logprobs": experience.ref_logprobs,
-            "token_level_rewards": token_level_rewards(experience, teachers),
+            "token_level_rewards": token_level_rewards(experience, teachers, objective),
             "external_advantages": experience.advantages,
-            "advantages": advantages(experience, teachers, self._plan.objective.opd_kl_discount),
+            "advantages": advantages(experience, teachers, objective.opd_kl_discount),
             **experience.metrics,
+            **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }
 
 

@@ -1,6 +1,6 @@
 """Token rewards and advantages of a step's samples: the external reward's part, the teachers' part, and their sum.
 
-    token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl
+    token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - init_kl_coef · KL(student, reference)
     A_t                 = A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k}
 
 The sums over teachers are over those that scored the sample. In pure distillation there is no external part.
@@ -37,7 +37,7 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
     normalised = normalised_rewards(rewards_B, groups, objective.norm_mean_type, objective.norm_std_type)
     rewards_M = on_last_action(_clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
-        rewards_M = rewards_M - objective.init_kl_coef * _reference_kl(experiences, objective.kl_penalty) * mask_M
+        rewards_M = rewards_M - torch.cat([_reference_penalty(e, objective) for e in experiences])
     reward_mean, reward_scale = whitening(rewards_M, mask_M) if objective.whiten_rewards else (0.0, 1.0)
     rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
     returns_M = discounted_to_go(rewards_M, lengths, objective.gamma) * mask_M
@@ -62,9 +62,13 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
     ]
 
 
-def token_level_rewards(experience: Experience, teachers: Sequence[TeacherPlan]) -> np.ndarray:
+def token_level_rewards(
+    experience: Experience, teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> np.ndarray:
     """f64 [T-P], 0 off the action mask."""
     rewards = -_penalty(experience, teachers)
+    if objective.init_kl_coef:
+        rewards -= _reference_penalty(experience, objective).numpy()
     if experience.advantages is not None and experience.action_mask.any():
         rewards[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
     return rewards
@@ -82,7 +86,7 @@ def advantage_metrics(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
 ) -> dict[str, float]:
     """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min."""
-    rewards = [token_level_rewards(experience, teachers).sum() for experience in experiences]
+    rewards = [token_level_rewards(experience, teachers, objective).sum() for experience in experiences]
     every = [advantages(e, teachers, objective.opd_kl_discount)[e.action_mask] for e in experiences]
     kinds = ("mean", "max", "min")
     return {
@@ -111,12 +115,13 @@ def _reward(experience: Experience) -> float:
     return experience.reward
 
 
-def _reference_kl(experiences: Sequence[Experience], estimator: str) -> Tensor:
-    """f64 [M]."""
-
-    student, reference = ([e.old_logprobs for e in experiences], [e.ref_logprobs for e in experiences])
-    both = [torch.from_numpy(np.concatenate(logprobs)).double() for logprobs in (student, reference)]
-    return KL_ESTIMATORS[estimator](*both)
+def _reference_penalty(experience: Experience, objective: ObjectivePlan) -> Tensor:
+    """init_kl_coef · KL, f64 [T-P], 0 off the action mask."""
+    student, reference = (
+        torch.tensor(x, dtype=torch.float64) for x in (experience.old_logprobs, experience.ref_logprobs)
+    )
+    penalty = objective.init_kl_coef * KL_ESTIMATORS[objective.kl_penalty](student, reference)
+    return torch.where(torch.tensor(experience.action_mask), penalty, 0.0)
 
 
 def _clipped(values: Tensor, limit: float | None) -> Tensor:

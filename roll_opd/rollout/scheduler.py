@@ -69,11 +69,11 @@ async def roll_out(
         ]
         try:
             scored = await _score(experiences, scorers, sampling.temperature)
+            for (index, _), experience in zip(finished, scored, strict=True):
+                selection.add(index, experience)
         except Exception:
             settled.set()
             raise
-        for (index, _), experience in zip(finished, scored, strict=True):
-            selection.add(index, experience)
         if selection.enough:
             settled.set()
 
@@ -89,12 +89,14 @@ async def roll_out(
     try:
         with clock.phase("generate"):
             await asyncio.wait([generating, over], return_when=asyncio.FIRST_COMPLETED)
+            if generating.done():
+                generating.result()  # raises what went wrong
         with clock.phase("teacher" if scorers.teachers or scorers.reference else "reward"):
             while not settled.is_set() and (left := [task for task in scoring if not task.done()]):
                 await asyncio.wait([*left, over], return_when=asyncio.FIRST_COMPLETED)
-        for task in (generating, *scoring):
+        for task in scoring:
             if task.done():
-                task.result()  # raises what went wrong
+                task.result()
     finally:
         everything = [generating, over, *scoring]
         for task in everything:

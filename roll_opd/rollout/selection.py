@@ -86,6 +86,11 @@ class Selection:
         """Whether nothing that is still being written can matter."""
         return len(self.chosen) == self._wanted
 
+    @property
+    def generated_tokens(self) -> int:
+        """Action tokens of the `used` groups."""
+        return sum(int(sample.action_mask.sum()) for group in self._samples[: self.used] for sample in group)
+
     def experiences(self) -> list[Experience]:
         """All samples of the chosen groups, in order."""
         return [sample for group in self.chosen for sample in self._samples[group]]

@@ -163,7 +163,6 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
         **statistics("opd/response_length", responses, kinds),
         **statistics("tokens/response_length", responses, kinds),
         **statistics("tokens/prompt_length", [item.prompt_length for item in experiences], kinds),
-        "rollout/generated_tokens": float(sum(int(item.action_mask.sum()) for item in experiences)),
         "rollout/finish_length_rate": float(np.mean([item.finish_reason == "length" for item in experiences])),
     }
 

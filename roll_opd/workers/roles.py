@@ -135,7 +135,8 @@ def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:
         return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
 
     return {
-        "actor/pg_loss": total("weighted_loss") / len(results),
+        "actor/pg_loss": total("policy_loss") / len(results),
+        "actor/total_loss": total("weighted_loss") / len(results),
         "actor/ratio_mean": total("ratio") / tokens,
         "actor/clipfrac": total("clipped") / tokens,
         "actor/approx_kl": total("approx_kl") / tokens,

@@ -48,6 +48,7 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
         selection.add(group * n + number, sample(group, number, 1.0))
         seen.add((group, number))
     assert selection.chosen == expected and selection.used == used
+    assert selection.generated_tokens == used * n  # one a sample
     assert [e.id for e in selection.experiences()] == [f"{g}/{k}" for g in expected for k in range(n)]
 
 
