@@ -1,7 +1,8 @@
 """A tracker in a thread of its own, so that one that raises, hangs or starts slowly costs the run nothing.
 
 Rows wait in a bounded queue. A call that raises is tried again and then the tracker is dropped; one that does
-not return is told of, and dropped when the queue is full. Each tracker is warned of once.
+not return is told of, and dropped when the queue is full. A tracker is warned of at most twice: once when it is
+slow, and once when it is dropped.
 """
 
 import queue
@@ -36,7 +37,7 @@ class Bystander:
         self._opened = threading.Event()
         self._ended = threading.Event()  # closed or dropped
         self._lock = threading.Lock()
-        self._warned = False
+        self._slow = False  # and told of
         self._busy_since: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -49,7 +50,7 @@ class Bystander:
     def ready(self, timeout: float) -> None:
         """Wait until it is open or has failed to open; say so if that takes longer than `timeout` seconds."""
         if not self._opened.wait(timeout) and self.works:
-            self._warn(f"has not started after {timeout:.0f} s; its steps wait until it does")
+            self._tell_slow(f"has not started after {timeout:.0f} s; its steps wait until it does")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand over the metrics of `step`."""
@@ -57,7 +58,7 @@ class Bystander:
             return
         began = self._busy_since
         if began is not None and time.monotonic() - began > self._patience.silence:
-            self._warn(
+            self._tell_slow(
                 f"has not answered for {self._patience.silence:.0f} s at step {step}; up to {self._patience.rows} steps"
                 " wait for it, then the run goes on without it"
             )
@@ -116,12 +117,16 @@ class Bystander:
         return False
 
     def _drop(self, what: str) -> None:
-        self._warn(f"{what}; the run goes on without it, and metrics.jsonl has every step")
-        self._ended.set()
+        with self._lock:
+            if self.works:
+                self._warn(f"{what}; the run goes on without it, and metrics.jsonl has every step")
+                self._ended.set()  # after the warning: who waits for the end has seen it
+
+    def _tell_slow(self, what: str) -> None:
+        with self._lock:
+            if self.works and not self._slow:
+                self._slow = True
+                self._warn(what)
 
     def _warn(self, what: str) -> None:
-        with self._lock:
-            if self._warned:
-                return
-            self._warned = True
         print(f"warning: tracker {self._name} {what}", file=sys.stderr, flush=True)

@@ -101,10 +101,19 @@ class RunDirectory:
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append `rows` to the file `name`, one JSON object a line, as `to_json` writes them."""
-        text = "".join(f"{to_json(row)}\n" for row in rows)
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(text)
+        """Append `rows` to the file `name`, one JSON object a line, as `to_json` writes them.
+
+        Raises `OSError` where they cannot all be written (a full disk); then none of them is in the file.
+        """
+        rest = "".join(f"{to_json(row)}\n" for row in rows).encode()
+        with (self.path / name).open("ab", buffering=0) as file:  # a buffer would be written again by `close`
+            whole = file.tell()
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(whole)  # else the next row would go on in half a line, and both be lost
+                raise
 
     def _link_latest(self) -> None:
         latest = self.path.parent / "latest"

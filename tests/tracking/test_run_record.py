@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,34 @@ def test_resume_cuts_back_to_the_step(tmp_path: Path) -> None:
     assert len(read_jsonl(run.path / PROMPTS)) == 4
     with pytest.raises(FileNotFoundError, match="no run at"):
         RunDirectory.resume(tmp_path / "nowhere", step=0)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from roll_opd.tracking.run_directory import RunDirectory
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+run = RunDirectory(Path(sys.argv[1]))
+run.append_jsonl("metrics.jsonl", [{"step": 1}])
+size = run.metrics_file.stat().st_size
+for room in (0, 5, 25):  # no byte, half a row, one row and half of the next
+    limit(size + room)
+    try:
+        run.append_jsonl("metrics.jsonl", [{"step": 2, "x": "é" * 3}, {"step": 2, "x": "é" * 9000}])
+        sys.exit("the disk was not full")
+    except OSError:
+        pass
+limit(resource.RLIM_INFINITY)
+run.append_jsonl("metrics.jsonl", [{"step": 3}])
+"""
+
+
+def test_a_row_after_a_full_disk_is_whole(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=True)  # its limit is that process's alone
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 def test_json_lines_are_strict_json() -> None:

@@ -116,6 +116,12 @@ class Hanging(Recorder):
             Hanging.release.wait(60)
 
 
+class SlowThenFailing(Hanging):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step >= 2:
+            raise OSError("connection lost")
+
+
 @pytest.fixture
 def release() -> threading.Event:
     Hanging.release = threading.Event()
@@ -200,9 +206,9 @@ def test_one_that_raises_is_told_of_once_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("open", "has not started after 0 s"),
-        ("log", "has not answered for 0 s at step 2"),
-        ("close", "was not done 0 s after the last step"),
+        ("open", ["has not started after 0 s", "does not answer and is dropped at step 6;"]),
+        ("log", ["has not answered for 0 s at step 2", "does not answer and is dropped at step 7;"]),
+        ("close", ["was not done 0 s after the last step"]),
     ],
 )
 def test_one_that_hangs_costs_no_step(
@@ -210,7 +216,7 @@ def test_one_that_hangs_costs_no_step(
     release: threading.Event,
     capsys: pytest.CaptureFixture[str],
     where: str,
-    words: str,
+    words: list[str],
 ) -> None:
     name = "test_trackers.Hanging"
     began = time.monotonic()
@@ -228,8 +234,8 @@ def test_one_that_hangs_costs_no_step(
     trackers.close()
     assert slowest < 0.2 and time.monotonic() - began < 2
     seen = capsys.readouterr()
-    [warning] = seen.err.splitlines()
-    assert words in warning
+    warnings = seen.err.splitlines()
+    assert len(warnings) == len(words) and all(map(str.__contains__, warnings, words)), warnings
     assert seen.out.count("step=") == 20
     assert logged(run) == list(range(1, 21))
     assert trackers.names == ("jsonl",)
@@ -244,6 +250,20 @@ def test_one_that_comes_back_in_time_has_every_row(run: RunDirectory, release: t
     trackers.close()
     assert [step for step, _ in Recorder.made.rows] == [1, 2, 3, 4]
     assert Recorder.made.closed == 1
+
+
+def test_one_that_was_slow_once_is_not_dropped_in_silence(
+    run: RunDirectory, release: threading.Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "test_trackers.SlowThenFailing"
+    trackers = Trackers.open((name,), run, args={name: {"where": "open"}}, patience=IMPATIENT)
+    release.set()
+    for step in (1, 2, 3):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    slow, dropped = capsys.readouterr().err.splitlines()
+    assert slow.startswith(f"warning: tracker {name} has not started after 0 s")
+    assert dropped.startswith(f"warning: tracker {name} failed at step 2 and is dropped: OSError('connection lost')")
 
 
 def test_metrics_that_cannot_be_written_are_tried_again(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
