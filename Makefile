@@ -3,7 +3,7 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
-.PHONY: help setup demo test lint format doctor clean
+.PHONY: help setup demo test test-launches test-rooms lint format doctor clean
 
 help:
 	@echo "make demo     set up, then distil the example teacher into the example student on the CPU"
@@ -19,8 +19,15 @@ setup:
 demo: setup
 	@$(DEMO)
 
+# whole launches wait a lot, so the other rooms run beside them; both report on their own
 test: lint
-	@$(PYTHON_IN_VENV) -m pytest -q -n 2 --dist loadgroup
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-launches test-rooms
+
+test-launches:
+	@$(PYTHON_IN_VENV) -m pytest -q tests/pipelines
+
+test-rooms:
+	@$(PYTHON_IN_VENV) -m pytest -q --ignore=tests/pipelines
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .

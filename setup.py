@@ -45,7 +45,7 @@ TRACKERS = {
     "swanlab": ["swanlab>=0.10"],
     "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy>=2.0", "alembic>=1.13"],  # the latter two for its SQLite file
 }
-DEV = ["pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "ruff==0.17.5", "pre-commit>=4.0"]
+DEV = ["pytest>=9.0", "pytest-timeout>=2.4", "ruff==0.17.5", "pre-commit>=4.0"]
 
 setup(
     name="roll_opd",
