@@ -14,7 +14,7 @@ from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
-from roll_opd.config.objective import check_objective
+from roll_opd.config.objective import check_baseline, check_objective
 from roll_opd.config.plan import AgenticPlan, DataPlan, RewardPlan
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
@@ -78,7 +78,9 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings)
         if not sections.rewards:
             findings.problem("validation", "needs a reward worker to score the answers; write rewards.math_rule")
-    rewards = read_rewards(sections.rewards, mode, findings)
+    group = environments.train.group_size if environments else n
+    check_baseline(top, mode, group, findings)
+    rewards = read_rewards(sections.rewards, mode, group, findings)
     if mode != "pure" and not agentic and not sections.rewards:
         switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
         findings.problem("rewards", f"is missing; {switch} learns from rewards, write at least rewards.math_rule")

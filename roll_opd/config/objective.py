@@ -72,6 +72,15 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
         findings.warn("add_token_level_kl: true has no effect while init_kl_coef is 0")
 
 
+def check_baseline(top: Top, mode: Mode, responses: int, findings: Findings) -> None:
+    """Warn of a group of one response, whose mean the reward is not compared with."""
+    if mode != "pure" and top.adv_estimator == "grpo" and top.norm_mean_type != "batch" and responses == 1:
+        findings.warn(
+            "adv_estimator: grpo has no baseline with one response a prompt, so each reward counts as it is; set"
+            " num_return_sequences_in_group to 2 or more"
+        )
+
+
 def _check_pure(top: Top, findings: Findings) -> None:
     for key in REWARD_ONLY:
         if _value(top, key) is not None:

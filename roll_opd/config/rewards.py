@@ -18,8 +18,10 @@ from roll_opd.config.schema import Filter, Reward
 FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
 
 
-def read_rewards(rewards: Mapping[str, Reward | None], mode: Mode, findings: Findings) -> tuple[RewardPlan, ...]:
-    """Return the reward workers; each tag may belong to one domain only.
+def read_rewards(
+    rewards: Mapping[str, Reward | None], mode: Mode, responses: int, findings: Findings
+) -> tuple[RewardPlan, ...]:
+    """Return the reward workers; each tag may belong to one domain only. `responses` are those of a prompt.
 
     In pure distillation they only look on, so their filters have no effect.
     """
@@ -37,6 +39,8 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: Mode, findings: Fin
             for name in [name for name, found in filters.items() if found]:
                 findings.ignore(f"{path}.{name}_config")
                 filters[name] = None
+        else:
+            _check_spread(path, filters, responses, findings)
         plans.append(
             RewardPlan(
                 domain=domain,
@@ -93,6 +97,23 @@ def _arguments(path: str, worker: str, args: Mapping[str, object], findings: Fin
             known = ", ".join(sorted(taken)) or "none"
             findings.problem(f"{path}.{key}", f"unknown key; {worker} takes these arguments: {known}; remove it")
     return {key: value for key, value in args.items() if key in taken}
+
+
+def _check_spread(path: str, filters: Mapping[str, FilterPlan | None], responses: int, findings: Findings) -> None:
+    """One reward has no spread, so a std_filter that sees only one lets nothing pass."""
+    query, response = filters["query_filter"], filters["response_filter"]
+    if response and response.type == "std_filter":
+        findings.problem(
+            f"{path}.response_filter_config.type",
+            "std_filter sees one reward at a time, whose deviation is 0, and lets nothing pass; use mean_filter, or"
+            " std_filter in query_filter_config",
+        )
+    if query and query.type == "std_filter" and responses == 1:
+        findings.problem(
+            f"{path}.query_filter_config.type",
+            "std_filter lets nothing pass with one response a prompt; set num_return_sequences_in_group to 2 or more,"
+            " or use mean_filter",
+        )
 
 
 def _filter(path: str, section: Filter, findings: Findings) -> FilterPlan | None:

@@ -5,7 +5,7 @@ ROLL's form is one tracker and its arguments. Several trackers take a mapping of
 
 import difflib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ ARGUMENTS: dict[str, type[Section]] = {
 TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and those above
 # modules that a tracker needs beyond what every run has; the extra of setup.py has the tracker's name
 MODULES = {"wandb": ("wandb",), "swanlab": ("swanlab",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-SECRETS = ("api_key", "token", "password")
+SECRETS = ("api_key", "token", "password", "secret")  # endings of keys
 
 
 def read_trackers(top: Top, findings: Findings) -> dict[str, dict[str, Any]]:
@@ -166,14 +166,33 @@ def lacking(names: Iterable[str]) -> list[str]:
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose `tracker_kwargs` hold no keys to anyone's account; it is written and sent away."""
-    kept = dict(values)
-    if "tracker_kwargs" in kept:
-        kept["tracker_kwargs"] = _without_secrets(kept["tracker_kwargs"])
-    return kept
+    """Return a configuration without what opens anyone's account, under any key; it is written and sent away."""
+    return _without(values, frozenset(_secrets(values)))
 
 
-def _without_secrets(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_secrets(item) for key, item in value.items() if key not in SECRETS}
+def _is_secret(key: Any) -> bool:
+    return str(key).lower().endswith(SECRETS)
+
+
+def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
+    """The texts under secret keys."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets(item, secret or _is_secret(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets(item, secret)
+    elif secret and isinstance(value, str) and value:
+        yield value
+
+
+def _without(value: Any, secrets: frozenset[str]) -> Any:
+    def hidden(item: Any) -> bool:
+        return isinstance(item, str) and item in secrets
+
+    if isinstance(value, Mapping):
+        kept = {key: item for key, item in value.items() if not (_is_secret(key) or hidden(item))}
+        return {key: _without(item, secrets) for key, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_without(item, secrets) for item in value if not hidden(item)]
+    return value

@@ -35,10 +35,11 @@ class Index:
     positions: np.ndarray  # int64 [N], where the file finds the row again
     lines: np.ndarray  # uint32 [N]
     tags: np.ndarray  # int32 [N], into tag_names
-    checks: np.ndarray  # uint32 [N], of id, tag and tokens: a row that has changed since is found out
+    checks: np.ndarray  # uint32 [N], of id, tag, ground truth and tokens: a row that has changed since is found out
+    unanswered: np.ndarray  # bool [N], the row has no ground_truth
     renamed: np.ndarray  # bool [N], an earlier prompt has the same id
     tag_names: tuple[str, ...]
-    digests: tuple[str, ...]  # [F], of the ids, tags and tokens of a file's prompts
+    digests: tuple[str, ...]  # [F], of the ids that are written, tags, ground truths and tokens of a file's prompts
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class _Pending:
     line: int
     position: int
     id: str
+    own_id: str | None  # None: `id` is the fallback, which has the file's name in it
     tag: str
+    ground_truth: str | None
     text: PromptText
 
 
@@ -58,6 +61,7 @@ class Indexer:
     def __init__(self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._plan, self._tokenizer = plan, tokenizer
         self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
+        self._unanswered = array("b")
         self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
         self._codes: dict[str, int] = {}  # tag -> number
         self._parsed = 0  # rows that could be read, of which `limit` speaks
@@ -85,6 +89,7 @@ class Indexer:
             lines=np.frombuffer(self._lines, dtype=np.uint32),
             tags=np.frombuffer(self._tags, dtype=np.int32),
             checks=np.frombuffer(self._checks, dtype=np.uint32),
+            unanswered=np.frombuffer(self._unanswered, dtype=np.bool_),
             renamed=repeated(np.frombuffer(self._ids, dtype=np.int64)),
             tag_names=tuple(self._codes),
             digests=tuple(digests),
@@ -100,7 +105,8 @@ class Indexer:
                 break
             report.rows += 1
             try:
-                row = parse_row(value, fallback_id(file, line))
+                fallback = fallback_id(file, line)
+                row = parse_row(value, fallback)
                 self._parsed += 1
                 text = render_row(self._tokenizer, row, self._plan)
             except BadRow as bad:
@@ -111,7 +117,8 @@ class Indexer:
             except DataError as error:
                 report.add_bad(NOT_ENCODABLE, line, str(error))
                 continue
-            batch.append(_Pending(line, position, row.id, row.tag, text))
+            own_id = None if row.id == fallback else row.id
+            batch.append(_Pending(line, position, row.id, own_id, row.tag, row.ground_truth, text))
             characters += len(text.text)
             if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 yield batch
@@ -129,11 +136,12 @@ class Indexer:
             else:
                 tokens = np.asarray(ids, dtype=np.int64)
                 report.prompts += 1
-                digest.update(_identity(row.id, row.tag, tokens))
+                digest.update(_identity(row.own_id, row.tag, row.ground_truth, tokens))
                 self._positions.append(row.position)
                 self._lines.append(row.line)
                 self._tags.append(self._codes.setdefault(row.tag, len(self._codes)))
-                self._checks.append(row_check(row.id, row.tag, tokens))
+                self._checks.append(row_check(row.id, row.tag, row.ground_truth, tokens))
+                self._unanswered.append(row.ground_truth is None)
                 self._ids.append(hash(row.id))
 
 
@@ -155,10 +163,10 @@ def fallback_id(file: RowFile, line: int) -> str:
     return f"{file.path.stem}:{line}"
 
 
-def _identity(identity: str, tag: str, tokens: np.ndarray) -> bytes:
-    return f"{identity}\0{tag}\0{len(tokens)}\0".encode() + tokens.tobytes()
+def _identity(identity: str | None, tag: str, ground_truth: str | None, tokens: np.ndarray) -> bytes:
+    return repr((identity, tag, ground_truth, len(tokens))).encode() + tokens.tobytes()
 
 
-def row_check(identity: str, tag: str, tokens: np.ndarray) -> int:
+def row_check(identity: str, tag: str, ground_truth: str | None, tokens: np.ndarray) -> int:
     """A number that tells a prompt from what a changed row would give."""
-    return zlib.crc32(_identity(identity, tag, tokens))
+    return zlib.crc32(_identity(identity, tag, ground_truth, tokens))

@@ -12,9 +12,10 @@ import numpy as np
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.coverage import Unanswered
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.indexing import Index, Indexer, fallback_id, render_row, row_check
-from roll_opd.data.report import TOO_LONG, DataReport
+from roll_opd.data.report import EXAMPLES_PER_KIND, TOO_LONG, DataReport
 from roll_opd.data.rows import BadRow, DataError, Row, parse_row
 from roll_opd.data.templates import TEMPLATES, tokenize
 
@@ -65,7 +66,7 @@ class PromptSet:
         prompts: dict[int, Prompt] = {}
         for number, row, tokens in zip(wanted.tolist(), rows, tokenize(self._tokenizer, texts), strict=True):
             ids = np.asarray(tokens, dtype=np.int64)
-            if row_check(row.id, row.tag, ids) != self._index.checks[number]:
+            if row_check(row.id, row.tag, row.ground_truth, ids) != self._index.checks[number]:
                 raise self._changed(number)
             prompts[number] = Prompt(self._name(number, row.id), number, row.tag, ids, row.ground_truth, row.extra)
         return [prompts[number] for number in numbers]
@@ -91,8 +92,18 @@ class PromptSet:
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
+    def unanswered(self) -> dict[str, Unanswered]:
+        """For every tag, in order of its first prompt, its prompts without a ground_truth."""
+        found = {}
+        for code, tag in enumerate(self._index.tag_names):
+            numbers = np.flatnonzero(self._index.unanswered & (self._index.tags == code))
+            named = tuple(self._where(number) for number in numbers[:EXAMPLES_PER_KIND].tolist())
+            found[tag] = Unanswered(len(numbers), named)
+        return found
+
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """For each file its name, how many prompts it gave, and a digest of their ids, tags and tokens."""
+        """For each file its name, how many prompts it gave, and a digest of the ids
+        that are written in it, the tags, ground truths and tokens."""
         counts = np.diff(self._index.starts).tolist()
         return [
             {"name": Path(file).name, "prompts": count, "digest": digest}

@@ -99,7 +99,7 @@ def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str
         if then["prompts"] != now["prompts"]:
             return f"{now['name']}: {then['prompts']} prompts then, {now['prompts']} now"
         if then["digest"] != now["digest"]:
-            return f"{now['name']}: the {now['prompts']} prompts have other ids, tags or tokens"
+            return f"{now['name']}: the {now['prompts']} prompts have other ids, tags, ground truths or tokens"
     return ""
 
 

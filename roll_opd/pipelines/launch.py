@@ -56,6 +56,7 @@ def _launch(plan: RunPlan) -> int:
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
+    from roll_opd.data.coverage import check_coverage
     from roll_opd.data.rows import DataError
     from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
@@ -70,6 +71,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             find_tracker(tracker)
     tokenizer = load_tokenizer(plan.student.model.path)
     prompts, *validation = _prompts([plan.data, *([plan.validation.data] if plan.validation else [])], tokenizer)
+    held_out_tags = validation[0].unanswered() if validation else {}
+    check_coverage(plan.mode, plan.teachers, plan.rewards, prompts.unanswered(), held_out_tags)
     source = PromptSource(prompts, plan.seed)
     held_out = validation[0].all() if validation else []
     if resume:

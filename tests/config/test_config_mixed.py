@@ -156,10 +156,11 @@ def test_rewards_are_required(mixed: dict[str, Any], problems: Problems, mode: s
 def test_filters(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     keys = "rewards.math_rule.query_filter_config"
     mean = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9, "threshold_down": 0.1}}
-    response = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
-    reward = plan({keys: mean, "rewards.math_rule.response_filter_config": response}, pure=False).rewards[0]
-    assert reward.query_filter == FilterPlan("mean_filter", {"threshold_up": 0.9, "threshold_down": 0.1})
-    assert reward.response_filter == FilterPlan("std_filter", {"std_threshold": 0.05})
+    spread = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
+    response_keys = "rewards.math_rule.response_filter_config"
+    reward = plan({keys: spread, response_keys: mean}, pure=False).rewards[0]
+    assert reward.query_filter == FilterPlan("std_filter", {"std_threshold": 0.05})
+    assert reward.response_filter == FilterPlan("mean_filter", {"threshold_up": 0.9, "threshold_down": 0.1})
     assert plan({keys: {"type": "no_filter"}}, pure=False).rewards[0].query_filter is None
     assert (
         "threshold_down: is missing"
@@ -168,6 +169,25 @@ def test_filters(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     crossed = {"type": "mean_filter", "filter_args": {"threshold_up": 0.1, "threshold_down": 0.9}}
     assert "0.1 is not above threshold_down 0.9" in problems({keys: crossed}, pure=False)[0]
     assert "'no_filter', 'mean_filter' or 'std_filter'" in problems({keys: {"type": "median"}}, pure=False)[0]
+
+
+def test_the_spread_of_one_reward(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
+    """A std_filter that sees one reward lets nothing pass; GRPO with one response has nothing to compare it with."""
+    mixed["num_return_sequences_in_group"] = 1
+    mixed["actor_train"]["training_args"]["gradient_accumulation_steps"] = 1
+    (warning,) = plan(pure=False).warnings
+    assert "grpo has no baseline with one response a prompt" in warning
+    assert plan({"adv_estimator": "reinforce"}, pure=False).warnings == ()
+    spread = {"type": "std_filter", "filter_args": {"std_threshold": 0.05}}
+    mixed["rewards"]["math_rule"]["query_filter_config"] = spread
+    (found,) = problems(pure=False)
+    assert found.startswith("rewards.math_rule.query_filter_config.type: std_filter")
+    assert "set num_return_sequences_in_group to 2 or more" in found
+    mixed["num_return_sequences_in_group"] = 2
+    assert plan(pure=False).warnings == ()
+    (found,) = problems({"rewards.math_rule.response_filter_config": spread}, pure=False)
+    assert found.startswith("rewards.math_rule.response_filter_config.type: std_filter")
+    assert "use mean_filter" in found
 
 
 def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:

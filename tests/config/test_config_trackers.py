@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.trackers import ARGUMENTS, MODULES, lacking
+from roll_opd.config.trackers import ARGUMENTS, MODULES, lacking, without_secrets
 
 Plan = Callable[..., RunPlan]
 
@@ -96,6 +96,24 @@ def test_secrets_are_neither_written_nor_sent(plan: Plan) -> None:
     assert yaml.safe_load(run.config_yaml)["tracker_kwargs"]["wandb"]["project"] == "p"
     assert run.tracker_args["wandb"]["api_key"] == "secret-1"
     assert run.tracker_args["swanlab"]["login_kwargs"] == {"api_key": "secret-2"}
+
+
+def test_secrets_under_any_key_are_left_out() -> None:
+    values = {
+        "system_envs": {"HF_TOKEN": "s1", "WANDB_API_KEY": "s2", "NCCL_DEBUG": "INFO"},
+        "rewards": [{"client_secret": "s3", "max_tokens": 5, "max_tokens_in_token_batch": 9}, "s1", "INFO"],
+        "copy": "s4",
+        "db": {"Password": "s4", "tokens": 1, "tokenizer": "t", "token": {"read": "s5"}},
+        "deep": [["s5", None]],
+        "number": 7,
+    }
+    assert without_secrets(values) == {
+        "system_envs": {"NCCL_DEBUG": "INFO"},
+        "rewards": [{"max_tokens": 5, "max_tokens_in_token_batch": 9}, "INFO"],
+        "db": {"tokens": 1, "tokenizer": "t"},
+        "deep": [[None]],
+        "number": 7,
+    }
 
 
 def test_the_page_lists_every_argument() -> None:

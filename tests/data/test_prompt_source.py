@@ -145,6 +145,7 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
             (rows(5)[::-1], "other ids"),
             (retagged, "other ids, tags"),
             (reworded, "tokens"),
+            ([{**row, "ground_truth": "7"} for row in rows(5)], "ground truths"),
         ]
     ):
         file = write(tmp_path / f"changed{number}.jsonl", *changed)
@@ -161,6 +162,14 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
         source(5, seed=1).load_state_dict({"position": 3, "seed": 1})
     moved = write(tmp_path / "moved.jsonl", *rows(5))
     source(files=(moved,)).load_state_dict(state)
+
+
+def test_rows_without_ids_may_be_renamed_and_must_be_the_same(source: NewSource, tmp_path: Path) -> None:
+    nameless = [{"prompt": "1" * n} for n in range(1, 4)]
+    state = source(files=(write(tmp_path / "before.jsonl", *nameless),)).state_dict()
+    source(files=(write(tmp_path / "after.jsonl", *nameless),)).load_state_dict(state)
+    with pytest.raises(DataError, match="other ids"):
+        source(files=(write(tmp_path / "other.jsonl", *nameless[::-1]),)).load_state_dict(state)
 
 
 def test_changed_shares_cannot_be_resumed(source: NewSource, two_files: tuple[Path, Path]) -> None:

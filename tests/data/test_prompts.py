@@ -160,7 +160,8 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, tokenizer: P
     file = write(tmp_path / "a.jsonl", *[{"id": str(n), "prompt": "2+2"} for n in range(3)])
     prompts, _ = open_prompts(DataPlan(files=(str(file),), prompt_length=64), tokenizer)
     whole = file.read_text()
-    for changed in (whole.replace("2+2", "3+3"), whole[5:], "", whole.replace('"id": "2"', '"id": "7"')):
+    answered = whole.replace("2+2", '2+2", "ground_truth": "4')
+    for changed in (answered, whole.replace("2+2", "3+3"), whole[5:], "", whole.replace('"id": "2"', '"id": "7"')):
         file.write_text(changed)
         with pytest.raises(DataError, match=r"a\.jsonl:\d is no longer the row"):
             prompts.all()

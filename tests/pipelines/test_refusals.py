@@ -56,6 +56,13 @@ def test_long_prompts_are_refused_on_request(tmp_path: Path, capsys: pytest.Capt
     assert "long" in message and "prompt_length" in message
 
 
+def test_a_held_out_row_that_cannot_be_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text(json.dumps({"id": "a", "messages": [{"role": "user", "content": "1+1="}]}) + "\n")
+    message = refused(tmp_path, capsys, f"validation.data_args.file_name={path}")
+    assert "held_out.jsonl:1" in message and "ground_truth" in message
+
+
 def test_missing_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(tmp_path, capsys, "teacher.model_args.model_name_or_path=/no/such/model")
     assert "teacher" in message and "/no/such/model" in message

@@ -1,0 +1,68 @@
+"""Every prompt has someone to score it, or the run is refused before it starts."""
+
+from pathlib import Path
+
+import pytest
+from data_assets import write
+from transformers import PreTrainedTokenizerBase
+
+from roll_opd.config.plan import (
+    DataPlan,
+    Layout,
+    MegatronPlan,
+    MicroBatchLimits,
+    Mode,
+    ModelPlan,
+    RewardPlan,
+    TeacherPlan,
+)
+from roll_opd.data.coverage import Unanswered, check_coverage
+from roll_opd.data.prompts import open_prompts
+from roll_opd.data.rows import DataError
+
+WORKER = MegatronPlan("teacher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
+TEACHER = TeacherPlan("t", WORKER, 1.0, tags=("math", "code"))
+MATH = RewardPlan("math", "math_rule", tags=("math",))
+CODE = RewardPlan("code", "my.judge", tags=("code",))
+ANSWERED = Unanswered(0, ())
+LACKING = Unanswered(4, ("a:1", "a:2", "a:3"))
+
+
+def test_a_data_set_knows_its_tags_and_rows_without_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "1", "tag": "math", "ground_truth": 1}, *({"prompt": "1", "tag": "math"} for _ in range(4))]
+    late = write(tmp_path / "late.jsonl", "", {"prompt": "1", "tag": "code"}, {"prompt": "1", "ground_truth": "2"})
+    files = (str(write(tmp_path / "a.jsonl", *rows)), str(late))
+    prompts, _ = open_prompts(DataPlan(files=files, prompt_length=8), tokenizer)
+    assert prompts.unanswered() == {
+        "math": Unanswered(4, tuple(f"{files[0]}:{line}" for line in (2, 3, 4))),
+        "code": Unanswered(1, (f"{late}:2",)),
+        "math_rule": ANSWERED,
+    }
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])
+def test_covered_prompts_pass(mode: Mode) -> None:
+    teachers = () if mode == "rl" else (TEACHER,)
+    training = {"math": ANSWERED, "code": LACKING}  # a user's own worker may do without an answer
+    check_coverage(mode, teachers, (MATH, CODE), training, training)
+    check_coverage("pure", (TEACHER,), (), {"math": LACKING}, {})
+    check_coverage("pure", (TEACHER,), (MATH,), {"math": LACKING, "code": LACKING}, {"math": ANSWERED})
+
+
+@pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])
+def test_what_nobody_scores_is_refused(mode: Mode) -> None:
+    teachers = () if mode == "rl" else (TEACHER,)
+    with pytest.raises(DataError) as refused:
+        check_coverage(
+            mode, teachers, (MATH, CODE), {"poem": ANSWERED, "math": LACKING}, {"song": ANSWERED, "math": LACKING}
+        )
+    found = str(refused.value).splitlines()
+    expected = ["no reward has tag 'song' of the validation data in its tag_included", "4 rows of the validation data"]
+    if mode != "pure":
+        reward = "no reward has tag 'poem' of the training data in its tag_included"
+        expected = [reward, "4 rows of the training data with tag 'math' have no ground_truth", *expected]
+    if mode != "rl":
+        expected = ["no teacher has tag 'poem' of the training data in its tag_included", *expected]
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
+    assert found[-1].endswith("math_rule needs: a:1, a:2, a:3, ...; write it there, or remove the rows")
