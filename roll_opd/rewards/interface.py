@@ -29,21 +29,21 @@ class RewardSample:
 
 
 class Reward(Protocol):
-    """Scores a batch: one finite number a sample, in order. Called from any thread."""
+    """Scores a batch: one finite number a sample, in order; None for one it cannot judge. Called from any thread."""
 
-    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]: ...
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float | None]: ...
 
 
-def score_samples(reward: Reward, samples: Sequence[RewardSample]) -> list[float]:
+def score_samples(reward: Reward, samples: Sequence[RewardSample]) -> list[float | None]:
     """The scores of `samples`; `RewardError` where the reward returns another count, or a number that is not
     finite.
     """
     if not samples:
         return []
-    scores = [float(score) for score in reward(samples)]
+    scores = [None if score is None else float(score) for score in reward(samples)]
     if len(scores) != len(samples):
         raise RewardError(f"reward {reward!r} returned {len(scores)} scores for {len(samples)} samples")
     for sample, score in zip(samples, scores, strict=True):
-        if not math.isfinite(score):
+        if score is not None and not math.isfinite(score):
             raise RewardError(f"reward {reward!r} returned {score} for sample {sample.id}; scores must be finite")
     return scores

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from roll_opd.rewards.interface import RewardError, RewardSample
+from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.symbolic import same_expression
 
@@ -35,18 +35,15 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|\\!,|,\\!)(?=\d{3}(?!\d))", re.A
 
 
 @register("math_rule")
-def math_rule(samples: Sequence[RewardSample]) -> list[float]:
+def math_rule(samples: Sequence[RewardSample]) -> list[float | None]:
     """1.0 for each sample whose final answer equals its ground truth, else 0.0; any text at all is taken.
 
-    Raises `RewardError` for a sample without a ground truth: a reward of 0 for it would be an invention.
+    None for a sample without a ground truth: a reward of 0 for it would be an invention.
     """
-    missing = [sample.id for sample in samples if sample.ground_truth is None]
-    if missing:
-        raise RewardError(
-            f"math_rule needs a ground_truth; {len(missing)} of {len(samples)} samples have none, among them "
-            f"{', '.join(missing[:3])}. Add it to the rows, or route their tag to another reward."
-        )
-    return [float(is_right(sample.response, sample.ground_truth or "")) for sample in samples]
+    return [
+        None if sample.ground_truth is None else float(is_right(sample.response, sample.ground_truth))
+        for sample in samples
+    ]
 
 
 def is_right(response: str, ground_truth: str) -> bool:

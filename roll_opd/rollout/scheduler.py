@@ -139,7 +139,7 @@ async def _score(experiences: list[Experience], scorers: Scorers, temperature: f
             result[i] = replace(result[i], teacher_logprobs=scores)
 
     async def ask_judge(judge: Judge) -> None:
-        routed = [i for i, e in enumerate(experiences) if judge.plan.scores(e.tag) and e.ground_truth is not None]
+        routed = [i for i, e in enumerate(experiences) if judge.plan.scores(e.tag)]
         if not routed:
             return
         for i, reward in zip(routed, await judge.score([experiences[i] for i in routed]), strict=True):

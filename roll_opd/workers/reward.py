@@ -24,8 +24,8 @@ class RewardWorker:
         self._reward = resolve(plan.worker, dict(plan.args))
         self._tokenizer = load_tokenizer(model_path)
 
-    def score(self, experiences: Sequence[Experience]) -> list[float]:
-        """One reward an experience, in order."""
+    def score(self, experiences: Sequence[Experience]) -> list[float | None]:
+        """One reward an experience, in order; None where the reward cannot judge it."""
         from roll_opd.rewards.interface import RewardSample, score_samples
 
         texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)

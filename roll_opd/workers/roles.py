@@ -217,8 +217,8 @@ class Judge:
     plan: RewardPlan
     workers: Sequence[ray.actor.ActorHandle]
 
-    async def score(self, experiences: Sequence[Experience]) -> list[float]:
-        """Return one reward an experience, in order."""
+    async def score(self, experiences: Sequence[Experience]) -> list[float | None]:
+        """Return one reward an experience, in order; None where the reward cannot judge it."""
         share = -(-len(experiences) // len(self.workers))
         parts = [experiences[start : start + share] for start in range(0, len(experiences), share)]
         scores = await asyncio.gather(

@@ -206,7 +206,7 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
         ({"async_generation_ratio": 1}, "async_generation_ratio: 1 (generation ahead of training) is not available"),
         (
             {"kl_penalty": "full", "use_kl_loss": True, "kl_loss_coef": 1, "reference": REFERENCE},
-            "kl_penalty: 'full' is not available yet; use one of kl, mse, low_var_kl",
+            "kl_penalty: 'full' is not available yet; use one of kl, abs, mse, low_var_kl",
         ),
         ({"norm_mean_type": "running"}, "norm_mean_type: 'running' is not available yet; use batch or group"),
         ({"pg_variant": "topr"}, "pg_variant: topr is not available yet"),
