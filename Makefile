@@ -24,10 +24,10 @@ test: lint
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-launches test-rooms
 
 test-launches:
-	@$(PYTHON_IN_VENV) -m pytest -q tests/pipelines
+	@$(PYTHON_IN_VENV) -u -m pytest -v tests/pipelines
 
 test-rooms:
-	@$(PYTHON_IN_VENV) -m pytest -q --ignore=tests/pipelines
+	@$(PYTHON_IN_VENV) -u -m pytest -q --ignore=tests/pipelines
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .
