@@ -304,13 +304,14 @@ class RunPlan:
     def chunk_samples(self) -> int:
         """Finished samples that an inference engine hands over together.
 
-        Enough to fill a micro-batch on every rank of the first teacher, but at most a quarter of an engine's share of
-        the step, so that scoring starts while most of the step is still being generated.
+        Enough to fill a micro-batch on every rank of the first teacher, but at most half of an engine's share of the
+        step, so that scoring starts while the other half is still being generated. Smaller chunks cost more where
+        teacher and engine share a device: the samples of a step end close together, and scoring slows the last ones.
         """
-        quarter = -(-self.sequences_per_step // (4 * self.rollout.engines))
+        half = -(-self.sequences_per_step // (2 * self.rollout.engines))
         if not self.teachers:
-            return quarter
+            return half
         worker = self.teachers[0].worker
         limits = worker.forward_limits
-        by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else quarter
-        return max(1, min(quarter, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
+        by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else half
+        return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))

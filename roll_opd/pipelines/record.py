@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import RunPlan
@@ -71,7 +72,7 @@ class Record:
         }
         self._run.append_jsonl(PROMPTS, [{"step": step, **_prompt_ids(batch)}])
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
-        self._run.append_jsonl(SAMPLES, [self._sample(step, e) for e in shown[: self._plan.samples_per_step]])
+        self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
         self._trackers.log(step, row)
         if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
             self._console.step(step, row)
@@ -81,7 +82,15 @@ class Record:
         self._console.finish(write_summary(self._run, seed=self._plan.seed))
         self.note(f"Run directory: {self._run.path}")
 
-    def _sample(self, step: int, experience: Experience) -> dict:
+    def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
+        teachers, objective = self._plan.teachers, self._plan.objective
+        rewards = token_level_rewards(experiences, teachers, objective)
+        weights = advantages(experiences, teachers, objective.opd_kl_discount)
+        return [self._sample(step, *one) for one in zip(experiences, rewards, weights, strict=True)]
+
+    def _sample(
+        self, step: int, experience: Experience, token_level_rewards: np.ndarray, advantages: np.ndarray
+    ) -> dict:
         prompt = experience.tokens[: experience.prompt_length]
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
@@ -103,9 +112,9 @@ class Record:
             "teacher_logprobs": experience.teacher_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "ref_logprobs": experience.ref_logprobs,
-            "token_level_rewards": token_level_rewards(experience, teachers, objective),
+            "token_level_rewards": token_level_rewards,
             "external_advantages": experience.advantages,
-            "advantages": advantages(experience, teachers, objective.opd_kl_discount),
+            "advantages": advantages,
             **experience.metrics,
             **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }

@@ -63,47 +63,60 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
 
 
 def token_level_rewards(
-    experience: Experience, teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> np.ndarray:
-    """f64 [T-P], 0 off the action mask."""
-    rewards = -_penalty(experience, teachers)
-    if objective.init_kl_coef:
-        rewards -= _reference_penalty(experience, objective).numpy()
-    if experience.advantages is not None and experience.action_mask.any():
-        rewards[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
+    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> list[np.ndarray]:
+    """f64 [T-P] a sample, 0 off the action mask."""
+    rewards = [-penalty for penalty in _penalties(experiences, teachers)]
+    for experience, mine in zip(experiences, rewards, strict=True):
+        if objective.init_kl_coef:
+            mine -= _reference_penalty(experience, objective).numpy()
+        if experience.advantages is not None and experience.action_mask.any():
+            mine[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
     return rewards
 
 
-def advantages(experience: Experience, teachers: Sequence[TeacherPlan], opd_kl_discount: float) -> np.ndarray:
-    """f64 [T-P], 0 off the action mask: what the update of this sample was weighted with."""
-    penalty = torch.from_numpy(_penalty(experience, teachers))
-    teacher = discounted_to_go(penalty, [len(penalty)], opd_kl_discount).numpy()
-    external = 0.0 if experience.advantages is None else experience.advantages
-    return np.where(experience.action_mask, external - teacher, 0.0)
+def advantages(
+    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], opd_kl_discount: float
+) -> list[np.ndarray]:
+    """f64 [T-P] a sample, 0 off the action mask: what its update was weighted with."""
+    penalties = _penalties(experiences, teachers)
+    lengths = [len(penalty) for penalty in penalties]
+    penalty_M = torch.from_numpy(np.concatenate(penalties)) if penalties else torch.zeros(0)
+    taught = discounted_to_go(penalty_M, lengths, opd_kl_discount).split(lengths)
+    return [
+        np.where(e.action_mask, (0.0 if e.advantages is None else e.advantages) - teacher.numpy(), 0.0)
+        for e, teacher in zip(experiences, taught, strict=True)
+    ]
 
 
 def advantage_metrics(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
 ) -> dict[str, float]:
     """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min."""
-    rewards = [token_level_rewards(experience, teachers, objective).sum() for experience in experiences]
-    every = [advantages(e, teachers, objective.opd_kl_discount)[e.action_mask] for e in experiences]
+    rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
+    every = advantages(experiences, teachers, objective.opd_kl_discount)
+    acted = [mine[e.action_mask] for e, mine in zip(experiences, every, strict=True)]
     kinds = ("mean", "max", "min")
     return {
         **statistics("critic/rewards", rewards, kinds),
-        **statistics("critic/advantages", np.concatenate(every) if every else [], kinds),
+        **statistics("critic/advantages", np.concatenate(acted) if acted else [], kinds),
     }
 
 
-def _penalty(experience: Experience, teachers: Sequence[TeacherPlan]) -> np.ndarray:
-    """Σ opd_kl_coef · reverse_kl, f64 [T-P], 0 off the action mask."""
-    student = experience.rollout_logprobs if experience.old_logprobs is None else experience.old_logprobs
-    penalty = np.zeros(experience.response_length)
+def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[np.ndarray]:
+    """Σ opd_kl_coef · reverse_kl, f64 [T-P] a sample, 0 off the action mask."""
+    if not experiences:
+        return []
+    mask_M = np.concatenate([e.action_mask for e in experiences])
+    student = [e.rollout_logprobs if e.old_logprobs is None else e.old_logprobs for e in experiences]
+    student_M = np.concatenate(student).astype(np.float64)
+    penalty_M = np.zeros(len(mask_M))
     for teacher in teachers:
-        if teacher.name in experience.teacher_logprobs:
-            scored = experience.teacher_logprobs[teacher.name].astype(np.float64)
-            penalty += teacher.opd_kl_coef * (student.astype(np.float64) - scored)
-    return np.where(experience.action_mask, penalty, 0.0)
+        # whom a teacher did not score, it finds as good as the student did
+        scored = [e.teacher_logprobs.get(teacher.name, own) for e, own in zip(experiences, student, strict=True)]
+        penalty_M += teacher.opd_kl_coef * (student_M - np.concatenate(scored))
+    ends = np.cumsum([len(own) for own in student])
+    return np.split(np.where(mask_M, penalty_M, 0.0), ends[:-1])
 
 
 def _reward(experience: Experience) -> float:

@@ -145,7 +145,9 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
     ]
     mean, scale = naive_whiten(returns) if whiten else (0.0, 1.0)
     limit = objective.advantage_clip or math.inf
-    for e, row in zip(found, returns, strict=True):
+    weights = advantages(found, teachers, discount)
+    every = token_level_rewards(found, teachers, objective)
+    for e, row, weight, reward in zip(found, returns, weights, every, strict=True):
         penalty = [
             sum(
                 coefficients[name] * m * (float(e.old_logprobs[t]) - float(q[t]))
@@ -161,25 +163,25 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
             )
             for t, m in enumerate(e.action_mask)
         ]
-        assert advantages(e, teachers, discount) == pytest.approx(wanted, abs=1e-9)
+        assert weight == pytest.approx(wanted, abs=1e-9)
         token_rewards = [-value for value in penalty]
         for t, m in enumerate(e.action_mask):
             gap = float(e.ref_logprobs[t]) - float(e.old_logprobs[t])
             token_rewards[t] -= objective.init_kl_coef * m * (math.exp(gap) - 1 - gap)
         if any(e.action_mask):
             token_rewards[max(t for t, m in enumerate(e.action_mask) if m)] += e.reward
-        assert token_level_rewards(e, teachers, objective) == pytest.approx(token_rewards, abs=1e-9)
+        assert reward == pytest.approx(token_rewards, abs=1e-9)
         assert (e.metrics["advantage_mean"], e.metrics["advantage_scale"]) == pytest.approx((mean, scale))
     metrics = advantage_metrics(found, teachers, objective)
-    sums = [token_level_rewards(e, teachers, objective).sum() for e in found]
+    sums = [reward.sum() for reward in every]
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(sums) / len(sums))
 
 
 def test_without_an_external_reward_only_the_teacher_speaks() -> None:
     (sample, *_), teachers = samples(5), [teacher("one", 0.5)]
     expected = np.where(sample.action_mask, 0.5 * (sample.teacher_logprobs["one"] - sample.old_logprobs), 0)
-    assert advantages(sample, teachers, 0.0) == pytest.approx(expected, abs=1e-7)
-    assert token_level_rewards(sample, teachers, ObjectivePlan()) == pytest.approx(expected, abs=1e-7)
+    assert advantages([sample], teachers, 0.0)[0] == pytest.approx(expected, abs=1e-7)
+    assert token_level_rewards([sample], teachers, ObjectivePlan())[0] == pytest.approx(expected, abs=1e-7)
 
 
 def test_a_sample_without_a_reward_is_named() -> None:
