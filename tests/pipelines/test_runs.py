@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from roll_opd.data.gsm8k import main as convert_gsm8k
 
-GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 STEPS = 4
 
 # Student (DP2), inference engine and teacher (TP2) share both slots
@@ -159,11 +158,9 @@ def test_self_teacher_sees_no_kl_and_a_full_disk_keeps_the_last_checkpoint(small
     assert (run.path / "checkpoints/step_1/hf/model.safetensors").stat().st_size > 1_000_000
 
 
-def test_gsm8k_prompts_train(tmp_path: Path) -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"needs GSM8K's train.jsonl at {GSM8K}")
+def test_gsm8k_prompts_train(tmp_path: Path, gsm8k_dir: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    assert convert_gsm8k(["--input", str(GSM8K), "--output", str(rows)]) == 0
+    assert convert_gsm8k(["--input", str(gsm8k_dir / "train.jsonl"), "--output", str(rows)]) == 0
     run = launch(
         tmp_path / "output",
         f"student_train.data_args.file_name={rows}",
