@@ -15,10 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
-from roll_opd.data.experience import Experience
 from roll_opd.workers.samples import train_samples
 
 CLOSE_SECONDS = 20
@@ -69,7 +66,7 @@ def _step(
 
 def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
     """Draw the step's prompts and answer them on the engines, spread as the pipeline spreads them."""
-    from roll_opd.rollout.scheduler import sample_seed
+    from roll_opd.rollout.scheduler import experience_of, sample_seed
 
     drawn, n = source.position, plan.rollout.sampling.n
     asked = [(p, i, s) for i, p in enumerate(source.take(plan.rollout_batch_size)) for s in range(n)]
@@ -84,18 +81,7 @@ def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
         for (prompt, position, number), completion in zip(share, completions, strict=True)
     }
     experiences = [
-        Experience(
-            id=f"{position}/{number}",
-            group_id=str(position),
-            tag=prompt.tag,
-            domain="",
-            tokens=np.concatenate([prompt.tokens, completion.tokens]),
-            prompt_length=len(prompt.tokens),
-            action_mask=np.ones(len(completion.tokens), dtype=bool),
-            rollout_logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            weights_version=completion.weights_version,
-        )
+        experience_of(prompt, drawn + position, number, completion)
         for (position, number), (prompt, completion) in sorted(written.items(), key=lambda item: item[0])
     ]
     return max(seconds for seconds, _ in answers), experiences

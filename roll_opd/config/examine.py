@@ -75,7 +75,8 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         data = surroundings.read_data(roles.train.worker.data_args, f"{roles.train.path}.data_args", top, findings)
     validation = None
     if top.validation and not agentic:
-        validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings)
+        training = roles.train.worker.data_args if roles.train else None
+        validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings, training)
         if not sections.rewards:
             findings.problem("validation", "needs a reward worker to score the answers; write rewards.math_rule")
     group = environments.train.group_size if environments else n

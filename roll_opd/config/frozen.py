@@ -1,13 +1,14 @@
 """An immutable dict for the free-form parts of a plan (engine arguments, environments)."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 
 class FrozenDict(dict[str, Any]):
     """A dict that refuses to change, can be pickled, and freezes what it holds."""
 
-    def __init__(self, values: dict[str, Any] | None = None) -> None:
-        super().__init__({key: freeze(value) for key, value in (values or {}).items()})
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__({key: freeze(value) for key, value in dict(values).items()})
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("a plan is immutable: change the configuration and plan again")

@@ -176,6 +176,7 @@ class DataPlan:
     on_long_prompt: Literal["drop", "refuse"] = "drop"
     limit: int | None = None  # use only the first so many rows
     tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
+    columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
 
 

@@ -56,9 +56,10 @@ def tags_in(data: DataPlan) -> tuple[set[str], bool]:
     """
     tags: set[str] = set()
     complete = True
+    column = data.columns.get("tag", "tag")
     share = ROWS_SCANNED // max(1, len(data.files))
     for file in data.files:
-        rows = _tags_of_parquet(file) if file.endswith(".parquet") else _tags_of_jsonl(file)
+        rows = _tags_of_parquet(file, column) if file.endswith(".parquet") else _tags_of_jsonl(file, column)
         for tag in islice(rows, share if data.limit is None else min(share, data.limit)):
             if tag is None or isinstance(tag, str):
                 tags.add(DEFAULT_TAG if tag is None else tag)
@@ -66,7 +67,7 @@ def tags_in(data: DataPlan) -> tuple[set[str], bool]:
     return tags, complete
 
 
-def _tags_of_jsonl(file: str) -> Iterator[Any]:
+def _tags_of_jsonl(file: str, column: str) -> Iterator[Any]:
     with open(file, encoding="utf-8", errors="replace") as stream:
         for line in stream:
             try:
@@ -74,19 +75,19 @@ def _tags_of_jsonl(file: str) -> Iterator[Any]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
-                yield row.get("tag")
+                yield row.get(column)
 
 
-def _tags_of_parquet(file: str) -> Iterator[Any]:
+def _tags_of_parquet(file: str, column: str) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file) as table:
-            if "tag" not in table.schema_arrow.names:
+            if column not in table.schema_arrow.names:
                 yield from (None for _ in range(table.metadata.num_rows))
                 return
-            for batch in table.iter_batches(columns=["tag"]):
+            for batch in table.iter_batches(columns=[column]):
                 yield from batch.column(0).to_pylist()
     except (pa.ArrowException, OSError):
         return

@@ -42,6 +42,7 @@ NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Environment = dict[str, str | int | float]
@@ -92,7 +93,7 @@ class TrainingArgs(Section):
 
 
 class DataArgs(Section):
-    """`data_args`. Rows name their columns as ROLL does; `limit` (ours) uses only the first rows.
+    """`data_args`. `messages`, `prompt`, `tag` and `id` name columns; `limit` (ours) uses only the first rows.
 
     `file_name` entries are files, directories or patterns, also below `dataset_dir`. `domain_interleave_probs` maps
     reward domains or tags to shares of the draws, `interleave_probs` gives a share to each entry of `file_name`.
@@ -104,10 +105,10 @@ class DataArgs(Section):
     domain_interleave_probs: dict[str, NotNegative] = {}
     interleave_probs: Probabilities = ()
     template: str | None = None
-    messages: Literal["messages"] | None = None
-    prompt: Literal["prompt"] | None = None
-    tag: Literal["tag"] | None = None
-    id: Literal["id"] | None = None
+    messages: Name | None = None
+    prompt: Name | None = None
+    tag: Name | None = None
+    id: Name | None = None
     limit: Positive | None = None
 
 

@@ -20,8 +20,13 @@ from roll_opd.config.schema import DataArgs, Top
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 
 
-def read_data(args: DataArgs, path: str, top: Top, findings: Findings) -> DataPlan | None:
-    """Return the prompts' plan with absolute file names, None if a file is missing. Streams: `read_streams`."""
+def read_data(
+    args: DataArgs, path: str, top: Top, findings: Findings, training: DataArgs | None = None
+) -> DataPlan | None:
+    """Return the prompts' plan with absolute file names, None if a file is missing. Streams: `read_streams`.
+
+    Columns that held-out data do not name are called as in the `training` data.
+    """
     if not args.file_name:
         findings.problem(f"{path}.file_name", "is missing; name the JSONL file of prompts")
         return None
@@ -48,7 +53,19 @@ def read_data(args: DataArgs, path: str, top: Top, findings: Findings) -> DataPl
         on_long_prompt=top.on_long_prompt,
         limit=args.limit,
         tag_templates=FrozenDict(top.tag_to_template),
+        columns=_columns(args, training),
     )
+
+
+def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
+    """What the file calls a column, where that is another name."""
+    columns: dict[str, str] = {}
+    for source in (training, args) if training else (args,):
+        written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
+        if "prompt" in written:
+            columns["messages"] = ""  # as in ROLL: who names the prompt means it, whatever else the rows have
+        columns |= written
+    return FrozenDict({key: name for key, name in columns.items() if name != key})
 
 
 def _template(args: DataArgs, path: str, top: Top, findings: Findings) -> str:

@@ -1,30 +1,32 @@
 """Whether every prompt of a run has someone to score it: teachers for its tag, a reward, and what the reward needs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roll_opd.config.plan import Mode, RewardPlan, TeacherPlan
 from roll_opd.data.rows import DataError
 
 
 @dataclass(frozen=True)
-class Unanswered:
-    """The prompts of one tag that have no ground_truth."""
+class TagRows:
+    """What the prompts of one tag lack, and what they name."""
 
-    count: int
-    examples: tuple[str, ...]  # the first few, `file:line`
+    unanswered: int  # prompts without a ground_truth
+    examples: tuple[str, ...]  # the first few of those, `file:line`
+    domains: Mapping[str, str] = field(default_factory=dict)  # in a column `domain`: name -> its first row, `file:line`
 
 
 def check_coverage(
     mode: Mode,
     teachers: Sequence[TeacherPlan],
     rewards: Sequence[RewardPlan],
-    training: Mapping[str, Unanswered],
-    validation: Mapping[str, Unanswered],
+    training: Mapping[str, TagRows],
+    validation: Mapping[str, TagRows],
 ) -> None:
     """Raise `DataError` that names every tag nobody scores and every row that `math_rule` cannot score.
 
-    `training` and `validation` map each tag of those prompts to its rows without an answer. In pure distillation
+    `training` and `validation` hold the tags of those prompts. Domains follow from tags: a row whose column `domain`
+    names the domain of another reward is refused as well, since ROLL would give it to that one. In pure distillation
     rewards only look on, so a training prompt may go without.
     """
     wrong = []
@@ -37,22 +39,37 @@ def check_coverage(
     if mode != "pure":
         wrong += _unrewarded("training", training, rewards)
     wrong += _unrewarded("validation", validation, rewards)
+    wrong += _misrouted("training", training, rewards) + _misrouted("validation", validation, rewards)
     if wrong:
         raise DataError("\n".join(wrong))
 
 
-def _unrewarded(name: str, tags: Mapping[str, Unanswered], rewards: Sequence[RewardPlan]) -> list[str]:
+def _unrewarded(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan]) -> list[str]:
     wrong = []
-    for tag, unanswered in tags.items():
+    for tag, rows in tags.items():
         workers = [reward.worker for reward in rewards if reward.scores(tag)]
         if not workers:
             wrong.append(
                 f"no reward has tag {tag!r} of the {name} data in its tag_included; add it there, or remove its rows"
             )
-        elif "math_rule" in workers and unanswered.count:
-            more = ", ..." if unanswered.count > len(unanswered.examples) else ""
+        elif "math_rule" in workers and rows.unanswered:
+            more = ", ..." if rows.unanswered > len(rows.examples) else ""
             wrong.append(
-                f"{unanswered.count} rows of the {name} data with tag {tag!r} have no ground_truth, which math_rule "
-                f"needs: {', '.join(unanswered.examples)}{more}; write it there, or remove the rows"
+                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which math_rule "
+                f"needs: {', '.join(rows.examples)}{more}; write it there, or remove the rows"
             )
     return wrong
+
+
+def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan]) -> list[str]:
+    known = {reward.domain for reward in rewards}
+    return [
+        f"rows of the {name} data with tag {tag!r} name the domain {domain!r} themselves ({example}), but "
+        f"rewards.{reward.domain} has the tag: move it to rewards.{domain}.tag_included, give these rows another tag, "
+        "or remove the column"
+        for tag, rows in tags.items()
+        for reward in rewards
+        if reward.scores(tag)
+        for domain, example in rows.domains.items()
+        if domain in known and domain != reward.domain
+    ]

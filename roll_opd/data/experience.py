@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from roll_opd.config.frozen import FrozenDict
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -31,12 +33,18 @@ class Experience:
     reward: float | None = None  # external reward, on the last action token
     advantages: np.ndarray | None = None  # f64 [T-P], of the external reward alone; 0 off the action mask
     ground_truth: str | None = None
+    extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases; for rewards
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def response_length(self) -> int:
         """Tokens after the prompt (T-P)."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def prompt_tokens(self) -> np.ndarray:
+        """int64 [P]."""
+        return self.tokens[: self.prompt_length]
 
     @property
     def response_tokens(self) -> np.ndarray:

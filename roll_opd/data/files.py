@@ -6,7 +6,7 @@ it is found again: the byte where its line begins in a JSONL file, the row numbe
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,10 +33,13 @@ class RowFile(Protocol):
         """About how much of the file lies before a row, for the progress of a pass."""
 
 
-def open_file(name: str) -> RowFile:
-    """The file called `name`; a `.parquet` file is read as Parquet, any other as JSONL."""
+def open_file(name: str, columns: Iterable[str] = ()) -> RowFile:
+    """The file called `name`; a `.parquet` file is read as Parquet, any other as JSONL.
+
+    `columns` are read in a pass over the file, besides those of the usual names.
+    """
     path = Path(name)
-    return ParquetFile(path) if path.suffix == PARQUET_SUFFIX else JsonlFile(path)
+    return ParquetFile(path, columns) if path.suffix == PARQUET_SUFFIX else JsonlFile(path)
 
 
 class JsonlFile:
@@ -64,16 +67,17 @@ class JsonlFile:
 class ParquetFile:
     """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
 
-    # what makes a prompt; a pass over the file leaves other columns, such as test cases, unread
-    SCANNED = ("id", "tag", "messages", "prompt", "ground_truth")
+    # what makes and routes a prompt; a pass over the file leaves other columns, such as test cases, unread
+    SCANNED = ("id", "tag", "domain", "messages", "prompt", "ground_truth")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Iterable[str] = ()) -> None:
         import pyarrow as pa
 
         self.path = path
         try:
             with self._open() as file:
-                self._columns = [name for name in file.schema_arrow.names if name in self.SCANNED]
+                scanned = {*self.SCANNED, *columns}
+                self._columns = [name for name in file.schema_arrow.names if name in scanned]
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error

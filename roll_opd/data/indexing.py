@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import RowFile
 from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, FileReport
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # rows are tokenised together, which is several times faster than one by one
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 2**20
+MOST_DOMAINS = 1000  # kept for each tag; a column with more names of web sites or subjects, not of rewards
 PROGRESS_AFTER = 3.0  # seconds of a pass after which its progress is shown
 
 
@@ -39,6 +41,7 @@ class Index:
     unanswered: np.ndarray  # bool [N], the row has no ground_truth
     renamed: np.ndarray  # bool [N], an earlier prompt has the same id
     tag_names: tuple[str, ...]
+    domains: FrozenDict  # tag -> {domain that some of its rows name themselves: the first of them, `file:line`}
     digests: tuple[str, ...]  # [F], of the ids that are written, tags, ground truths and tokens of a file's prompts
 
 
@@ -52,6 +55,7 @@ class _Pending:
     own_id: str | None  # None: `id` is the fallback, which has the file's name in it
     tag: str
     ground_truth: str | None
+    domain: Any  # of the row's own `domain` column, unchecked
     text: PromptText
 
 
@@ -64,6 +68,7 @@ class Indexer:
         self._unanswered = array("b")
         self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
         self._codes: dict[str, int] = {}  # tag -> number
+        self._domains: dict[str, dict[str, str]] = {}  # see Index.domains
         self._parsed = 0  # rows that could be read, of which `limit` speaks
         self._longest = 0
 
@@ -92,6 +97,7 @@ class Indexer:
             unanswered=np.frombuffer(self._unanswered, dtype=np.bool_),
             renamed=repeated(np.frombuffer(self._ids, dtype=np.int64)),
             tag_names=tuple(self._codes),
+            domains=FrozenDict(self._domains),
             digests=tuple(digests),
         )
         return index, tuple(reports), self._longest
@@ -106,7 +112,7 @@ class Indexer:
             report.rows += 1
             try:
                 fallback = fallback_id(file, line)
-                row = parse_row(value, fallback)
+                row = parse_row(value, fallback, self._plan.columns)
                 self._parsed += 1
                 text = render_row(self._tokenizer, row, self._plan)
             except BadRow as bad:
@@ -118,7 +124,8 @@ class Indexer:
                 report.add_bad(NOT_ENCODABLE, line, str(error))
                 continue
             own_id = None if row.id == fallback else row.id
-            batch.append(_Pending(line, position, row.id, own_id, row.tag, row.ground_truth, text))
+            domain = row.extra.get("domain")
+            batch.append(_Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, text))
             characters += len(text.text)
             if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 yield batch
@@ -143,6 +150,9 @@ class Indexer:
                 self._checks.append(row_check(row.id, row.tag, row.ground_truth, tokens))
                 self._unanswered.append(row.ground_truth is None)
                 self._ids.append(hash(row.id))
+                domains = self._domains.setdefault(row.tag, {})
+                if isinstance(row.domain, str) and len(domains) < MOST_DOMAINS:
+                    domains.setdefault(row.domain, f"{report.path}:{row.line}")
 
 
 def repeated(ids: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
-from roll_opd.data.coverage import Unanswered
+from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.indexing import Index, Indexer, fallback_id, render_row, row_check
 from roll_opd.data.report import EXAMPLES_PER_KIND, TOO_LONG, DataReport
@@ -92,13 +92,13 @@ class PromptSet:
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
-    def unanswered(self) -> dict[str, Unanswered]:
-        """For every tag, in order of its first prompt, its prompts without a ground_truth."""
+    def by_tag(self) -> dict[str, TagRows]:
+        """For every tag, in order of its first prompt, what its prompts lack and name."""
         found = {}
         for code, tag in enumerate(self._index.tag_names):
             numbers = np.flatnonzero(self._index.unanswered & (self._index.tags == code))
             named = tuple(self._where(number) for number in numbers[:EXAMPLES_PER_KIND].tolist())
-            found[tag] = Unanswered(len(numbers), named)
+            found[tag] = TagRows(len(numbers), named, self._index.domains.get(tag, FrozenDict()))
         return found
 
     def fingerprint(self) -> list[dict[str, str | int]]:
@@ -120,7 +120,7 @@ class PromptSet:
         rows = []
         for number, value in zip(numbers.tolist(), values, strict=True):
             try:
-                rows.append(parse_row(value, fallback_id(file, self._index.lines[number])))
+                rows.append(parse_row(value, fallback_id(file, self._index.lines[number]), self._plan.columns))
             except BadRow as bad:
                 raise self._changed(number) from bad
         return rows
@@ -149,7 +149,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     for template in (plan.template, *plan.tag_templates.values()):
         if template not in TEMPLATES:
             raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
-    files = _existing_files(plan.files)
+    files = _existing_files(plan)
     index, reports, longest = Indexer(plan, tokenizer).index(files)
     prompts = PromptSet(plan, tokenizer, files, index)
     streams = {stream.name: prompts.members(stream) for stream in plan.streams}
@@ -165,13 +165,13 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     return prompts, report
 
 
-def _existing_files(names: tuple[str, ...]) -> list[RowFile]:
-    if not names:
+def _existing_files(plan: DataPlan) -> list[RowFile]:
+    if not plan.files:
         raise DataError("no prompt file is given; name at least one JSONL or Parquet file in data_args.file_name")
-    missing = [name for name in names if not Path(name).is_file()]
+    missing = [name for name in plan.files if not Path(name).is_file()]
     if missing:
         raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
-    return [open_file(name) for name in names]
+    return [open_file(name, plan.columns.values()) for name in plan.files]
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
@@ -201,7 +201,7 @@ def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
             raise DataError(f"no usable row in {names}: the files are empty")
         raise DataError(
             f"no usable row in {names}; all {report.rows} rows are bad:\n{report.describe_bad()}\n"
-            "Check the files, `prompt_length` and the template."
+            "Check the files, the names of their columns in `data_args`, `prompt_length` and the template."
         )
     empty = [stream.name for stream in plan.streams if stream.weight > 0 and not report.streams[stream.name]]
     if empty:

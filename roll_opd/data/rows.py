@@ -1,6 +1,7 @@
 """Prompt rows as a user brings them, in ROLL's form: what a row may hold, and what makes one unusable."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ EMPTY = "empty messages or prompt"
 WRONG_TYPE = "a field of the wrong type"
 
 _KNOWN_KEYS = frozenset({"id", "tag", "messages", "prompt", "ground_truth"})
+
+_OWN_NAMES: Mapping[str, str] = FrozenDict()
 
 
 class DataError(ValueError):
@@ -44,8 +47,8 @@ class Row:
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
 
 
-def parse_row(value: Any, fallback_id: str) -> Row:
-    """The row in a decoded value; raises `BadRow`.
+def parse_row(value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NAMES) -> Row:
+    """The row in a decoded value; raises `BadRow`. `columns`: messages, prompt, tag, id -> their name in the value.
 
     `messages` is a list, or a JSON string of one, of `{"role", "content"}`; without it `prompt` is a text. A
     missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
@@ -56,6 +59,9 @@ def parse_row(value: Any, fallback_id: str) -> Row:
         raise BadRow(NOT_AN_OBJECT, type(value).__name__)
     # Parquet gives every row every column: an absent value is None there
     value = {key: item for key, item in value.items() if item is not None}
+    if columns:
+        found = {key: value[name] for key, name in columns.items() if name in value}
+        value = {**{key: item for key, item in value.items() if key not in columns}, **found}
     messages, prompt = _parse_prompt(value)
     tag = value.get("tag", DEFAULT_TAG)
     if not isinstance(tag, str) or not tag:

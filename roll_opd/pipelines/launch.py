@@ -71,8 +71,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             find_tracker(tracker)
     tokenizer = load_tokenizer(plan.student.model.path)
     prompts, *validation = _prompts([plan.data, *([plan.validation.data] if plan.validation else [])], tokenizer)
-    held_out_tags = validation[0].unanswered() if validation else {}
-    check_coverage(plan.mode, plan.teachers, plan.rewards, prompts.unanswered(), held_out_tags)
+    held_out_tags = validation[0].by_tag() if validation else {}
+    check_coverage(plan.mode, plan.teachers, plan.rewards, prompts.by_tag(), held_out_tags)
     source = PromptSource(prompts, plan.seed)
     held_out = validation[0].all() if validation else []
     if resume:

@@ -1,14 +1,15 @@
 """What a reward is: a function from a batch of answers to as many numbers.
 
-Rewards see text, because that is what rules, sandboxes and judges read; `experience` is there for those that
-need tokens or log-probs.
+Rewards see text, because that is what rules, sandboxes and judges read, and the row's other keys; `experience` is
+there for those that need tokens or log-probs.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.data.experience import Experience
 
 
@@ -24,8 +25,14 @@ class RewardSample:
     response: str  # the student's text after the prompt
     ground_truth: str | None
     tag: str
-    prompt: str = ""
+    extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases
     experience: Experience | None = None
+    read_prompt: Callable[[], str] = str  # makes the text of `prompt`; most rewards never ask for it
+
+    @property
+    def prompt(self) -> str:
+        """The text that the student was given, through the template, without special tokens (as `response` is)."""
+        return self.read_prompt()
 
 
 class Reward(Protocol):

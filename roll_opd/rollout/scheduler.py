@@ -64,7 +64,7 @@ async def roll_out(
 
     async def score(finished: list[tuple[int, Completion]]) -> None:
         experiences = [
-            _experience(prompts[index // n], first_draw + index // n, index % n, completion)
+            experience_of(prompts[index // n], first_draw + index // n, index % n, completion)
             for index, completion in finished
         ]
         try:
@@ -110,7 +110,8 @@ def sample_seed(seed: int, draw: int, sample: int) -> int:
     return int(np.random.SeedSequence([seed, draw, sample]).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
 
 
-def _experience(prompt: Prompt, draw: int, sample: int, completion: Completion) -> Experience:
+def experience_of(prompt: Prompt, draw: int, sample: int, completion: Completion) -> Experience:
+    """What sample number `sample` of the run's draw number `draw` is before anybody has looked at it."""
     return Experience(
         id=f"{prompt.id}#{draw}/{sample}",
         group_id=f"{prompt.id}#{draw}",
@@ -123,6 +124,7 @@ def _experience(prompt: Prompt, draw: int, sample: int, completion: Completion) 
         finish_reason=completion.finish_reason,
         weights_version=completion.weights_version,
         ground_truth=prompt.ground_truth,
+        extra=prompt.extra,
     )
 
 

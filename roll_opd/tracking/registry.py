@@ -1,9 +1,9 @@
 """From what `track_with` names to a tracker's class: a registered name, or a dotted path of the user's own."""
 
-import importlib
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from roll_opd.extensions import Registry
 from roll_opd.tracking.run_directory import RunDirectory
 
 
@@ -24,33 +24,21 @@ class Tracker(Protocol):
 # (run, step resumed from or None, **arguments of tracker_kwargs) -> tracker; a class is one
 TrackerFactory = Callable[..., Tracker]
 
-_REGISTERED: dict[str, TrackerFactory] = {}
-
-# Modules that register the trackers of this package, by the name they register
-_OURS = {
-    "tensorboard": "roll_opd.tracking.local",
-    "stdout": "roll_opd.tracking.local",
-    "wandb": "roll_opd.tracking.wandb",
-    "swanlab": "roll_opd.tracking.swanlab",
-    "mlflow": "roll_opd.tracking.mlflow",
-}
-
-Registered = TypeVar("Registered", bound=TrackerFactory)
-
-
-def register(name: str) -> Callable[[Registered], Registered]:
-    """Make a class known as `name`; `TrackerError` where another one has the name."""
-
-    def decorate(tracker: Registered) -> Registered:
-        known = _REGISTERED.setdefault(name, tracker)
-        if (known.__module__, known.__qualname__) != (tracker.__module__, tracker.__qualname__):
-            raise TrackerError(
-                f"a tracker named {name!r} is already registered: {known.__module__}.{known.__qualname__}"
-            )
-        _REGISTERED[name] = tracker
-        return tracker
-
-    return decorate
+TRACKERS = Registry(
+    kind="tracker",
+    made_of="class",
+    example="mypackage.MyTracker",
+    error=TrackerError,
+    ours={
+        "tensorboard": "roll_opd.tracking.local",
+        "stdout": "roll_opd.tracking.local",
+        "wandb": "roll_opd.tracking.wandb",
+        "swanlab": "roll_opd.tracking.swanlab",
+        "mlflow": "roll_opd.tracking.mlflow",
+    },
+    elsewhere=("jsonl",),  # the run itself writes it
+)
+register = TRACKERS.register
 
 
 def find(name: str) -> TrackerFactory:
@@ -59,22 +47,7 @@ def find(name: str) -> TrackerFactory:
     It is called with the `RunDirectory`, the step resumed from (None in a new run) and, by name, the tracker's
     arguments in `tracker_kwargs`. Raises `TrackerError`; packages of a tracker are imported only by its class.
     """
-    if name in _OURS:
-        importlib.import_module(_OURS[name])
-    if name in _REGISTERED:
-        return _REGISTERED[name]
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        known = ", ".join(sorted({"jsonl", *_OURS, *_REGISTERED}))
-        raise TrackerError(f"unknown tracker {name!r}; known are {known}, or a dotted path such as mypackage.MyTracker")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise TrackerError(f"tracker {name}: the module {module_name} cannot be imported: {error}") from error
-    found = vars(module).get(attribute)
-    if not callable(found):
-        raise TrackerError(f"tracker {name}: {module_name} has no class named {attribute}")
-    return found
+    return TRACKERS.find(name)
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:

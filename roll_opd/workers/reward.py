@@ -1,6 +1,7 @@
 """Ray actor that scores answers with one domain's reward."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import ray
@@ -28,9 +29,15 @@ class RewardWorker:
         """One reward an experience, in order; None where the reward cannot judge it."""
         from roll_opd.rewards.interface import RewardSample, score_samples
 
+        prompts = {e.group_id: e.prompt_tokens for e in experiences}
+
+        @cache  # the samples of a group share their prompt
+        def read_prompt(group_id: str) -> str:
+            return self._tokenizer.decode(prompts[group_id], skip_special_tokens=True)
+
         texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)
         samples = [
-            RewardSample(e.id, text, e.ground_truth, e.tag, experience=e)
+            RewardSample(e.id, text, e.ground_truth, e.tag, e.extra, e, partial(read_prompt, e.group_id))
             for e, text in zip(experiences, texts, strict=True)
         ]
         return score_samples(self._reward, samples)

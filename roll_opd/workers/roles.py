@@ -10,6 +10,7 @@ import numpy as np
 import ray
 
 from roll_opd.cluster.group import WorkerGroup
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import ObjectivePlan, RewardPlan, SamplingPlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
@@ -97,7 +98,8 @@ class Student:
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                ranks = await self.group.call("update", ray.put(Compact(batch)), teachers, objective, temperature)
+                sent = ray.put(Compact(_for_training(batch)))
+                ranks = await self.group.call("update", sent, teachers, objective, temperature)
                 results.append(ranks)
                 self._count_skips(applied=ranks[0].applied)
                 for number, values in (item for rank in ranks for item in rank.logprobs.items()):
@@ -125,6 +127,11 @@ class Student:
                 f"{self._skipped} updates in a row had a loss or gradient that was not finite and were skipped; "
                 "lower learning_rate, or look for infinite log-probs in samples.jsonl"
             )
+
+
+def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
+    """Without what only rewards read: the test cases of a batch can be larger than all the rest of it."""
+    return [replace(e, extra=FrozenDict()) if e.extra else e for e in experiences]
 
 
 def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:

@@ -63,6 +63,16 @@ def test_tags_are_found_in_every_kind_of_file(root: Path) -> None:
     assert tags_in(DataPlan((str(long),), 8)) == ({"math"}, False)
 
 
+def test_columns_are_called_as_the_data_calls_them(root: Path, plan: Callable[..., RunPlan]) -> None:
+    (root / "train.jsonl").write_text(json.dumps({"q": "a", "kind": "math", "tag": "x"}) + "\n")
+    held_out = {"validation": {"data_args": {"file_name": str(root / "train.jsonl"), "messages": "chat"}}}
+    run = plan({f"{DATA}.prompt": "q", f"{DATA}.tag": "kind", f"{DATA}.id": "id", **held_out})
+    assert run.data.columns == {"messages": "", "prompt": "q", "tag": "kind"}
+    assert run.validation.data.columns == {"messages": "chat", "prompt": "q", "tag": "kind"}
+    assert tags_in(run.data) == ({"math"}, True)
+    assert plan({f"{DATA}.prompt": ..., f"{DATA}.messages": "messages"}).data.columns == {"tag": "kind"}
+
+
 def test_templates_by_tag(plan: Callable[..., RunPlan]) -> None:
     run = plan({"tag_to_template": {"math": "qwen3_nothink"}, "global_template": "qwen3", f"{DATA}.template": "chatml"})
     assert (run.data.template, run.data.tag_templates) == ("qwen3", {"math": "qwen3_nothink"})

@@ -55,12 +55,3 @@ def opened(tokenizer: PreTrainedTokenizerBase) -> Callable[..., tuple[list[Promp
         return prompts.all(), report
 
     return open_files
-
-
-@pytest.fixture(scope="session")
-def gsm8k_dir() -> Path:
-    """The real GSM8K files, where they lie beside the repository."""
-    directory = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
-    if not directory.is_dir():
-        pytest.skip(f"GSM8K is not at {directory}")
-    return directory

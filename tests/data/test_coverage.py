@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +18,7 @@ from roll_opd.config.plan import (
     RewardPlan,
     TeacherPlan,
 )
-from roll_opd.data.coverage import Unanswered, check_coverage
+from roll_opd.data.coverage import TagRows, check_coverage
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.rows import DataError
 
@@ -24,8 +26,8 @@ WORKER = MegatronPlan("teacher", ModelPlan("model"), (0,), Layout(), MicroBatchL
 TEACHER = TeacherPlan("t", WORKER, 1.0, tags=("math", "code"))
 MATH = RewardPlan("math", "math_rule", tags=("math",))
 CODE = RewardPlan("code", "my.judge", tags=("code",))
-ANSWERED = Unanswered(0, ())
-LACKING = Unanswered(4, ("a:1", "a:2", "a:3"))
+ANSWERED = TagRows(0, ())
+LACKING = TagRows(4, ("a:1", "a:2", "a:3"))
 
 
 def test_a_data_set_knows_its_tags_and_rows_without_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -33,11 +35,32 @@ def test_a_data_set_knows_its_tags_and_rows_without_answers(tmp_path: Path, toke
     late = write(tmp_path / "late.jsonl", "", {"prompt": "1", "tag": "code"}, {"prompt": "1", "ground_truth": "2"})
     files = (str(write(tmp_path / "a.jsonl", *rows)), str(late))
     prompts, _ = open_prompts(DataPlan(files=files, prompt_length=8), tokenizer)
-    assert prompts.unanswered() == {
-        "math": Unanswered(4, tuple(f"{files[0]}:{line}" for line in (2, 3, 4))),
-        "code": Unanswered(1, (f"{late}:2",)),
+    assert prompts.by_tag() == {
+        "math": TagRows(4, tuple(f"{files[0]}:{line}" for line in (2, 3, 4))),
+        "code": TagRows(1, (f"{late}:2",)),
         "math_rule": ANSWERED,
     }
+
+
+def test_a_domain_that_a_row_names_must_be_that_of_its_tag(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [
+        {"prompt": "1", "tag": "math", "domain": "math", "ground_truth": "1"},
+        {"prompt": "1", "tag": "math", "domain": "algebra", "ground_truth": "1"},  # no reward has this name
+        {"prompt": "1", "tag": "math", "domain": ["code"], "ground_truth": "1"},
+        {"prompt": "1", "tag": "code", "domain": "math"},
+    ]
+    file = str(write(tmp_path / "a.jsonl", *rows))
+    pq.write_table(pa.Table.from_pylist([{**rows[3]}]), tmp_path / "b.parquet")
+    for name, line in ((file, 4), (str(tmp_path / "b.parquet"), 1)):
+        tags = open_prompts(DataPlan((name,), prompt_length=8), tokenizer)[0].by_tag()
+        check_coverage("pure", (TEACHER,), (), tags, {})
+        check_coverage("pure", (TEACHER,), (MATH,), tags, {})
+        with pytest.raises(DataError) as refused:
+            check_coverage("pure", (TEACHER,), (MATH, CODE), tags, {})
+        assert str(refused.value).startswith(
+            f"rows of the training data with tag 'code' name the domain 'math' themselves ({name}:{line}), but "
+            "rewards.code has the tag: move it to rewards.math.tag_included"
+        )
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_assets import write
 
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.data.files import open_file
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.report import FILES_NAMED, DataReport
@@ -39,6 +40,26 @@ def test_reads_every_form_of_a_row(tmp_path: Path) -> None:
     assert (rows[0].ground_truth, rows[0].extra) == ("4", {"source": "s", "difficulty": 0.5})
     assert rows[1].extra == {"test_cases": ("x",)}
     assert (rows[2].prompt, rows[2].messages) == ("2+2=", ())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns_of_other_names(tmp_path: Path, opened: Opened, suffix: str) -> None:
+    """Also where one name has another meaning here, and where two columns are one."""
+    rows = [
+        {"uid": 3, "tag": "x", "kind": "math", "question": "1+1=", "messages": json.dumps(CHAT), "prompt": "no"},
+        {"uid": 4, "tag": "y", "kind": "code", "question": "2+2=", "messages": json.dumps(CHAT), "prompt": "no"},
+    ]
+    file = tmp_path / f"rows.{suffix}"
+    write(file, *rows) if suffix == "jsonl" else pq.write_table(pa.Table.from_pylist(rows), file)
+    columns = {"id": "uid", "tag": "kind", "prompt": "question", "messages": ""}
+    prompts, _ = opened(file, columns=FrozenDict(columns))
+    plain, _ = opened(write(tmp_path / "plain.jsonl", *({"prompt": row["question"]} for row in rows)))
+    assert [(prompt.id, prompt.tag) for prompt in prompts] == [("3", "math"), ("4", "code")]
+    assert [prompt.tokens.tolist() for prompt in prompts] == [prompt.tokens.tolist() for prompt in plain]
+    swapped, _ = opened(file, columns=FrozenDict({"id": "tag", "tag": "tag", "messages": "", "prompt": "messages"}))
+    assert [(prompt.id, prompt.tag) for prompt in swapped] == [("x", "x"), ("y", "y")]
+    with pytest.raises(DataError, match=r"neither messages nor prompt.*\n.*names of their columns"):
+        opened(file, columns=FrozenDict({"prompt": "qestion", "messages": ""}), on_bad_row="drop")
 
 
 BAD_LINES = [

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from roll_opd.data.gsm8k import main as convert_gsm8k
 
-GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 STEPS = 4
 
 # Student (DP2), inference engine and teacher (TP2) share both slots
@@ -32,8 +31,22 @@ COLOCATED = (
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return launch(tmp_path_factory.mktemp("runs") / "whole", *COLOCATED)
+def interleaved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """`COLOCATED` with two files, each of which is in the middle of its first epoch after every step."""
+    place = tmp_path_factory.mktemp("rows")
+    rows = (REPOSITORY / "examples/demo/data/train.jsonl").read_text().splitlines(keepends=True)
+    (place / "a.jsonl").write_text("".join(rows[:60]))
+    (place / "b.jsonl").write_text("".join(rows[60:90]))
+    return (
+        *COLOCATED,
+        f"student_train.data_args.file_name=[{place / 'a.jsonl'},{place / 'b.jsonl'}]",
+        "+student_train.data_args.interleave_probs=[0.7,0.3]",
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, interleaved: tuple[str, ...]) -> Run:
+    return launch(tmp_path_factory.mktemp("runs") / "whole", *interleaved)
 
 
 def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
@@ -78,6 +91,10 @@ def test_samples_tell_what_was_learned_from(uninterrupted: Run) -> None:
 def test_prompts_are_taken_in_the_seeds_order_without_repeats(uninterrupted: Run) -> None:
     ids = [name for row in uninterrupted.rows("prompts.jsonl") for name in row["ids"]]
     assert len(ids) == STEPS * 16 == len(set(ids))
+    order = [int(name.removeprefix("train-")) for name in ids]
+    assert order != sorted(order)
+    from_a = np.cumsum([number < 60 for number in order])
+    assert np.abs(from_a - 0.7 * np.arange(1, len(order) + 1)).max() < 2  # the shares, at any moment
 
 
 def test_the_checkpoint_loads_in_transformers(uninterrupted: Run) -> None:
@@ -87,8 +104,10 @@ def test_the_checkpoint_loads_in_transformers(uninterrupted: Run) -> None:
     assert all(moved)
 
 
-def test_killed_twice_and_resumed_equals_uninterrupted(uninterrupted: Run, tmp_path: Path) -> None:
-    """Killed in the middle of a step, then in the middle of the last save."""
+def test_killed_twice_and_resumed_equals_uninterrupted(
+    uninterrupted: Run, interleaved: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Killed in the middle of a step, then in the middle of the last save; both in mid-epoch of two files."""
     experiment = tmp_path / "killed" / "demo"
 
     def in_step_4() -> bool:
@@ -98,11 +117,11 @@ def test_killed_twice_and_resumed_equals_uninterrupted(uninterrupted: Run, tmp_p
         return any(experiment.glob(f"*/checkpoints/.partial_step_{STEPS}/state/*.distcp"))
 
     resume = "resume_from_checkpoint=true"
-    for arguments, moment in ((COLOCATED, in_step_4), ((*COLOCATED, resume), in_save_4)):
+    for arguments, moment in ((interleaved, in_step_4), ((*interleaved, resume), in_save_4)):
         killed = launch(tmp_path / "killed", *arguments, kill_when=moment)
         assert killed.code == -9, killed.output[-4000:]
         assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
-    resumed = launch(tmp_path / "killed", *COLOCATED, resume)
+    resumed = launch(tmp_path / "killed", *interleaved, resume)
     assert resumed.code == 0, resumed.output[-4000:]
     assert resumed.rows("prompts.jsonl") == uninterrupted.rows("prompts.jsonl")
     assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
@@ -113,11 +132,11 @@ def test_killed_twice_and_resumed_equals_uninterrupted(uninterrupted: Run, tmp_p
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_finished_run_can_be_prolonged(uninterrupted: Run, tmp_path: Path) -> None:
+def test_a_finished_run_can_be_prolonged(uninterrupted: Run, interleaved: tuple[str, ...], tmp_path: Path) -> None:
     """The newest checkpoint is taken, the schedule is the new plan's, and the earlier part of the record stays."""
     copy = tmp_path / "longer"
     shutil.copytree(uninterrupted.path.resolve().parent, copy / "demo", symlinks=True)
-    run = launch(copy, *COLOCATED, f"max_steps={STEPS + 1}", "resume_from_checkpoint=true")
+    run = launch(copy, *interleaved, f"max_steps={STEPS + 1}", "resume_from_checkpoint=true")
     assert run.code == 0, run.output[-4000:]
     assert [row["step"] for row in run.rows("metrics.jsonl")] == list(range(STEPS + 2))
     assert run.rows("metrics.jsonl")[: STEPS + 1] == uninterrupted.rows("metrics.jsonl")
@@ -159,11 +178,9 @@ def test_self_teacher_sees_no_kl_and_a_full_disk_keeps_the_last_checkpoint(small
     assert (run.path / "checkpoints/step_1/hf/model.safetensors").stat().st_size > 1_000_000
 
 
-def test_gsm8k_prompts_train(tmp_path: Path) -> None:
-    if not GSM8K.exists():
-        pytest.skip(f"needs GSM8K's train.jsonl at {GSM8K}")
+def test_gsm8k_prompts_train(tmp_path: Path, gsm8k_dir: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    assert convert_gsm8k(["--input", str(GSM8K), "--output", str(rows)]) == 0
+    assert convert_gsm8k(["--input", str(gsm8k_dir / "train.jsonl"), "--output", str(rows)]) == 0
     run = launch(
         tmp_path / "output",
         f"student_train.data_args.file_name={rows}",

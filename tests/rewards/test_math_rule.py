@@ -17,12 +17,10 @@ from roll_opd.rewards import symbolic
 from roll_opd.rewards.interface import RewardError, RewardSample
 from roll_opd.rewards.math_rule import as_number, clean, final_answer, is_right, math_rule
 
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 
-
-@pytest.mark.skipif(not GSM8K.is_file(), reason=f"GSM8K is not at {GSM8K}")
-def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not() -> None:
-    solutions = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not(gsm8k_dir: Path) -> None:
+    rows = (gsm8k_dir / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    solutions = [json.loads(row)["answer"] for row in rows]
     assert len(solutions) == 1319
     for solution in solutions:
         truth = solution.rpartition("####")[2].strip().replace(",", "")

@@ -1,0 +1,59 @@
+"""The reward worker: what of a row and of the student's answer reaches a user's reward function."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_opd.config.plan import DataPlan, RewardPlan
+from roll_opd.data.compact import Compact
+from roll_opd.data.prompts import open_prompts
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.inference.completion import Completion
+from roll_opd.rollout.scheduler import experience_of
+from roll_opd.workers.reward import RewardWorker
+
+MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
+
+# of what the question and its cases say, and nothing else
+USERS_MODULE = """
+def passed(samples):
+    scores = []
+    for sample in samples:
+        numbers = sample.prompt.partition("=")[0].rpartition("user")[2].split("+")
+        said = sum(map(int, numbers)) == int(sample.response)
+        scores.append(said * sum(case["points"] for case in sample.extra["test_cases"]))
+    return scores
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The worker in this process: Ray's actor is a wrapper of the same class."""
+    (tmp_path / "my_tests.py").write_text(USERS_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = RewardWorker.__ray_metadata__.modified_class()
+    worker.setup(RewardPlan("code", "my_tests.passed"), str(MODEL))
+    return worker
+
+
+def test_a_users_reward_reads_the_prompt_and_the_rows_other_keys(tmp_path: Path, worker) -> None:
+    rows = [
+        {"prompt": "1+2=", "test_cases": [{"points": 1}, {"points": 2}], "ground_truth": "unused"},
+        {"messages": [{"role": "user", "content": "4+4="}], "test_cases": [{"points": 10}]},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(str(MODEL))
+    prompts, _ = open_prompts(DataPlan((str(file),), prompt_length=64), tokenizer)
+
+    def answered(draw: int, sample: int, text: str):
+        tokens = np.array(tokenizer(text).input_ids)
+        completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop", weights_version=0)
+        return experience_of(prompts.all()[draw], draw, sample, completion)
+
+    answers = [answered(0, 0, "3"), answered(1, 0, "8"), answered(0, 1, "4"), answered(1, 1, "9")]
+    travelled = pickle.loads(pickle.dumps(Compact(answers)))
+    assert worker.score(travelled) == [3.0, 10.0, 0.0, 0.0]
