@@ -38,7 +38,8 @@ def plan_config(loaded: LoadedConfig, *, pure: bool | None = None, runnable: boo
     """Return the plan of an already composed configuration, or raise ConfigError; see `load_plan`."""
     findings = Findings(loaded.origins)
     checked = check(loaded, pure, findings)
-    findings.raise_if_any()
+    if findings.problems:
+        raise ConfigError([*findings.problems, *(findings.blockers if runnable else ())])
     if checked is None:
         raise ConfigError(["the configuration could not be read"])
     plan = assemble(checked, findings)

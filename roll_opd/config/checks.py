@@ -3,6 +3,7 @@
 Every function takes what it needs and writes sentences into `Findings`; none raises, none touches the disk.
 """
 
+from collections.abc import Mapping
 from itertools import combinations
 
 from roll_opd.config.errors import Findings
@@ -20,7 +21,7 @@ def check_layout(role: Role, findings: Findings) -> None:
     facts, layout = role.facts, role.megatron.layout
     prefix = f"{role.path}.strategy_args.strategy_config"
     check_tensor_parallel(facts, layout.tp, f"{prefix}.tensor_model_parallel_size", findings)
-    _check_pipeline(facts, layout, prefix, "num_layers_in_first_pipeline_stage" in role.megatron.args, findings)
+    _check_pipeline(facts, layout, prefix, role.megatron.args, findings)
     _check_experts(facts, layout, f"{prefix}.expert_model_parallel_size", role.megatron.args, findings)
 
 
@@ -53,9 +54,23 @@ def check_tensor_parallel(
         )
 
 
-def _check_pipeline(facts: ModelFacts, layout: Layout, prefix: str, uneven: bool, findings: Findings) -> None:
+# settings of Megatron-core that give stages different numbers of layers; the engine checks these itself
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+# settings that count the embedding or the loss as one more layer when the stages are cut
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _check_pipeline(
+    facts: ModelFacts, layout: Layout, prefix: str, args: Mapping[str, object], findings: Findings
+) -> None:
     key = f"{prefix}.pipeline_model_parallel_size"
     vpp = layout.vpp or 1
+    uneven = any(name in args for name in UNEVEN_STAGES)
+    more = sum(bool(args.get(name)) for name in COUNTED_AS_LAYERS)
     if layout.vpp and layout.pp == 1:
         findings.problem(
             f"{prefix}.virtual_pipeline_model_parallel_size",
@@ -64,11 +79,12 @@ def _check_pipeline(facts: ModelFacts, layout: Layout, prefix: str, uneven: bool
     elif facts.layers < layout.pp * vpp:
         stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
         findings.problem(key, f"the {facts.layers} layers of {facts.path.name} are fewer than {stages}; use fewer")
-    elif facts.layers % (layout.pp * vpp) and not uneven:
+    elif (facts.layers + more) % (layout.pp * vpp) and not uneven:
         findings.problem(
             key,
-            f"the {facts.layers} layers of {facts.path.name} are not divisible by {layout.pp * vpp} stages;"
-            " use a divisor",
+            f"the {facts.layers} layers of {facts.path.name}"
+            + (f" and {more} for embedding and loss" if more else "")
+            + f" are not divisible by {layout.pp * vpp} stages; use a divisor",
         )
 
 
@@ -91,21 +107,22 @@ def _check_experts(facts: ModelFacts, layout: Layout, key: str, args: dict[str, 
 
 
 def nodes(roles: list[Role], top: Top) -> int:
-    """Return num_nodes, or the nodes that the device mappings reach over where it is not written, as ROLL does."""
+    """Return num_nodes, or the nodes that the device mappings reach over where those are more, as ROLL does."""
     last = max((max(role.devices) for role in roles if role.devices), default=0)
-    return top.num_nodes or last // top.num_gpus_per_node + 1
+    return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
 def check_devices(roles: list[Role], top: Top, findings: Findings) -> None:
     """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
-    total = nodes(roles, top) * top.num_gpus_per_node
+    total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
     known = [(role, set(role.devices)) for role in roles if role.devices]
     for role, devices in known:
         if max(devices) >= total:
-            findings.problem(
+            findings.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
                 f"{role.path}.device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
-                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes or change the mapping",
+                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
+                " or change the mapping",
             )
         if role.vllm is not None and role.vllm.tp > top.num_gpus_per_node:
             findings.problem(

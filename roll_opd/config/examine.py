@@ -20,7 +20,7 @@ from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
 from roll_opd.config.schema import Top
 from roll_opd.config.sections import read_sections
-from roll_opd.config.tokenizers import largest_token_id, tokenizer_difference
+from roll_opd.config.tokenizers import has_tokenizer, largest_token_id, tokenizer_difference
 from roll_opd.config.trackers import read_trackers
 
 
@@ -75,10 +75,12 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         data = surroundings.read_data(roles.train.worker.data_args, f"{roles.train.path}.data_args", top, findings)
     validation = None
     if top.validation and not agentic:
-        training = roles.train.worker.data_args if roles.train else None
-        validation = surroundings.read_data(top.validation.data_args, "validation.data_args", top, findings, training)
-        if not sections.rewards:
-            findings.problem("validation", "needs a reward worker to score the answers; write rewards.math_rule")
+        if sections.rewards:
+            training = roles.train.worker.data_args if roles.train else None
+            path = "validation.data_args"
+            validation = surroundings.read_data(top.validation.data_args, path, top, findings, training)
+        elif mode == "pure":
+            findings.warn("validation: is left out, there is no reward to score the answers; write rewards.math_rule")
     group = environments.train.group_size if environments else n
     check_baseline(top, mode, group, findings)
     rewards = read_rewards(sections.rewards, mode, group, findings)
@@ -201,6 +203,8 @@ def _compare_tokenizers(train: Role, role: Role, who: str, findings: Findings) -
     """Check that `role` reads the student's tokens as the student does; False if its files cannot be read."""
     if role.facts is None or train.facts is None:
         return False
+    if not (has_tokenizer(role.facts.path) and has_tokenizer(train.facts.path)):
+        return False  # told by the roles
     key = f"{role.path}.model_args.model_name_or_path"
     try:
         difference = tokenizer_difference(train.facts.path, role.facts.path)

@@ -21,6 +21,8 @@ def read_streams(
     accepted whatever the number of files.
     """
     if args.domain_interleave_probs:
+        if not rewards and len(args.domain_interleave_probs) == 1:
+            return ()  # one domain and no rewards that could say what belongs to it: everything
         if len(args.interleave_probs) > 1:
             findings.warn(f"{path}.interleave_probs has no effect beside domain_interleave_probs")
         return _by_domain(args.domain_interleave_probs, f"{path}.domain_interleave_probs", data, rewards, findings)

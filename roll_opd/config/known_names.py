@@ -30,7 +30,8 @@ IGNORED_TOP = _names("""
     render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
     all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
     frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
-    divide_std add_length_bonus add_token_penalty
+    divide_std add_length_bonus add_token_penalty model_name parse_tool_call_parameter_to_dict
+    skip_mock_system_prompt user_prompt_no_think_format user_prompt_think_format added_text_no_think added_text_think
 """)
 
 IGNORED_WORKER = _names("""
@@ -77,10 +78,14 @@ IGNORED_MEGATRON = _names("""
     overlap_grad_reduce overlap_param_gather grad_reduce_in_fp32 use_distributed_optimizer_infer
     additional_configs optimizer variable_seq_lengths use_cpu_initialization
     accumulate_allreduce_grads_in_fp32 use_flash_attn delay_grad_reduce ddp_bucket_size ddp_num_buckets
-    ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather
+    ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather optimizer_cpu_offload
+    optimizer_offload_fraction use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d bounded_cpu_grad_staging
+    offload_model_from_cpu_master save_only_model ckpt_format
 """)
 # ROLL's own words inside a vLLM strategy_config
-IGNORED_VLLM = _names("sleep_level logger_level data_parallel_rank")
+IGNORED_VLLM = _names("""
+    sleep_level logger_level data_parallel_rank online_quantization online_quantization_config
+""")
 
 # Fields that a model's config.json or another key decides; writing them is a mistake worth a sentence
 MEGATRON_DECIDED = _names("""

@@ -38,7 +38,11 @@ LATER: dict[str, tuple[object, ...]] = {
     "use_topr_loss": (False,),
     "use_topr_neg_loss_coef": (0,),
     "postive_loss_coef": (0,),
+    "reward_norm": (None,),
+    "reward_shift": (False,),
+    "reward_scale": (False,),
 }
+INSTEAD = dict.fromkeys(("reward_norm", "reward_shift", "reward_scale"), "write norm_mean_type and norm_std_type")
 ROLL_INIT_KL_COEF = 0.2
 ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}  # of kl_penalty
 
@@ -48,7 +52,7 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
     for key, harmless in LATER.items():
         value = _value(top, key)
         if value not in harmless:
-            findings.block(key, f"{_text(value)} is not available yet; remove the key")
+            findings.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
     if mode == "pure":
         _check_pure(top, findings)
         return
@@ -56,7 +60,7 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
         findings.ignore("critic_warmup")
     if mode == "rl":
         for key in ("opd_kl_coef", "opd_kl_discount"):
-            if key in top.model_fields_set:
+            if _value(top, key) is not None and key in top.model_fields_set:
                 findings.ignore(key)
     if top.adv_estimator == "on_policy_distill":
         findings.problem(

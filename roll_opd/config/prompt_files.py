@@ -30,13 +30,15 @@ def find_prompt_files(name: str, dataset_dir: str | None) -> list[Path]:
         elif found.is_dir():
             files = sorted(file for file in found.iterdir() if file.suffix in SUFFIXES and file.is_file())
             if not files:
-                raise ValueError(f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}")
+                raise ValueError(
+                    f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; put some there"
+                )
         else:
             files = [found]
         if files:
             return files
     below = f" or below dataset_dir {dataset_dir!r}" if dataset_dir else ""
-    raise ValueError(f"no file {name!r} from {places()}{below}")
+    raise ValueError(f"no file {name!r} from {places()}{below}; give the path of a JSONL or Parquet file")
 
 
 def _matching(pattern: str) -> list[Path]:

@@ -14,6 +14,7 @@ from roll_opd.config.plan import Mode
 from roll_opd.config.schema import Top, Worker
 from roll_opd.config.sections import MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
+from roll_opd.config.tokenizers import has_tokenizer
 
 Job = Literal["train", "score", "rollout"]
 
@@ -75,8 +76,7 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     roles = Roles(mode)
     top = sections.top
     strict = top.strict_strategies if top else False
-    train_name, infer_name = PURE_ROLES if mode == "pure" else MIXED_ROLES
-    _refuse_other_names(sections, mode, findings)
+    train_name, infer_name = _role_names(sections, mode, findings)
     train = _section(sections, train_name, findings)
     cache: dict[str, ModelFacts | None] = {}
     if train is not None:
@@ -144,12 +144,16 @@ def _reference(
     return _megatron_role(REFERENCE, "score", worker, model, strict, cache, findings, trained)
 
 
-def _refuse_other_names(sections: Sections, mode: Mode, findings: Findings) -> None:
+def _role_names(sections: Sections, mode: Mode, findings: Findings) -> tuple[str, str]:
+    """Return what the student's two roles are called: an RLVR file made pure by a switch keeps its actor_* names."""
     wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
+    if mode == "pure" and not sections.workers.keys() & set(PURE_ROLES):
+        return MIXED_ROLES if sections.workers.keys() & set(MIXED_ROLES) else PURE_ROLES
     for written, expected in zip(wrong, right, strict=True):
         if written in sections.workers:
             mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
             findings.problem(written, f"{mode_name} names this role {expected!r}; rename it")
+    return right
 
 
 def _section(sections: Sections, name: str, findings: Findings) -> Worker | None:
@@ -215,6 +219,12 @@ def _facts(path: str, model: str | None, cache: dict[str, ModelFacts | None], fi
         except ModelFilesError as error:
             findings.problem(key, str(error))
             return None
+        if not has_tokenizer(facts.path):
+            findings.block(
+                key,
+                f"{facts.path} has no tokenizer files (tokenizer.json), so this can be planned but not run;"
+                " put the files of the model's release there",
+            )
         if not facts.weight_files:
             findings.block(
                 key,

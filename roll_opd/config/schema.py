@@ -302,3 +302,6 @@ class Top(Section):
     use_topr_loss: bool = False
     use_topr_neg_loss_coef: Number = 0.0
     postive_loss_coef: Number = 0.0  # ROLL's spelling
+    reward_norm: str | None = None  # ROLL's older keys, before norm_mean_type and norm_std_type
+    reward_shift: bool = False
+    reward_scale: bool = False

@@ -142,8 +142,10 @@ def _sieve(
             section = _section_type(model.model_fields[key].annotation)
             if section is not None and isinstance(value, dict):
                 value = _sieve(section, value, dotted, findings, set())
-            # null asks for the default, as leaving the key out does
-            if value is not None:
+            if value == "None":
+                value = None  # Python's null, as ROLL's own YAML write it
+            # null asks for the default, as leaving the key out does; a null default still counts as written
+            if value is not None or model.model_fields[key].default is None:
                 kept[key] = value
         elif key in model.ignored:
             if value is not None:

@@ -116,7 +116,7 @@ def check_tags(
                 )
     for tag in sorted(validation_tags):
         if rewards and not any(reward.scores(tag) for reward in rewards):
-            findings.problem("rewards", f"no reward has tag {tag!r} of the validation data in its tag_included; add it")
+            findings.block("rewards", f"no reward has tag {tag!r} of the validation data in its tag_included; add it")
     present = train_tags | validation_tags
     for path, tags in [
         *teacher_tags.items(),
