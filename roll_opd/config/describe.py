@@ -285,9 +285,9 @@ def _advantage(plan: RunPlan) -> str:
 
 def _reference_lines(objective: ObjectivePlan) -> list[str]:
     lines = []
-    if objective.use_kl_loss:
+    if objective.kl_loss_coef:
         lines.append(f"  loss + {objective.kl_loss_coef:g} * KL to the reference policy")
-    if objective.add_token_level_kl:
+    if objective.init_kl_coef:
         lines.append(f"  token reward - {objective.init_kl_coef:g} * {objective.kl_penalty} to the reference policy")
     return lines
 

@@ -148,11 +148,9 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int) -> Objecti
         **norms,
         "reward_clip": top.reward_clip,
         "advantage_clip": top.advantage_clip,
-        "use_kl_loss": top.use_kl_loss,
         "kl_loss_coef": top.kl_loss_coef if top.use_kl_loss else 0.0,
         "kl_penalty": ALIASES.get(penalty, penalty),
         "entropy_loss_coef": top.entropy_loss_coef,
-        "add_token_level_kl": top.add_token_level_kl,
         "init_kl_coef": token_kl,
     }
     return ObjectivePlan(**{key: value for key, value in written.items() if value is not None}, **common)

@@ -234,12 +234,10 @@ class ObjectivePlan:
     norm_std_type: Literal["batch", "group"] | None = None  # None: nothing is divided
     reward_clip: float | None = None
     advantage_clip: float | None = None
-    use_kl_loss: bool = False  # kl_loss_coef * KL to the reference policy in the loss
-    kl_loss_coef: float = 0.0  # 0 without use_kl_loss
+    kl_loss_coef: float = 0.0  # of the KL to the reference policy in the loss; 0 unless switched on
     kl_penalty: str = "kl"  # estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3)
     entropy_loss_coef: float = 0.0
-    add_token_level_kl: bool = False  # - init_kl_coef * KL to the reference policy in each token's reward
-    init_kl_coef: float = 0.0  # 0 without add_token_level_kl
+    init_kl_coef: float = 0.0  # of the KL to the reference policy in each token's reward; 0 unless switched on
     policy_loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
