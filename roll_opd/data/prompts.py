@@ -44,6 +44,7 @@ class PromptSet:
         self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", files: Sequence[RowFile], index: Index
     ) -> None:
         self._plan, self._tokenizer, self._files, self._index = plan, tokenizer, files, index
+        self._labels = short_names(plan.files)
         self.streams = plan.streams or (EVERYTHING,)
 
     def __len__(self) -> int:
@@ -126,7 +127,10 @@ class PromptSet:
         return rows
 
     def _name(self, number: int, identity: str) -> str:
-        return f"{identity}@{self._where(number)}" if self._index.renamed[number] else identity
+        if not self._index.renamed[number]:
+            return identity
+        file = np.searchsorted(self._index.starts, number, side="right") - 1
+        return f"{identity}@{self._labels[file]}:{self._index.lines[number]}"
 
     def _where(self, number: int) -> str:
         file = np.searchsorted(self._index.starts, number, side="right") - 1
@@ -163,6 +167,16 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     )
     _refuse_if_asked(report, plan)
     return prompts, report
+
+
+def short_names(files: Sequence[str]) -> list[str]:
+    """The last parts of each path, as many as tell all files apart; a file given twice keeps its whole path."""
+    parts = [Path(file).parts for file in files]
+    for count in range(1, max(map(len, parts), default=1)):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(files)
 
 
 def _existing_files(plan: DataPlan) -> list[RowFile]:

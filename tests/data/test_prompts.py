@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.indexing import repeated
-from roll_opd.data.prompts import open_prompts
+from roll_opd.data.prompts import open_prompts, short_names
 from roll_opd.data.report import NOT_ENCODABLE, TOO_LONG
 from roll_opd.data.rows import DataError, Row
 from roll_opd.data.templates import BASE, TEMPLATES, load_tokenizer, render_prompt, tokenize
@@ -212,3 +212,9 @@ def test_a_file_of_60_mb_takes_little_memory(tmp_path: Path, tokenizer: PreTrain
     assert peak < 10e6
     assert held < 3e6
     assert pa.total_allocated_bytes() - arrow_before < 5e6
+
+
+def test_files_are_told_apart_by_as_little_as_possible() -> None:
+    assert short_names(["/data/a/train.jsonl", "/data/val.jsonl"]) == ["train.jsonl", "val.jsonl"]
+    assert short_names(["/data/a/x.jsonl", "/data/b/x.jsonl"]) == ["a/x.jsonl", "b/x.jsonl"]
+    assert short_names(["/data/x.jsonl", "/data/x.jsonl"]) == ["/data/x.jsonl", "/data/x.jsonl"]
