@@ -3,6 +3,7 @@
 Legend: N packed tokens, M scored tokens, E hidden size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,11 +100,19 @@ def build_model(plan: MegatronPlan, *, trainable: bool) -> tuple[list[torch.nn.M
     bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
     chunks = [_build_chunk(bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]
     bridge.load_weights(chunks, plan.model.path)
+    if all_zero(chunks):
+        raise ValueError(f"{plan.name}: every weight in {plan.model.path} is zero; get the model's files again")
     if dtype is not torch.float32:
         chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]
     for chunk in chunks:
         chunk.requires_grad_(trainable)
     return chunks, bridge
+
+
+def all_zero(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Say whether no matrix has a value: lost weights, which would give every token -ln V and no error."""
+    matrices = (weight for chunk in chunks for weight in chunk.parameters() if weight.dim() > 1)
+    return not any(bool(weight.any()) for weight in matrices)
 
 
 def _build_chunk(bridge: Bridge, hf_config: PretrainedConfig, stage: int) -> TokenLogprobModel:
