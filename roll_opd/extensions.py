@@ -53,8 +53,13 @@ class Registry:
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
-            raise self.error(f"{self.kind} {name}: the module {module_name} cannot be imported: {error}") from error
+            raise self.error(
+                f"{self.kind} {name}: the module {module_name} cannot be imported: {error}; put it on PYTHONPATH or"
+                " correct the name"
+            ) from error
         found = vars(module).get(attribute)
         if not callable(found):
-            raise self.error(f"{self.kind} {name}: {module_name} has no {self.made_of} named {attribute}")
+            raise self.error(
+                f"{self.kind} {name}: {module_name} has no {self.made_of} named {attribute}; correct the name"
+            )
         return found

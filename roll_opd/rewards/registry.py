@@ -36,9 +36,12 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:
     found = _find(worker)
     if inspect.isclass(found):
         try:
-            return found(**(args or {}))
+            reward = found(**(args or {}))
         except TypeError as error:
             raise RewardError(f"reward {worker}: cannot be made with {dict(args or {})}: {error}") from error
+        if not callable(reward):
+            raise RewardError(f"reward {worker}: an instance cannot be called; write its __call__, or use a function")
+        return reward
     return partial(found, **args) if args else found
 
 

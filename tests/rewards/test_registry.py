@@ -76,3 +76,8 @@ def test_what_cannot_be_found_is_said(users_module: str, worker: str, message: s
 def test_scores_are_checked(scores: list[float], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score_samples(lambda samples: scores, SAMPLES)
+
+
+def test_a_class_that_is_no_reward_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"json\.JSONDecoder: an instance cannot be called; write"):
+        resolve("json.JSONDecoder")
