@@ -34,6 +34,15 @@ class Placement:
         """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few."""
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT
+        # a cluster that is large enough but busy is waited for, one that is too small is not
+        offered = [node["Resources"].get(self._resource, 0) for node in ray.nodes() if node["Alive"]]
+        room = sum(int(count // devices_per_node) for count in offered)
+        if room < num_nodes:
+            raise ClusterError(
+                f"num_nodes {num_nodes} x num_gpus_per_node {devices_per_node} do not fit the cluster, whose nodes"
+                f" have {', '.join(f'{count:g}' for count in offered)} {self._resource}; lower them, or start Ray on"
+                " more nodes"
+            )
         self._groups = [
             placement_group([{self._resource: 1, "CPU": 1}] * devices_per_node, strategy="STRICT_PACK")
             for _ in range(num_nodes)

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from roll_opd.cli import add_config_arguments
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
+from roll_opd.config.models import ModelFilesError
 from roll_opd.config.plan import DataPlan, RunPlan
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
+from roll_opd.pipelines.fit import misfits_of_checkpoint, misfits_of_machine
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
@@ -50,9 +52,20 @@ def _launch(plan: RunPlan) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     try:
         resume = find(plan.checkpoint, plan.output_dir, plan.exp_name)
+        _check_fit(plan, resume)
         return _run(plan, resume)
-    except (DataError, RewardError, TrackerError) as error:
+    except (DataError, ModelFilesError, RewardError, TrackerError) as error:
         return _refused(error)
+
+
+def _check_fit(plan: RunPlan, resume: Checkpoint | None) -> None:
+    misfits = misfits_of_checkpoint(plan, resume) if resume else []
+    if not os.environ.get("RAY_ADDRESS"):  # what somebody else's cluster has shows when it is joined
+        import torch
+
+        misfits += misfits_of_machine(plan, torch.cuda.device_count())
+    if misfits:
+        raise ConfigError(misfits)
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:

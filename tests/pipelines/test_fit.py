@@ -1,0 +1,70 @@
+"""What does not fit the machine or the checkpoint is refused before anything starts."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runs import REPOSITORY
+
+from roll_opd.config.build import load_plan
+from roll_opd.config.plan import RunPlan
+from roll_opd.pipelines import launch as launcher
+from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
+from roll_opd.pipelines.fit import CPU_HEAD_SIZES, misfits_of_checkpoint, misfits_of_machine
+
+STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> RunPlan:
+    return load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path}"], pure=True)
+
+
+def _student(path: Path, **config: int) -> Path:
+    shutil.copytree(STUDENT, path)
+    values = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def test_more_devices_than_gpus(plan: RunPlan) -> None:
+    assert misfits_of_machine(plan, gpus=2) == []
+    (text,) = misfits_of_machine(replace(plan, devices_per_node=8), gpus=2)
+    assert text == "num_gpus_per_node: 8 is more than the 2 GPUs of this machine; lower it"
+
+
+def test_heads_that_cpus_cannot_compute(plan: RunPlan, tmp_path: Path) -> None:
+    path = _student(tmp_path / "small", head_dim=16)
+    small = replace(plan, rollout=replace(plan.rollout, model=replace(plan.rollout.model, path=str(path))))
+    (text,) = misfits_of_machine(small, gpus=0)
+    assert "heads of size 16" in text and "use a model" in text
+    assert misfits_of_machine(small, gpus=2) == misfits_of_machine(plan, gpus=0) == []
+
+
+def test_head_sizes_are_the_installed_engines() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
+def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
+    (checkpoint / "state").mkdir(parents=True)
+    (checkpoint / STATE_FILE).write_text(json.dumps({"step": 1, "source": {}}))
+    _student(checkpoint / "hf")
+    assert misfits_of_checkpoint(plan, Checkpoint.read(checkpoint)) == []
+    shutil.rmtree(checkpoint / "hf")
+    _student(checkpoint / "hf", num_hidden_layers=7)
+    arguments = ["--config_path", "demo", "--config_name", "onpolicy_distill", f"resume_from_checkpoint={checkpoint}"]
+    assert launcher.main("test", pure=True, arguments=[*arguments, f"output_dir={tmp_path / 'out'}"]) == 2
+    message = capsys.readouterr().err
+    assert "layers 7 there, 3 in the model" in message and "resume_from_checkpoint: false" in message
+    assert not (tmp_path / "out").exists()
