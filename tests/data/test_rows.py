@@ -170,7 +170,7 @@ def test_ids_stay_unique_over_files(tmp_path: Path, opened: Opened) -> None:
     first = write(tmp_path / "a.jsonl", {"id": "0", "prompt": "x"}, {"id": "1", "prompt": "x"})
     second = write(tmp_path / "b.jsonl", {"id": "2", "prompt": "y"}, {"id": "0", "prompt": "y"})
     prompts, report = opened(first, second)
-    assert [prompt.id for prompt in prompts] == ["0", "1", "2", f"0@{second}:2"]
+    assert [prompt.id for prompt in prompts] == ["0", "1", "2", "0@b.jsonl:2"]
     assert report.renamed == 1
 
 
