@@ -1,6 +1,7 @@
 """Pure distillation, mixed mode and plain GRPO on the demo task: same models, prompts, batches and generated tokens.
 
-    python benchmarks/compare_modes.py [--seeds 42 43 44] [--modes pure mixed grpo] [--json OUT] [key=value ...]
+    python benchmarks/compare_modes.py [--seeds 42 43 44] [--modes pure mixed grpo] [--learning_rate LR]
+        [--json OUT] [key=value ...]
 
 Every run is the real launcher; the table is made of the runs' summary.json and metrics.jsonl.
 """
@@ -18,9 +19,9 @@ from roll_opd.tracking.summary import ACCURACY
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODES = {
-    "pure": ("start_onpolicy_distill_pipeline.py", "onpolicy_distill"),
-    "mixed": ("start_rlvr_pipeline.py", "rlvr_opd"),
-    "grpo": ("start_rlvr_pipeline.py", "rlvr"),
+    "pure": ("start_onpolicy_distill_pipeline.py", "onpolicy_distill", "student_train"),
+    "mixed": ("start_rlvr_pipeline.py", "rlvr_opd", "actor_train"),
+    "grpo": ("start_rlvr_pipeline.py", "rlvr", "actor_train"),
 }
 GOAL = 0.8  # validation accuracy; the table says after how many generated tokens it was first seen
 BUDGETS = (30_000, 60_000, 120_000)  # generated tokens at which the modes are compared
@@ -32,13 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--learning_rate", type=float, help="instead of the configurations' own")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every run here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configurations")
     options = parser.parse_intermixed_args(arguments)
     results = []
     for mode in options.modes:
         for seed in options.seeds:
-            results.append(run(mode, seed, options.overrides))
+            results.append(run(mode, seed, options.learning_rate, options.overrides))
             print(json.dumps(results[-1]), flush=True)
             if options.json:
                 options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -47,13 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(mode: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+def run(mode: str, seed: int, learning_rate: float | None, overrides: Sequence[str]) -> dict[str, Any]:
     """One run of the launcher: what its record says."""
-    script, config = MODES[mode]
+    script, config, trained = MODES[mode]
     with tempfile.TemporaryDirectory(prefix="compare_modes-") as directory:
         command = [sys.executable, str(EXAMPLES / script), "--config_path", "demo", "--config_name", config]
         settings = [f"seed={seed}", f"output_dir={directory}", "exp_name=run", f"eval_steps={EVAL_STEPS}"]
         settings += ["validation.measure_teacher=false"]
+        if learning_rate is not None:
+            settings.append(f"{trained}.training_args.learning_rate={learning_rate}")
         log = Path(directory) / "log"
         with log.open("w") as output:
             code = subprocess.call([*command, *settings, *overrides], stdout=output, stderr=output)
