@@ -1,10 +1,9 @@
-"""Advantages of an external reward: from one number a sample to one number a token.
+"""From what a sample's reward is worth to an advantage a token.
 
-    R' = clip((R - mean) / (std + 1e-6))          over the sample's group or the whole batch
-    A  = clip(whiten(Σ_k γ^k r_{t+k})),           r = whiten(R' on the last action token, 0 elsewhere)
+    A = clip(whiten(Σ_k γ^k r_{t+k})),   r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
 
-Each part happens only where it is asked for. The teacher's term joins after this (see `opd`): normalising the sum
-would erase it.
+R' is what `baselines` makes of the reward. Each part happens only where it is asked for. The teacher's term joins
+after this (see `opd`): normalising the sum would erase it.
 
 Legend: B samples, M scored tokens of all samples end to end. Everything is float64: it is small, and sums of many
 terms are compared with records to the sixth digit.
@@ -16,36 +15,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-STD_FLOOR = 1e-6  # GRPO's, arXiv 2402.03300
+from roll_opd.algorithms.returns import discounted_to_go
+
 VARIANCE_FLOOR = 1e-8  # whitening's
 
 
 @dataclass(frozen=True)
-class Normalised:
-    """(R - `mean`) / `scale`, all f64 [B]; where nothing is normalised, mean is 0 and scale 1."""
+class TokenAdvantages:
+    """Advantages, f64 [M], 0 off the mask, and the numbers of the two whitenings (0 and 1 where there is none)."""
 
-    rewards: Tensor
-    mean: Tensor
-    scale: Tensor
+    advantages_M: Tensor
+    reward_mean: float
+    reward_scale: float
+    mean: float
+    scale: float
 
 
-def normalised_rewards(
-    rewards_B: Tensor, groups: Sequence[str], mean_over: str | None, std_over: str | None
-) -> Normalised:
-    """Normalise rewards over their `group` or the whole `batch`, or (None) not at all.
+def token_advantages(
+    rewards_M: Tensor,
+    mask_M: Tensor,
+    lengths: Sequence[int],
+    *,
+    gamma: float = 1.0,
+    whiten_rewards: bool = False,
+    whiten_advantages: bool = False,
+    advantage_clip: float | None = None,
+) -> TokenAdvantages:
+    """Discounted returns-to-go of token rewards. Whitened (REINFORCE++, arXiv 2501.03262) and clipped if asked.
 
-    Standard deviations are unbiased. A group, or batch, of one keeps its reward as it is.
+    Args:
+        rewards_M: f64 [M], 0 off the mask.
+        mask_M: bool [M].
+        lengths: tokens of each sample.
     """
-    rewards_B = rewards_B.double()
-    mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
-    families = {"group": _members(groups), "batch": [list(range(len(groups)))]}
-    for members in families.get(mean_over, []):
-        if len(members) > 1:
-            mean_B[members] = rewards_B[members].mean()
-    for members in families.get(std_over, []):
-        if len(members) > 1:
-            scale_B[members] = rewards_B[members].std() + STD_FLOOR
-    return Normalised((rewards_B - mean_B) / scale_B, mean_B, scale_B)
+    reward_mean, reward_scale = whitening(rewards_M, mask_M) if whiten_rewards else (0.0, 1.0)
+    rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
+    returns_M = discounted_to_go(rewards_M, lengths, gamma) * mask_M
+    mean, scale = whitening(returns_M, mask_M) if whiten_advantages else (0.0, 1.0)
+    advantages_M = clipped((returns_M - mean) / scale, advantage_clip) * mask_M
+    return TokenAdvantages(advantages_M, reward_mean, reward_scale, mean, scale)
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
@@ -67,8 +75,6 @@ def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
     return float(kept.mean()), float((kept.var() + VARIANCE_FLOOR).sqrt())
 
 
-def _members(groups: Sequence[str]) -> list[list[int]]:
-    found: dict[str, list[int]] = {}
-    for number, group in enumerate(groups):
-        found.setdefault(group, []).append(number)
-    return list(found.values())
+def clipped(values: Tensor, limit: float | None) -> Tensor:
+    """Values within ±`limit`; None is no limit."""
+    return values if limit is None else values.clamp(-limit, limit)

@@ -5,13 +5,20 @@ A loss is then the weighted sum of its tokens, which no split into micro-batches
 Legend: M scored tokens of all sequences, B sequences.
 """
 
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def token_weights(masks: list[Tensor], mode: str, normaliser: float | None = None) -> list[Tensor]:
+def token_weights(
+    masks: Sequence[Tensor],
+    mode: str,
+    normaliser: float | None = None,
+    families: Sequence[Hashable] | None = None,
+) -> list[Tensor]:
     """Return f32 [M_b] for each sequence of the whole batch, 0 where its mask is False.
 
     Args:
@@ -19,12 +26,19 @@ def token_weights(masks: list[Tensor], mode: str, normaliser: float | None = Non
         mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
             seq-mean-token-mean (mean over sequences of their means; ROLL's default);
             seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
+        families: which family each sequence belongs to; each family is a mean of its own, and the total their sum.
 
     Sequences without an action token count in no denominator.
 
     Raises:
         ValueError: for an unknown mode, or one that needs a normaliser and has none.
     """
+    if families is not None:
+        weights: dict[int, Tensor] = {}
+        for family in set(families):
+            members = [number for number, own in enumerate(families) if own == family]
+            weights |= zip(members, token_weights([masks[n] for n in members], mode, normaliser), strict=True)
+        return [weights[number] for number in range(len(masks))]
     tokens = [int(mask.sum()) for mask in masks]
     sequences = max(sum(count > 0 for count in tokens), 1)
     if mode == "token-mean":

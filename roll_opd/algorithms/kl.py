@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from roll_opd.algorithms.losses import MAX_LOG_RATIO
+from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, probability_ratio
 
 MAX_LOW_VARIANCE = 10.0
+MAX_CORRECTION = 2.0  # of the ratio in corrected_k3
+MAX_KL_ERROR = 0.2  # relative, of one step of the adaptive coefficient
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -38,10 +40,33 @@ def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
     return k3(logprobs, other).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
 
 
-# by the names of ROLL's kl_penalty
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:
+    """clamp(r, 0, 2) · `k3`, r = e^(logprobs - old) with its gradient: as a loss, that of the reverse KL.
+
+    `old` are the log-probs of the weights that sampled; without them the student is still on policy, and r is 1.
+    """
+    old = logprobs.detach() if old is None else old
+    return probability_ratio(logprobs, old).clamp(0, MAX_CORRECTION) * k3(logprobs, other)
+
+
+def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
+    """Return the KL coefficient of the next step: more where `kl` is above `target`, less below. arXiv 1909.08593.
+
+    coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` are those of the step, and the
+    coefficient moves by at most a fifth in `horizon` of them.
+    """
+    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coefficient * (1 + error * samples / horizon)
+
+
+# by the names of ROLL's kl_penalty and of the literature
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "kl": k1,
+    "k1": k1,
     "abs": absolute,
     "mse": k2,
+    "k2": k2,
+    "k3": k3,
     "low_var_kl": low_var_kl,
+    "corrected_k3": corrected_k3,
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
+from roll_opd.config.algorithm_keys import expand
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
@@ -50,6 +51,8 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     if vision:
         raise ConfigError([vision])  # everything else would be said about a model that cannot be run at all
     sections = read_sections(loaded.values, loaded.variables, findings)
+    if sections.top is not None:
+        sections = replace(sections, top=expand(sections.top, findings))
     top = sections.top
     mode = choose_mode(loaded.values, sections, pure, findings)
     roles = read_roles(sections, mode, findings)

@@ -4,9 +4,7 @@
 `MEGATRON_FIELDS`: fields of Megatron-core's TransformerConfig that pass through untouched.
 """
 
-import re
-
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
+from roll_opd.config.algorithms import ADVANTAGES, LOSSES
 
 
 def _names(text: str) -> frozenset[str]:
@@ -146,17 +144,20 @@ REWARD_KEYS_OF_ROLL = _names("""
     reward_type response_length_penalty_coef reward_manager_config
 """)
 
-# ROLL's names, and ours for pure distillation
+# ROLL's names, ours for pure distillation, and the rest of the table
 ADV_ESTIMATORS = (
     "on_policy_distill",
     "reinforce",
     "grpo",
     "gae",
+    *(name for name in ADVANTAGES if name not in ("on_policy_distill", "reinforce", "grpo", "gae")),
     "skip_obs_gae",
     "gigpo",
     "step_reinforce",
     "agentic_reinforce",
 )
+POLICY_LOSSES = tuple(LOSSES)
+KL_LOSSES = ("none", "k1", "k2", "k3", "abs", "low_var_kl", "corrected_k3")
 KL_PENALTIES = ("kl", "k1", "mse", "k2", "low_var_kl", "k3", "abs", "full")
 
 # ROLL's strategies without an own counterpart here, and the nearest that exists, by what a role does

@@ -3,7 +3,16 @@
 Pure distillation fixes most of it; mixed mode and reinforcement learning take ROLL's keys with ROLL's defaults.
 """
 
+from roll_opd.config.algorithms import (
+    ADVANTAGES,
+    LOSSES,
+    ROLL_LOSS_AGG_MODE,
+    AdvantageFacts,
+    LossFacts,
+    check_combination,
+)
 from roll_opd.config.errors import Findings
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import Mode, ObjectivePlan
 from roll_opd.config.schema import Top
 
@@ -33,9 +42,7 @@ REWARD_ONLY = (
 LATER: dict[str, tuple[object, ...]] = {
     "opsd_mode": (False,),
     "opd_token_kld_clip": (None,),
-    "pg_variant": (None, "vanilla", "ppo"),
-    "importance_sampling": (None, "token"),
-    "use_topr_loss": (False,),
+    "importance_sampling": (None, "token", "seq"),
     "use_topr_neg_loss_coef": (0,),
     "postive_loss_coef": (0,),
     "reward_norm": (None,),
@@ -53,6 +60,7 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
         value = _value(top, key)
         if value not in harmless:
             findings.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
+    _check_functions(top, mode, findings)
     if mode == "pure":
         _check_pure(top, findings)
         return
@@ -67,7 +75,11 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
             "adv_estimator",
             "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
         )
-    for key in ("norm_mean_type", "norm_std_type"):
+    levels = {"norm_mean_type": "mean_cal_level", "norm_std_type": "std_cal_level"}
+    facts = ADVANTAGES.get(top.adv_estimator or "gae")
+    for key, level in levels.items():
+        if _value(top, key) is not None and facts is not None and level not in facts.defaults:
+            findings.ignore(key)
         if _value(top, key) == "running":
             findings.block(key, "'running' is not available yet; use batch or group")
     if top.use_kl_loss and not top.kl_loss_coef:
@@ -76,12 +88,33 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
         findings.warn("add_token_level_kl: true has no effect while init_kl_coef is 0")
 
 
+def _check_functions(top: Top, mode: Mode, findings: Findings) -> None:
+    """Say what is empty or wrong about this loss, these advantages and this KL loss together."""
+    policy_loss = top.policy_loss or ("importance_sampling" if mode == "pure" else "ppo")
+    facts = LOSSES.get(policy_loss, LossFacts())
+    advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator or "gae"
+    measures_kl = top.use_kl_loss and mode != "pure"
+    for sentence in check_combination(
+        policy_loss=policy_loss,
+        advantage=advantage if facts.reads_advantages else None,
+        kl_loss=(top.kl_loss_fn or "k3") if measures_kl else None,
+        # whether there is a reference policy, a critic or a share of an expert's rows has checks of its own
+        reference=True,
+        critic=advantage == "gae",
+        teachers=mode != "rl" or advantage == "on_policy_distill",
+        loss_agg_mode=top.loss_agg_mode,
+        expert_data_ratio=0.5 if facts.needs == "expert rows" else 0.0,
+    ):
+        findings.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
+
+
 def check_baseline(top: Top, mode: Mode, responses: int, findings: Findings) -> None:
     """Warn of a group of one response, whose mean the reward is not compared with."""
-    if mode != "pure" and top.adv_estimator == "grpo" and top.norm_mean_type != "batch" and responses == 1:
+    compares = ADVANTAGES.get(top.adv_estimator or "gae", AdvantageFacts()).baseline
+    if mode != "pure" and compares and top.norm_mean_type != "batch" and responses == 1:
         findings.warn(
-            "adv_estimator: grpo has no baseline with one response a prompt, so each reward counts as it is; set"
-            " num_return_sequences_in_group to 2 or more"
+            f"adv_estimator: {top.adv_estimator} has no baseline with one response a prompt, so each reward counts as"
+            " it is; set num_return_sequences_in_group to 2 or more"
         )
 
 
@@ -120,10 +153,11 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int) -> Objecti
         dual = 1 + 2 * top.pg_clip if dual else None  # ROLL's factor
     common = {
         "policy_loss": top.policy_loss or ("importance_sampling" if pure else "ppo"),
+        "policy_loss_args": FrozenDict(top.policy_loss_fn_args),
         "pg_clip_low": top.pg_clip if low is None else low,
         "pg_clip_high": top.pg_clip if high is None else high,
         "dual_clip": dual,
-        "loss_agg_mode": top.loss_agg_mode,
+        "loss_agg_mode": top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
         "loss_normaliser": float(response),
         "opd_kl_discount": top.opd_kl_discount,
         "ppo_epochs": top.ppo_epochs,
@@ -141,6 +175,8 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int) -> Objecti
     penalty = top.kl_penalty or "kl"
     written = {
         "adv_estimator": top.adv_estimator or "gae",
+        "advantage_args": FrozenDict(top.advantage_fn_args),
+        "kl_loss": top.kl_loss_fn,
         "gamma": 1.0 if top.gamma is None else top.gamma,
         "lambd": top.lambd,
         "whiten_rewards": top.whiten_rewards,

@@ -6,8 +6,9 @@ is immutable, picklable and free of torch. Lengths are in tokens, counts of prom
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, LossFacts
 from roll_opd.config.frozen import FrozenDict
 
 Mode = Literal["pure", "mixed", "rl"]
@@ -225,7 +226,8 @@ class ObjectivePlan:
     teacher's term is added after that. In pure distillation nothing of this exists, and all of it is off.
     """
 
-    adv_estimator: str = "on_policy_distill"
+    adv_estimator: str = "on_policy_distill"  # of `algorithms.ADVANTAGES`, or a dotted path
+    advantage_args: FrozenDict = field(default_factory=FrozenDict)  # beyond those that other fields decide
     gamma: float = 0.0
     lambd: float = 0.95
     whiten_rewards: bool = False
@@ -238,7 +240,9 @@ class ObjectivePlan:
     kl_penalty: str = "kl"  # estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3)
     entropy_loss_coef: float = 0.0
     init_kl_coef: float = 0.0  # of the KL to the reference policy in each token's reward; 0 unless switched on
-    policy_loss: Literal["importance_sampling", "ppo"] = "importance_sampling"
+    kl_loss: str = "k3"  # estimator of the KL loss
+    policy_loss: str = "importance_sampling"  # of `algorithms.LOSSES`, or a dotted path
+    policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # beyond those that other fields decide
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -248,6 +252,19 @@ class ObjectivePlan:
     ppo_epochs: int = 1
     # False only where one update follows one rollout: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
+
+    @property
+    def advantage_arguments(self) -> dict[str, Any]:
+        """What the advantage function is called with; the rest has its defaults."""
+        levels = {"mean_cal_level": self.norm_mean_type, "std_cal_level": self.norm_std_type}
+        facts = ADVANTAGES.get(self.adv_estimator, AdvantageFacts())
+        return {**(levels if levels.keys() <= facts.defaults.keys() else {}), **self.advantage_args}
+
+    @property
+    def policy_loss_arguments(self) -> dict[str, Any]:
+        """What the policy loss is called with; the rest has its defaults."""
+        clips = {"clip_low": self.pg_clip_low, "clip_high": self.pg_clip_high, "dual_clip": self.dual_clip}
+        return {**(clips if LOSSES.get(self.policy_loss, LossFacts()).clips else {}), **self.policy_loss_args}
 
 
 @dataclass(frozen=True)

@@ -253,15 +253,21 @@ class Top(Section):
     opd_kl_coef: NotNegative | None = None
     opd_kl_discount: Fraction = 0.0
     allow_self_teacher: bool = False
-    policy_loss: Literal["importance_sampling", "ppo"] | None = None
+    algorithm_type: str | None = None  # a row of `algorithms.ALGORITHMS`, or the dotted path of a user's own
+    advantage_fn: str | None = None  # Trinity-RFT's name of adv_estimator; also a registered name or a dotted path
+    advantage_fn_args: dict[str, Any] = {}
+    policy_loss_fn: str | None = None  # likewise of policy_loss
+    policy_loss_fn_args: dict[str, Any] = {}
+    kl_loss_fn: Literal[names.KL_LOSSES] | None = None  # type: ignore[valid-type]
+    policy_loss: Literal[names.POLICY_LOSSES] | None = None  # type: ignore[valid-type]
     pg_clip: NotNegative = 0.2
     use_pg_clip_range: bool | None = None
     pg_clip_low: NotNegative | None = None
     pg_clip_high: NotNegative | None = None
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = False
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
+    loss_agg_mode: (
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None  # the loss's own, else ROLL's seq-mean-token-mean
     enable_old_logprobs_recompute: bool = False
     on_bad_row: Literal["drop", "refuse"] = "refuse"
     on_long_prompt: Literal["drop", "refuse"] = "drop"

@@ -17,6 +17,7 @@ class TrainSample:
     opd_teacher: np.ndarray  # f32
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
+    reward: float | None = None  # the external reward; None: there is none
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Legend: M scored tokens of a pack.
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import (
@@ -18,10 +19,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from roll_opd.algorithms.aggregation import token_weights
-from roll_opd.algorithms.kl import k3
-from roll_opd.algorithms.losses import POLICY_LOSSES, PolicyLoss, probability_ratio
+from roll_opd.algorithms.kl import KL_ESTIMATORS
+from roll_opd.algorithms.losses.batch import LossBatch, probability_ratio
+from roll_opd.algorithms.losses.table import PolicyLoss
 from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.algorithms.table import policy_loss
 from roll_opd.config.plan import ObjectivePlan, OptimizerPlan, TrainPlan
 from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.megatron import parallel
@@ -56,7 +59,7 @@ class MegatronTrainer(MegatronEngine):
         """Make one optimizer update from the whole mini-batch `samples`.
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
-        `policy_loss` (its part without the KL loss), `kl_loss` (k3 against the reference policy, weighted as the loss
+        `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
         is, before its coefficient), `ratio`, `clipped` (ratios outside the clip range) and `approx_kl` (k3 of old
         against new).
         """
@@ -65,7 +68,9 @@ class MegatronTrainer(MegatronEngine):
         self.optimizer.zero_grad()
         batch = _columns(samples, objective)
         mine = self._assigned(batch, self.plan.train_limits)
-        loss = partial(_loss, objective=objective, policy_loss=_policy_loss(objective))
+        arguments = objective.policy_loss_arguments
+        function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
+        loss = partial(_loss, objective=objective, function=function)
         micro_batches = [[batch[n] for n in numbers] for numbers in mine]
         reports = self._run(micro_batches, temperature, loss, forward_only=False)
         if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient
@@ -121,24 +126,27 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
             columns["old_logprobs"] = sample.old_logprobs
         if sample.ref_logprobs is not None:
             columns["ref_logprobs"] = sample.ref_logprobs
+        if sample.reward is not None:
+            columns["rewards"] = np.full(len(sample.action_mask), sample.reward, np.float32)
         result.append(Sample(sample.tokens, sample.prompt_length, columns))
     return result
 
 
 def _loss(
-    logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, policy_loss: PolicyLoss
+    logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, function: PolicyLoss
 ) -> tuple[Tensor, dict]:
     columns = batch.columns
     old_M = columns.get("old_logprobs", logprobs_M.detach())
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
-    # without a reference policy the student is its own: 0, with gradient 0
-    kl_M = k3(logprobs_M, columns.get("ref_logprobs", logprobs_M.detach()))
-    policy = (policy_loss(logprobs_M, old_M, advantages_M) * columns["weight"]).sum()
-    kl = (kl_M * columns["weight"]).sum()
+    mask_M, ref_M = columns["mask"], columns.get("ref_logprobs")
+    read = LossBatch(
+        logprobs_M, old_M, advantages_M, mask_M, batch.lengths, rewards_M=columns.get("rewards"), ref_logprobs_M=ref_M
+    )
+    policy = (function(read) * columns["weight"]).sum()
+    kl = _kl_loss(read, objective.kl_loss, columns["weight"])
     loss = policy + objective.kl_loss_coef * kl
 
-    mask_M = columns["mask"]
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[mask_M]
     outside_M = (ratio_M < 1 - objective.pg_clip_low) | (ratio_M > 1 + objective.pg_clip_high)
     sums = {
@@ -154,16 +162,14 @@ def _loss(
     return loss, {"sums": sums, "logprobs": [piece.numpy() for piece in pieces]}
 
 
-def _policy_loss(objective: ObjectivePlan) -> PolicyLoss:
-    function = POLICY_LOSSES[objective.policy_loss]
-    if objective.policy_loss == "ppo":
-        return partial(
-            function,
-            clip_low=objective.pg_clip_low,
-            clip_high=objective.pg_clip_high,
-            dual_clip=objective.dual_clip,
-        )
-    return function
+def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
+    """To the reference policy; without one the student is its own: 0, with gradient 0."""
+    logprobs_M = batch.action_logprobs_M
+    reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
+    others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]
+    estimator = KL_ESTIMATORS[name]
+    kl_M = estimator(logprobs_M, *others) if name == "corrected_k3" else estimator(logprobs_M, others[0])
+    return (kl_M * weight_M).sum()
 
 
 def _summed(reports: Sequence[dict[str, Tensor]]) -> dict[str, float]:

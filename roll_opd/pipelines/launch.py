@@ -69,6 +69,7 @@ def _check_fit(plan: RunPlan, resume: Checkpoint | None) -> None:
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
+    from roll_opd.algorithms.table import advantage, policy_loss
     from roll_opd.data.coverage import check_coverage
     from roll_opd.data.rows import DataError
     from roll_opd.data.source import PromptSource
@@ -79,6 +80,10 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
 
     for reward in plan.rewards:
         resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
+    objective = plan.objective
+    policy_loss(objective.policy_loss, objective.policy_loss_arguments)
+    if plan.mode != "pure":
+        advantage(objective.adv_estimator, objective.advantage_arguments)
     for tracker in plan.trackers:
         if tracker != JSONL:
             find_tracker(tracker)

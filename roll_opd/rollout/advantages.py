@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.advantages import normalised_rewards, on_last_action, whitening
+from roll_opd.algorithms.advantages import clipped, on_last_action, token_advantages
+from roll_opd.algorithms.baselines import RewardBatch
 from roll_opd.algorithms.kl import KL_ESTIMATORS
 from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.algorithms.table import advantage
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.tracking.metrics import statistics
@@ -34,15 +36,22 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
     lengths = [len(mask) for mask in masks]
     mask_M = torch.cat(masks)
 
-    normalised = normalised_rewards(rewards_B, groups, objective.norm_mean_type, objective.norm_std_type)
-    rewards_M = on_last_action(_clipped(normalised.rewards, objective.reward_clip), masks)
+    function = advantage(objective.adv_estimator, objective.advantage_arguments)
+    normalised = function(
+        RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_arguments
+    )
+    rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - torch.cat([_reference_penalty(e, objective) for e in experiences])
-    reward_mean, reward_scale = whitening(rewards_M, mask_M) if objective.whiten_rewards else (0.0, 1.0)
-    rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
-    returns_M = discounted_to_go(rewards_M, lengths, objective.gamma) * mask_M
-    mean, scale = whitening(returns_M, mask_M) if objective.whiten_advantages else (0.0, 1.0)
-    advantages_M = _clipped((returns_M - mean) / scale, objective.advantage_clip) * mask_M
+    found = token_advantages(
+        rewards_M,
+        mask_M,
+        lengths,
+        gamma=objective.gamma,
+        whiten_rewards=objective.whiten_rewards,
+        whiten_advantages=objective.whiten_advantages,
+        advantage_clip=objective.advantage_clip,
+    )
 
     return [
         replace(
@@ -52,13 +61,15 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
                 **experience.metrics,
                 "reward_mean": float(normalised.mean[number]),
                 "reward_scale": float(normalised.scale[number]),
-                "token_reward_mean": reward_mean,
-                "token_reward_scale": reward_scale,
-                "advantage_mean": mean,
-                "advantage_scale": scale,
+                "token_reward_mean": found.reward_mean,
+                "token_reward_scale": found.reward_scale,
+                "advantage_mean": found.mean,
+                "advantage_scale": found.scale,
             },
         )
-        for number, (experience, advantages) in enumerate(zip(experiences, advantages_M.split(lengths), strict=True))
+        for number, (experience, advantages) in enumerate(
+            zip(experiences, found.advantages_M.split(lengths), strict=True)
+        )
     ]
 
 
@@ -137,5 +148,9 @@ def _reference_penalty(experience: Experience, objective: ObjectivePlan) -> Tens
     return torch.where(torch.tensor(experience.action_mask), penalty, 0.0)
 
 
-def _clipped(values: Tensor, limit: float | None) -> Tensor:
-    return values if limit is None else values.clamp(-limit, limit)
+def _action_logprobs(experiences: Sequence[Experience]) -> list[Tensor]:
+    """Of each sample's action tokens, from the training engine where it has spoken already."""
+    return [
+        torch.tensor((e.rollout_logprobs if e.old_logprobs is None else e.old_logprobs)[e.action_mask])
+        for e in experiences
+    ]

@@ -32,6 +32,7 @@ def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherP
                 opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
+                reward=experience.reward,
             )
         )
     return samples

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from roll_opd.algorithms.aggregation import MODES, token_weights
-from roll_opd.algorithms.losses import MAX_LOG_RATIO, POLICY_LOSSES, importance_sampling, ppo, probability_ratio
-from roll_opd.algorithms.opd import opd_penalty
+from roll_opd.algorithms.opd import on_policy_distill, opd_penalty
 from roll_opd.algorithms.returns import discounted_to_go
 
 
@@ -84,79 +83,15 @@ def test_unusable_aggregation_is_refused() -> None:
             token_weights(masks(0), "seq-mean-token-sum-norm", normaliser)
 
 
-def naive_ppo(new: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> float:
-    ratio = math.exp(new - old)
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    surrogate = min(advantage * ratio, advantage * clipped)
-    if dual is not None and advantage < 0:
-        surrogate = max(surrogate, advantage * dual)
-    return -surrogate
-
-
-@pytest.mark.parametrize("dual_clip", [None, 1.1, 3.0])
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.0, 0.0)])
-def test_ppo(low: float, high: float, dual_clip: float | None) -> None:
-    new, old, advantages = random(1, 300), random(2, 300), random(3, 300, scale=2.0)
-    found = ppo(new, old, advantages, clip_low=low, clip_high=high, dual_clip=dual_clip)
-    wanted = [
-        naive_ppo(*row, low, high, dual_clip)
-        for row in zip(*map(torch.Tensor.tolist, (new, old, advantages)), strict=True)
-    ]
-    torch.testing.assert_close(found.double(), torch.tensor(wanted).double(), rtol=1e-5, atol=1e-6)
-
-
-def test_every_branch_of_ppo() -> None:
-    """(log-ratio, advantage) -> -loss, by hand: inside, clipped above, below, not clipped where it hurts, dual."""
-    for ratio, advantage, objective in (
-        (1.1, 2.0, 2.2),
-        (1.5, 2.0, 2.4),
-        (0.5, 2.0, 1.0),
-        (0.5, -2.0, -1.6),
-        (1.5, -2.0, -3.0),
-        (9.0, -2.0, -6.0),
-    ):
-        found = ppo(torch.tensor([ratio]).log(), torch.zeros(1), torch.tensor([advantage]))
-        assert float(found) == pytest.approx(-objective, rel=1e-5)
-
-
-def test_ppo_gradient_stops_where_clipped() -> None:
-    ratios = torch.tensor([1.1, 1.5, 0.5, 0.5, 1.5, 9.0])
-    advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
-    new = ratios.log().requires_grad_()
-    ppo(new, torch.zeros(6), advantages).sum().backward()
-    torch.testing.assert_close(new.grad, torch.tensor([-2.2, 0.0, -1.0, 0.0, 3.0, 0.0]))
-
-
-def test_importance_sampling_and_its_gradient() -> None:
-    new, old, advantages = random(4, 200).requires_grad_(), random(5, 200), random(6, 200)
-    loss = importance_sampling(new, old, advantages)
-    loss.sum().backward()
-    rows = zip(new.tolist(), old.tolist(), advantages.tolist(), strict=True)
-    wanted = torch.tensor([-a * math.exp(n - o) for n, o, a in rows])
-    torch.testing.assert_close(loss.detach(), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(new.grad, wanted, rtol=1e-5, atol=1e-6)  # d(-A e^x)/dx is the loss itself
-
-
-def test_on_policy_gradient_is_the_policy_gradient() -> None:
-    """Where nothing has moved yet, every loss has the gradient -A."""
-    advantages = random(7, 50)
-    for function in POLICY_LOSSES.values():
-        new = random(8, 50).requires_grad_()
-        function(new, new.detach(), advantages).sum().backward()
-        torch.testing.assert_close(new.grad, -advantages)
-
-
-@pytest.mark.parametrize("distance", [1e3, 1e30, math.inf])
-def test_wild_log_ratios_stay_finite(distance: float) -> None:
-    new = torch.tensor([distance, -distance]).requires_grad_()
-    ratio = probability_ratio(new, torch.zeros(2))
-    torch.testing.assert_close(ratio.detach(), torch.tensor([MAX_LOG_RATIO, -MAX_LOG_RATIO]).exp())
-    for function in POLICY_LOSSES.values():
-        for advantage in (1.0, -1.0):
-            loss = function(new, torch.zeros(2), torch.full((2,), advantage))
-            assert torch.isfinite(loss).all()
-            (gradient,) = torch.autograd.grad(loss.sum(), new, retain_graph=True)
-            assert torch.isfinite(gradient).all()
+def test_families_are_means_of_their_own() -> None:
+    rows = masks(4)
+    families = [True, False, False, True, True, False]
+    for mode in MODES:
+        found = token_weights(rows, mode, 7.0, families)
+        for family in (True, False):
+            members = [number for number, own in enumerate(families) if own == family]
+            alone = token_weights([rows[number] for number in members], mode, 7.0)
+            assert all(torch.equal(found[n], weight) for n, weight in zip(members, alone, strict=True))
 
 
 def test_penalty_of_several_teachers() -> None:
@@ -172,6 +107,15 @@ def test_penalty_of_several_teachers() -> None:
         wanted = sum(c * (float(student[t]) - float(teacher[t])) for c, teacher in pairs)
         assert float(found[t]) == pytest.approx(wanted, abs=1e-5)
     assert not opd_penalty(student, torch.zeros(40), torch.zeros(40)).any()
+
+
+def test_advantage_of_pure_distillation() -> None:
+    student, teacher, mask = random(9, 40), random(10, 40), random(11, 40) > 0
+    student[~mask] = -math.inf
+    found = on_policy_distill(student, teacher, mask, coefficient=0.3)
+    for t in range(40):
+        wanted = 0.3 * (float(teacher[t]) - float(student[t])) if mask[t] else 0.0
+        assert float(found[t]) == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])

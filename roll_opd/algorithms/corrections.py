@@ -1,0 +1,142 @@
+"""The gap between the log-probs of the training engine and those the inference engine sampled with, and what may be
+done about it: weigh tokens by the ratio of the two, or leave some out.
+
+A ratio is train/infer, a difference p_train - p_infer. Both exist at four levels: of a `token`; `geometric`, the mean
+over a sequence (of log-ratios, then exp); `segment`, that mean over a stretch of action tokens without a gap; and
+`sequence`, the product of its ratios (and the sum of its differences).
+
+Legend: M scored tokens of all sequences end to end; `lengths` says how many each has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO
+from roll_opd.algorithms.sequences import on_tokens, sequence_means, sequence_numbers, sequence_sums
+
+Level = Literal["token", "segment", "geometric", "sequence"]
+ICEPOP_LOW, ICEPOP_HIGH = 0.2, 5.0
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Log-probs of sampled tokens, all [M], as two engines see them with the same weights. No gradients."""
+
+    train_M: Tensor
+    infer_M: Tensor
+    mask_M: Tensor  # bool; what lies off the mask may be anything
+    lengths: tuple[int, ...]
+
+    def log_ratio(self, level: Level = "token") -> Tensor:
+        """Clamped to ±20; 0 off the mask."""
+        values_M = self._at(torch.where(self.mask_M, self.train_M - self.infer_M, 0), level)
+        return values_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def ratio(self, level: Level = "token") -> Tensor:
+        """1 off the mask."""
+        return self.log_ratio(level).exp()
+
+    def difference(self, level: Level = "token") -> Tensor:
+        """0 off the mask."""
+        return self._at(torch.where(self.mask_M, self.train_M.exp() - self.infer_M.exp(), 0), level)
+
+    def _at(self, values_M: Tensor, level: Level) -> Tensor:
+        if level == "token":
+            return values_M
+        if level == "segment":
+            return _segment_means(values_M, self.mask_M, self.lengths) * self.mask_M
+        if level == "geometric":
+            return on_tokens(sequence_means(values_M, self.mask_M, self.lengths), self.lengths) * self.mask_M
+        if level == "sequence":
+            return on_tokens(sequence_sums(values_M, self.lengths), self.lengths) * self.mask_M
+        raise ValueError(f"level {level!r} of a ratio is unknown; use token, segment, geometric or sequence")
+
+
+def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_bound: float | None = 1.2) -> Tensor:
+    """min(ratio, upper_bound), [M]; 1 off the mask: truncated importance sampling.
+
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). They multiply
+    the loss, so that its expectation is that under the training engine's distribution.
+    """
+    ratio_M = mismatch.ratio(level)
+    return ratio_M if upper_bound is None else torch.where(mismatch.mask_M, ratio_M.clamp(max=upper_bound), 1.0)
+
+
+def icepop_weights(
+    mismatch: Mismatch, *, level: Level = "token", low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH
+) -> Tensor:
+    """The ratio where low <= ratio <= high, else 0, [M]; 1 off the mask. IcePop, arXiv 2510.18855."""
+    return mismatch.ratio(level) * ratio_within(mismatch, level=level, low=low, high=high)
+
+
+def ratio_within(
+    mismatch: Mismatch, *, level: Level = "token", low: float | None = 0.8, high: float | None = 1.2
+) -> Tensor:
+    """Which tokens to keep: low <= ratio <= high, bool [M]; a bound of None makes it one-sided; True off the mask."""
+    return _within(mismatch.ratio(level), low, high) | ~mismatch.mask_M
+
+
+def difference_within(
+    mismatch: Mismatch, *, level: Level = "token", low: float | None = -0.2, high: float | None = 0.2
+) -> Tensor:
+    """The same for the difference of probabilities."""
+    return _within(mismatch.difference(level), low, high) | ~mismatch.mask_M
+
+
+def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
+    """Which tokens to keep, bool [M]: not those with A < 0 in a sequence whose mean infer - train is above `delta`.
+
+    Learning what not to do from text that the model would hardly write does harm. DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    far_M = -mismatch.log_ratio("geometric") > delta
+    return ~(far_M & (advantages_M < 0) & mismatch.mask_M)
+
+
+def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
+    """What is always worth a look, whether or not a correction is on; nothing where no token is masked.
+
+    `logprob_diff_mean` and `_max` of |train - infer|, the same of probabilities; `k1` and `k3`, estimates of
+    KL(infer || train); `ratio_mean`, `_min`, `_max`; `ess`, the effective share of the samples: (Σw)² / (N·Σw²).
+    """
+    kept = mismatch.mask_M
+    if not kept.any():
+        return {}
+    log_ratio, ratio = mismatch.log_ratio()[kept].double(), mismatch.ratio()[kept].double()
+    apart, difference = log_ratio.abs(), mismatch.difference()[kept].double().abs()
+    return {
+        "logprob_diff_mean": float(apart.mean()),
+        "logprob_diff_max": float(apart.max()),
+        "prob_diff_mean": float(difference.mean()),
+        "prob_diff_max": float(difference.max()),
+        "k1": float(-log_ratio.mean()),
+        "k3": float((ratio - 1 - log_ratio).mean()),
+        "ratio_mean": float(ratio.mean()),
+        "ratio_min": float(ratio.min()),
+        "ratio_max": float(ratio.max()),
+        "ess": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
+    }
+
+
+def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:
+    kept_M = torch.ones_like(values_M, dtype=torch.bool)
+    if low is not None:
+        kept_M &= values_M >= low
+    if high is not None:
+        kept_M &= values_M <= high
+    return kept_M
+
+
+def _segment_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean over each stretch of equal mask within a sequence, on its tokens."""
+    if not len(values_M):
+        return values_M
+    sequence_M = sequence_numbers(lengths, values_M.device)
+    begins_M = torch.ones_like(mask_M)
+    begins_M[1:] = (mask_M[1:] != mask_M[:-1]) | (sequence_M[1:] != sequence_M[:-1])
+    segment_M = begins_M.long().cumsum(0) - 1
+    sums_S = values_M.new_zeros(int(segment_M[-1]) + 1).index_add(0, segment_M, values_M)
+    return (sums_S / torch.bincount(segment_M))[segment_M]

@@ -1,0 +1,70 @@
+"""Losses of the ratio r = exp(logprobs - old_logprobs), clipped in one way or another. Legend: see `batch`."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.losses.batch import LossBatch
+
+SAPO_HEIGHT = 4.0  # makes the slope of the gate at r = 1 that of r itself
+
+
+def importance_sampling(batch: LossBatch) -> Tensor:
+    """-A · r. Thinking Machines, "On-Policy Distillation" (2025)."""
+    return -batch.advantages_M * batch.ratio_M * batch.mask_M
+
+
+def ppo(
+    batch: LossBatch,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+    ratio_type: Literal["token", "sequence"] = "token",
+) -> Tensor:
+    """max(-A·r, -A·clip(r, 1-low, 1+high)), and for A < 0 at most -A·dual_clip. arXiv 1707.06347, 1912.09729.
+
+    With ratio_type `sequence`, r is the geometric mean over the sequence's tokens.
+    """
+    if ratio_type not in ("token", "sequence"):
+        raise ValueError(f"ratio_type {ratio_type!r} of policy loss ppo is unknown; use token or sequence")
+    ratio_M = batch.ratio_M if ratio_type == "token" else batch.sequence_ratio_M
+    return _clipped(ratio_M, batch, clip_low, clip_high, dual_clip)
+
+
+def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    """PPO with sg(s) · π_t/sg(π_t) for r, s the geometric mean of r over the sequence. arXiv 2507.18071, GSPO-token.
+
+    The value is that of the whole sequence, the gradient each token's own.
+    """
+    one_M = (batch.action_logprobs_M - batch.action_logprobs_M.detach()).exp()
+    return _clipped(batch.sequence_ratio_M.detach() * one_M, batch, clip_low, clip_high, None)
+
+
+def cispo(batch: LossBatch, *, clip_low: float = 1.0, clip_high: float = 0.28) -> Tensor:
+    """-A · sg(clip(r, 1-low, 1+high)) · logprobs: clipping bounds the weight, never the gradient. arXiv 2506.13585."""
+    weight_M = batch.ratio_M.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -batch.advantages_M * weight_M * batch.action_logprobs_M
+
+
+def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+    """-A · (4/τ)·σ(τ(r-1)), τ = tau_pos for A > 0, else tau_neg: a soft gate for a clip. arXiv 2511.20347."""
+    tau_M = torch.full_like(batch.advantages_M, tau_neg).masked_fill(batch.advantages_M > 0, tau_pos)
+    gate_M = SAPO_HEIGHT / tau_M * torch.sigmoid(tau_M * (batch.ratio_M - 1))
+    return -batch.advantages_M * gate_M * batch.mask_M
+
+
+def sppo(batch: LossBatch, *, epsilon: float = 0.3) -> Tensor:
+    """-A · (logprobs - old_logprobs) where 1/(1+ε) <= r <= 1+ε, else 0. arXiv 2108.05828."""
+    ratio_M = batch.ratio_M.detach()
+    near_M = (ratio_M >= 1 / (1 + epsilon)) & (ratio_M <= 1 + epsilon)
+    return torch.where(near_M, -batch.advantages_M * batch.log_ratio_M, 0)
+
+
+def _clipped(ratio_M: Tensor, batch: LossBatch, clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
+    minus_M = -batch.advantages_M
+    loss_M = torch.maximum(minus_M * ratio_M, minus_M * ratio_M.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        loss_M = torch.where(minus_M > 0, torch.minimum(loss_M, minus_M * dual_clip), loss_M)
+    return loss_M * batch.mask_M

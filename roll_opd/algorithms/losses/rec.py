@@ -1,0 +1,70 @@
+"""REC, group-relative REINFORCE seen as an off-policy method: which tokens count, and how much. arXiv 2509.24203.
+
+Legend: see `batch`.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.losses.likelihood import vanilla
+
+
+def rec(
+    batch: LossBatch,
+    *,
+    clip_mode: Literal["none", "two-side", "one-side", "gspo-one-side", "ring"] = "none",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    epsilon_low_prime: float = 0.6,
+    epsilon_high_prime: float = 2.0,
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none",
+    temp: float = 1.0,
+    regularizer: Literal["none", "forward-kl", "k2"] = "none",
+    regularizer_coef: float = 0.0,
+) -> Tensor:
+    """-A · w · logprobs where the ratio is in range, plus a regulariser on every token.
+
+    Args:
+        clip_mode: two-side keeps 1-low <= r <= 1+high; one-side asks for the upper bound where A >= 0 and for the lower
+            one where A <= 0; gspo-one-side does so with the geometric mean s of the sequence; ring is two-side
+            plus r <= 1-low' where A >= 0 and r >= 1+high' where A <= 0.
+        weight: w = 1, r, s or exp(A/temp); none has a gradient.
+        regularizer: forward-kl adds -coef · logprobs, k2 adds coef · (logprobs - old_logprobs)².
+    """
+    ratio_M = batch.ratio_M.detach()
+    sequence_ratio_M = batch.sequence_ratio_M.detach()
+    good_M, bad_M = batch.advantages_M >= 0, batch.advantages_M <= 0
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    inside_M = (ratio_M >= low) & (ratio_M <= high)
+    ranges = {
+        "none": torch.ones_like(batch.mask_M),
+        "two-side": inside_M,
+        "one-side": (good_M & (ratio_M <= high)) | (bad_M & (ratio_M >= low)),
+        "gspo-one-side": (good_M & (sequence_ratio_M <= high)) | (bad_M & (sequence_ratio_M >= low)),
+        "ring": inside_M
+        | (good_M & (ratio_M <= 1 - epsilon_low_prime))
+        | (bad_M & (ratio_M >= 1 + epsilon_high_prime)),
+    }
+    weights = {
+        "none": torch.ones_like(ratio_M),
+        "importance_sampling": ratio_M,
+        "gspo_importance_sampling": sequence_ratio_M,
+        "advantage": (batch.advantages_M / temp).exp(),
+    }
+    regularizers = {
+        "none": torch.zeros_like(ratio_M),
+        "forward-kl": -batch.action_logprobs_M,
+        "k2": batch.log_ratio_M.square(),
+    }
+    kept_M = _chosen("clip_mode", clip_mode, ranges)
+    loss_M = vanilla(batch) * _chosen("weight", weight, weights) * kept_M
+    return loss_M + regularizer_coef * _chosen("regularizer", regularizer, regularizers)
+
+
+def _chosen(argument: str, name: str, among: dict[str, Tensor]) -> Tensor:
+    if name not in among:
+        raise ValueError(f"{argument} {name!r} of policy loss rec is unknown; use one of {', '.join(among)}")
+    return among[name]

@@ -1,0 +1,154 @@
+"""`algorithm_type`, the names of advantages and losses, and their arguments: from the configuration to the plan."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_opd.config.algorithms import ALGORITHMS
+from roll_opd.config.plan import RunPlan
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[str]]
+REFERENCE = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mapping": "[0]"}
+# rows that a rollout pipeline runs; the others are planned, and refused with the reason
+LATER = {
+    "sft": "learns from rows of schema sft, not from rollouts",
+    "dpo": "learns from rows of schema dpo, not from rollouts",
+    "ppo": "adv_estimator: 'gae' is not available yet",
+    "mix": "policy_loss: 'mix' reads expert rows",
+    "mix_chord": "policy_loss: 'mix_chord' reads expert rows",
+    "multi_step_grpo": "adv_estimator: 'step_wise_grpo' is not available yet",
+}
+
+
+@pytest.fixture
+def rl(values: dict[str, Any]) -> dict[str, Any]:
+    """The base configuration as reinforcement learning with a reference policy."""
+    values["actor_train"] = values.pop("student_train")
+    values["actor_infer"] = values.pop("student_infer")
+    del values["teacher"], values["num_return_sequences_in_group"]
+    values["actor_train"]["training_args"]["per_device_train_batch_size"] = 1
+    values["actor_train"]["training_args"]["gradient_accumulation_steps"] = 4
+    return values
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "on_policy_distill"])
+def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, problems: Problems, name: str) -> None:
+    row = ALGORITHMS[name]
+    changes = {"algorithm_type": name} | ({"reference": REFERENCE} if row.use_reference else {})
+    run = plan(changes, pure=False, runnable=False)
+    objective = run.objective
+    assert run.rollout.sampling.n == (row.repeat or 1)
+    assert objective.policy_loss == row.policy_loss
+    assert objective.adv_estimator == (row.advantage or "reinforce")
+    assert objective.use_kl_loss == (row.kl_loss is not None) == (run.reference is not None)
+    if row.kl_loss:
+        assert (objective.kl_loss, objective.kl_loss_coef) == ("k2", 0.001)
+    if row.advantage in ("gae", "reinforceplusplus"):
+        assert (objective.gamma, objective.lambd, objective.whiten_advantages) == (1.0, 0.95, True)
+    if name in LATER:
+        assert any(LATER[name] in sentence for sentence in problems({}, pure=False))
+    else:
+        plan({}, pure=False)
+
+
+def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> None:
+    del values["num_return_sequences_in_group"]
+    run = plan({"algorithm_type": "on_policy_distill", "rollout_batch_size": 4})
+    assert (run.objective.policy_loss, run.objective.adv_estimator) == ("importance_sampling", "on_policy_distill")
+    assert (run.rollout.sampling.n, run.objective.use_kl_loss) == (8, False)
+    clipped = plan({"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range": 0.1}}).objective
+    assert clipped.policy_loss_arguments == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": None}
+
+
+def test_what_is_written_wins(rl: dict[str, Any], plan: Plan) -> None:
+    written = {
+        "num_return_sequences_in_group": 4,
+        "policy_loss_fn": "gspo",
+        "policy_loss_fn_args": {"clip_range_high": 0.01},
+        "advantage_fn": "opmd",
+        "advantage_fn_args": {"opmd_baseline": "logavgexp"},
+        "use_kl_loss": False,
+        "gamma": 0.5,
+    }
+    run = plan({"algorithm_type": "grpo", **written}, pure=False)
+    objective = run.objective
+    assert (run.rollout.sampling.n, run.reference, objective.gamma) == (4, None, 0.5)
+    assert (objective.policy_loss, objective.policy_loss_args) == ("gspo", {"clip_high": 0.01})
+    assert (objective.adv_estimator, objective.advantage_arguments) == ("opmd", {"opmd_baseline": "logavgexp"})
+
+
+def test_arguments_of_the_tokens_are_keys_of_their_own(rl: dict[str, Any], plan: Plan) -> None:
+    arguments = {"advantage_fn": "reinforceplusplus", "advantage_fn_args": {"gamma": 0.9}}
+    objective = plan({"policy_loss_fn": "ppo", **arguments}, pure=False).objective
+    assert (objective.gamma, objective.whiten_advantages, objective.advantage_args) == (0.9, True, {})
+
+
+def test_rolls_keys_and_the_table_meet(rl: dict[str, Any], plan: Plan) -> None:
+    objective = plan({"adv_estimator": "grpo", "norm_std_type": "batch"}, pure=False).objective
+    assert objective.advantage_arguments == {"mean_cal_level": "group", "std_cal_level": "batch"}
+    objective = plan({"pg_variant": "cispo", "adv_estimator": "reinforce"}, pure=False).objective
+    assert (objective.policy_loss, objective.policy_loss_arguments) == ("cispo", {"clip_low": 0.1, "clip_high": 0.1})
+    objective = plan({"pg_variant": ..., "use_topr_loss": True}, pure=False).objective
+    assert objective.policy_loss == "topr"
+    objective = plan({"use_topr_loss": False, "importance_sampling": "seq", "pg_clip": 0.3}, pure=False).objective
+    assert objective.policy_loss_arguments == {
+        "clip_low": 0.3,
+        "clip_high": 0.3,
+        "dual_clip": None,
+        "ratio_type": "sequence",
+    }
+
+
+def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_row.py").write_text(
+        textwrap.dedent("""
+            from roll_opd.config.algorithms import Algorithm
+
+            MINE = Algorithm(
+                "my_row.loss", "my_row.advantage", policy_loss_args={"power": 2}, use_reference=False, kl_loss=None
+            )
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"algorithm_type": "my_row.MINE", "policy_loss_fn_args": {"scale": 3.0}}
+    objective = plan(changes, pure=False).objective
+    assert (objective.policy_loss, objective.policy_loss_arguments) == ("my_row.loss", {"power": 2, "scale": 3.0})
+    assert (objective.adv_estimator, objective.advantage_arguments) == ("my_row.advantage", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm_type": "gpro"}, "algorithm_type: unknown algorithm 'gpro'; use one of asymre, cispo"),
+        ({"algorithm_type": "nowhere.MINE"}, "algorithm_type: algorithm nowhere.MINE: the module nowhere cannot be"),
+        ({"algorithm_type": "os.getcwd"}, "algorithm_type: os.getcwd is no Algorithm but builtin_function_or_method"),
+        ({"policy_loss_fn": "ppoo"}, "policy_loss_fn: unknown policy loss 'ppoo'; use one of cispo, dpo"),
+        ({"advantage_fn": "mine"}, "advantage_fn: unknown advantage 'mine'; use one of"),
+        (
+            {"policy_loss_fn": "gspo", "policy_loss_fn_args": {"tau": 1}},
+            "policy_loss_fn_args.tau: is no argument of policy loss gspo, which takes clip_low, clip_high",
+        ),
+        (
+            {"advantage_fn": "rloo", "advantage_fn_args": {"tau": 1}},
+            "advantage_fn_args.tau: is no argument of advantage rloo, which takes none",
+        ),
+        ({"policy_loss_fn_args": {"tau": 1}}, "policy_loss_fn_args: are of which loss?"),
+        ({"policy_loss_fn": "ppo", "policy_loss": "tis"}, "policy_loss_fn: contradicts policy_loss; write one of them"),
+        ({"pg_variant": "ppo3"}, "pg_variant: 'ppo3' is unknown; use one of vanilla, ppo, tis"),
+        (
+            {"kl_loss_fn": "k1", "use_kl_loss": True, "reference": REFERENCE, "adv_estimator": "grpo"},
+            "kl_loss_fn: k1 as a KL loss has the gradient of log π alone",
+        ),
+        ({"algorithm_type": "grpo"}, "use_kl_loss: true needs a reference policy; write a reference section"),
+    ],
+)
+def test_mistakes_are_explained(rl: dict[str, Any], problems: Problems, changes: dict, message: str) -> None:
+    assert any(message in sentence for sentence in problems(changes, pure=False))
+
+
+def test_a_loss_that_reads_no_advantages_cannot_distil(problems: Problems) -> None:
+    assert any("reads no advantages, so the teachers' term" in text for text in problems({"policy_loss": "sft"}))
