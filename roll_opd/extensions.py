@@ -39,6 +39,15 @@ class Registry:
         """Every name, for messages."""
         return ", ".join(sorted({*self.elsewhere, *self.ours, *self._registered}))
 
+    def path(self, name: str) -> str:
+        """The dotted path of what a user's `name` means; imports nothing."""
+        if name in self._registered:
+            part = self._registered[name]
+            return f"{part.__module__}.{part.__qualname__}"
+        if "." not in name:
+            raise self._unknown(name)
+        return name
+
     def find(self, name: str) -> Callable[..., Any]:
         """The function or class that `name` means; only its own module is imported."""
         if name in self.ours:
@@ -47,9 +56,7 @@ class Registry:
             return self._registered[name]
         module_name, _, attribute = name.rpartition(".")
         if not module_name:
-            raise self.error(
-                f"unknown {self.kind} {name!r}; known are {self.known}, or a dotted path such as {self.example}"
-            )
+            raise self._unknown(name)
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
@@ -63,3 +70,7 @@ class Registry:
                 f"{self.kind} {name}: {module_name} has no {self.made_of} named {attribute}; correct the name"
             )
         return found
+
+    def _unknown(self, name: str) -> Exception:
+        known = f"known are {self.known}, or a dotted path such as {self.example}"
+        return self.error(f"unknown {self.kind} {name!r}; {known}")

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from roll_opd.config.algorithms import ADVANTAGE_FUNCTIONS
+
 STD_FLOOR = 1e-6  # GRPO's, arXiv 2402.03300
 Level = Literal["group", "batch"] | None  # None: not at all
 
@@ -221,3 +223,5 @@ ADVANTAGES: dict[str, Advantage] = {
     "rec": rec,
     "gae": reinforce,  # likewise: the critic's values
 }
+for _name, _function in ADVANTAGES.items():
+    ADVANTAGE_FUNCTIONS.register(_name)(_function)

@@ -6,17 +6,20 @@ A row of the table is what a user did not write: `expand` fills it in, so that n
 from typing import Any
 
 from roll_opd.config.algorithms import (
+    ADVANTAGE_FUNCTIONS,
     ADVANTAGES,
-    ALGORITHMS,
     FUNCTION_ALIASES,
     KL_LOSS_COEF,
     LOSSES,
+    POLICY_LOSS_FUNCTIONS,
     AdvantageFacts,
     Algorithm,
+    AlgorithmError,
+    algorithm,
+    located,
     merged_arguments,
 )
 from roll_opd.config.errors import Findings
-from roll_opd.config.extension import ExtensionError, located, resolve
 from roll_opd.config.schema import Top
 
 # ROLL's pg_variant -> the arguments of its own defaults; the others have those of their loss
@@ -31,14 +34,17 @@ PG_VARIANTS: dict[str, dict[str, Any]] = {
 OF_THE_LOSS = ("loss_agg_mode",)  # given among a loss's arguments in Trinity-RFT, a key of its own here
 
 
-def expand(top: Top, findings: Findings) -> Top:
-    """Return `top` with what its algorithm, and its functions' arguments, say where nobody wrote the key."""
+def expand(top: Top, repeats: bool, findings: Findings) -> Top:
+    """Return `top` with what its algorithm, and its functions' arguments, say where nobody wrote the key.
+
+    `repeats`: a role says already how many responses a prompt gets.
+    """
     row = _row(top, findings)
     written: dict[str, Any] = {}
     _take_loss(top, row, written, findings)
     _take_advantage(top, row, written, findings)
     if row is not None:
-        written["num_return_sequences_in_group"] = row.repeat
+        written["num_return_sequences_in_group"] = None if repeats else row.repeat
         if row.kl_loss is not None and top.use_kl_loss is not False:
             written |= {"use_kl_loss": True, "kl_loss_fn": row.kl_loss, "kl_loss_coef": KL_LOSS_COEF}
     if top.kl_loss_fn == "none":
@@ -58,12 +64,9 @@ def _row(top: Top, findings: Findings) -> Algorithm | None:
     if top.algorithm_type is None:
         return None
     try:
-        row = resolve("algorithm", top.algorithm_type, ALGORITHMS)
-    except ExtensionError as error:
+        row = algorithm(top.algorithm_type)
+    except AlgorithmError as error:
         findings.problem("algorithm_type", str(error))
-        return None
-    if not isinstance(row, Algorithm):
-        findings.problem("algorithm_type", f"{top.algorithm_type} is no Algorithm but {type(row).__name__}")
         return None
     if row.schema != "experience":
         findings.block(
@@ -105,14 +108,19 @@ def _take_loss(top: Top, row: Algorithm | None, written: dict[str, Any], finding
         given = {**PG_VARIANTS[variant], **given}
     written |= {own: given.pop(own) for own in OF_THE_LOSS if own in given}
     try:
-        written["policy_loss"] = located("policy loss", name, LOSSES)
-    except ExtensionError as error:
+        written["policy_loss"] = located(POLICY_LOSS_FUNCTIONS, name)
+    except AlgorithmError as error:
         findings.problem(key, str(error))
         return
     facts = LOSSES.get(name)
     if facts is not None:
         written.setdefault("loss_agg_mode", facts.loss_agg_mode)
         given = _known("policy_loss_fn_args", f"policy loss {name}", given, facts.defaults, findings)
+        if facts.clips and key in ("policy_loss_fn", "algorithm_type") and "dual_clip_loss" not in top.model_fields_set:
+            given = {
+                "dual_clip": facts.defaults["dual_clip"],
+                **given,
+            }  # ROLL's keys have ROLL's default, which is none
     written["policy_loss_fn_args"] = given
 
 
@@ -131,8 +139,8 @@ def _take_advantage(top: Top, row: Algorithm | None, written: dict[str, Any], fi
     if top.adv_estimator is None:
         name = FUNCTION_ALIASES.get(name, name)
     try:
-        path = located("advantage", name, {**ADVANTAGES, **dict.fromkeys(ROLLS_OWN)})
-    except ExtensionError as error:
+        path = located(ADVANTAGE_FUNCTIONS, name)
+    except AlgorithmError as error:
         findings.problem("advantage_fn", str(error))
         return
     written["adv_estimator"] = path
@@ -148,13 +156,9 @@ def _take_advantage(top: Top, row: Algorithm | None, written: dict[str, Any], fi
     written["advantage_fn_args"] = given
 
 
-ROLLS_OWN = ("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce")
-
-
 def _known(key: str, of: str, given: dict[str, Any], defaults: Any, findings: Findings) -> dict[str, Any]:
     """Return the arguments under our names; says which ones the function does not take."""
-    merged, unknown = merged_arguments(given, defaults)
-    for name in unknown:
+    for name in merged_arguments(given, defaults)[1]:
         takes = f"takes {', '.join(defaults)}" if defaults else "takes none"
         findings.problem(f"{key}.{name}", f"is no argument of {of}, which {takes}")
-    return {name: value for name, value in merged.items() if value != defaults.get(name)}
+    return dict(merged_arguments(given, {})[0])

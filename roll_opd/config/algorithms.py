@@ -3,13 +3,19 @@
 Names and flags are Trinity-RFT's. The functions themselves, found by these names, are in `roll_opd.algorithms`.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from roll_opd.config.frozen import FrozenDict
+from roll_opd.extensions import Registry
 
 ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"
+
+
+class AlgorithmError(Exception):
+    """An algorithm, advantage or policy loss that cannot be used; the message says why and what is known."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,23 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
 }
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
+
+
+def algorithm(name: str) -> Algorithm:
+    """Return the row of this name, or a user's own by its dotted path. Raises `AlgorithmError`."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name:
+        known = f"known are {', '.join(sorted(ALGORITHMS))}, or a dotted path such as mypackage.MINE"
+        raise AlgorithmError(f"unknown algorithm {name!r}; {known}")
+    try:
+        found = vars(importlib.import_module(module_name)).get(attribute)
+    except ImportError as error:
+        raise AlgorithmError(f"algorithm {name}: the module {module_name} cannot be imported: {error}") from error
+    if not isinstance(found, Algorithm):
+        raise AlgorithmError(f"algorithm {name}: {module_name} has no Algorithm named {attribute}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -161,6 +184,37 @@ ADVANTAGES: dict[str, AdvantageFacts] = {
     # nothing of the reward; the teachers' term has keys of its own
     "on_policy_distill": AdvantageFacts(tokens=FrozenDict()),
 }
+
+POLICY_LOSS_FUNCTIONS = Registry(
+    kind="policy loss",
+    made_of="function",
+    example="mypackage.my_loss",
+    error=AlgorithmError,
+    ours=dict.fromkeys(LOSSES, "roll_opd.algorithms.losses.table"),
+)
+ADVANTAGE_FUNCTIONS = Registry(
+    kind="advantage",
+    made_of="function",
+    example="mypackage.my_advantage",
+    error=AlgorithmError,
+    ours=dict.fromkeys(ADVANTAGES, "roll_opd.algorithms.baselines"),
+    elsewhere=("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce"),  # ROLL's, not available yet
+)
+
+
+def located(functions: Registry, name: str) -> str:
+    """Return `name` if it is one of ours, else a dotted path from which any process can import the function.
+
+    Imports nothing. Raises `AlgorithmError` for what is neither a known name nor a dotted path, and for a registered
+    function that no other process could import.
+    """
+    if name in functions.ours or name in functions.elsewhere:
+        return name
+    path = functions.path(name)
+    if path.startswith("__main__."):
+        raise AlgorithmError(f"{functions.kind} {name}: the workers cannot import {path}; put it into a module")
+    return path
+
 
 # Trinity-RFT's names -> ours
 FUNCTION_ALIASES = {"ppo": "gae"}  # of its advantage_fn

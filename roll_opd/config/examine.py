@@ -52,7 +52,9 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         raise ConfigError([vision])  # everything else would be said about a model that cannot be run at all
     sections = read_sections(loaded.values, loaded.variables, findings)
     if sections.top is not None:
-        sections = replace(sections, top=expand(sections.top, findings))
+        workers = [worker for worker in sections.workers.values() if worker is not None]
+        repeats = any(worker.generating_args.num_return_sequences for worker in workers)
+        sections = replace(sections, top=expand(sections.top, repeats, findings))
     top = sections.top
     mode = choose_mode(loaded.values, sections, pure, findings)
     roles = read_roles(sections, mode, findings)

@@ -4,7 +4,11 @@
 `MEGATRON_FIELDS`: fields of Megatron-core's TransformerConfig that pass through untouched.
 """
 
+import re
+
 from roll_opd.config.algorithms import ADVANTAGES, LOSSES
+
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
 
 
 def _names(text: str) -> frozenset[str]:

@@ -176,7 +176,7 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int) -> Objecti
     written = {
         "adv_estimator": top.adv_estimator or "gae",
         "advantage_args": FrozenDict(top.advantage_fn_args),
-        "kl_loss": top.kl_loss_fn,
+        "kl_loss": None if top.kl_loss_fn == "none" else top.kl_loss_fn,
         "gamma": 1.0 if top.gamma is None else top.gamma,
         "lambd": top.lambd,
         "whiten_rewards": top.whiten_rewards,

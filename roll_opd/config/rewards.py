@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Mapping
 
 from roll_opd.config.errors import Findings
-from roll_opd.config.extension import DOTTED
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.known_names import (
+    DOTTED,
     REWARD_CLASSES_LATER,
     REWARD_CLASSES_OF_ROLL,
     REWARD_KEYS_OF_ROLL,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from roll_opd.config.errors import Findings
-from roll_opd.config.extension import DOTTED
+from roll_opd.config.known_names import DOTTED
 from roll_opd.config.schema import Section, Texts, Top
 
 Mode = Literal["online", "offline", "disabled"]

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from roll_opd.cli import add_config_arguments
+from roll_opd.config.algorithms import AlgorithmError
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.models import ModelFilesError
@@ -54,7 +55,7 @@ def _launch(plan: RunPlan) -> int:
         resume = find(plan.checkpoint, plan.output_dir, plan.exp_name)
         _check_fit(plan, resume)
         return _run(plan, resume)
-    except (DataError, ModelFilesError, RewardError, TrackerError) as error:
+    except (AlgorithmError, DataError, ModelFilesError, RewardError, TrackerError) as error:
         return _refused(error)
 
 

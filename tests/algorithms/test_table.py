@@ -1,9 +1,9 @@
 """The table of algorithms: its rows, what its data says of the functions, and how a user adds to it."""
 
 import inspect
+import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,15 @@ from roll_opd.algorithms.baselines import ADVANTAGES, RewardBatch
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.table import POLICY_LOSSES
 from roll_opd.config import algorithms
-from roll_opd.config.algorithms import ALGORITHMS, check_combination, merged_arguments
-from roll_opd.config.extension import ExtensionError, register
+from roll_opd.config.algorithms import (
+    ALGORITHMS,
+    POLICY_LOSS_FUNCTIONS,
+    AlgorithmError,
+    algorithm,
+    check_combination,
+    located,
+    merged_arguments,
+)
 
 # C R T B, schema, repeat, advantage, loss, KL loss, entropy
 ROWS = """
@@ -155,36 +162,14 @@ def test_arguments_are_merged_over_defaults() -> None:
     assert merged_arguments({}, defaults)[0] == defaults
 
 
-MINE = '''
-    """A user's own algorithm."""
-
-    from torch import Tensor
-
-    from roll_opd.algorithms.baselines import Normalised, RewardBatch
-    from roll_opd.algorithms.losses.batch import LossBatch
-    from roll_opd.algorithms.table import register_advantage, register_policy_loss
-    from roll_opd.config.algorithms import Algorithm
-
-
-    @register_advantage("above_best")
-    def above_best(batch: RewardBatch, *, scale: float = 1.0) -> Normalised:
-        """The reward, less the best of the batch."""
-        return Normalised.of(batch.rewards_B, batch.rewards_B.max().expand_as(batch.rewards_B) * scale)
-
-
-    @register_policy_loss("cubic")
-    def cubic(batch: LossBatch, *, power: int = 3) -> Tensor:
-        return -batch.advantages_M * batch.ratio_M**power * batch.mask_M
-
-
-    ROW = Algorithm("cubic", "above_best", policy_loss_args={"power": 5}, use_reference=False, kl_loss=None)
-    NUMBER = 3
-'''
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "my_algorithms.py").write_text(textwrap.dedent(MINE))
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 20
+    (tmp_path / "my_algorithms.py").write_text(code + "\nNUMBER = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)
     return "my_algorithms"
@@ -196,32 +181,41 @@ def test_a_users_functions_by_path_and_by_name(mine: str) -> None:
     ones = torch.ones(2)
     made = LossBatch(ones.log(), ones.log(), ones, ones.bool(), (2,))
     assert loss(made, power=2).tolist() == [-1.0, -1.0]
-    found = table.advantage("above_best")(RewardBatch(torch.tensor([1.0, 3.0]), ["a", "a"]))
+    found = table.advantage(f"{mine}.above_best")(RewardBatch(torch.tensor([1.0, 3.0]), ["a", "a"]))
     assert found.rewards.tolist() == [-2.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("ppoo", {}, "unknown policy loss 'ppoo'; use one of .*ppo, .*or a dotted path"),
+        ("ppoo", {}, "unknown policy loss 'ppoo'; known are .*ppo, .*or a dotted path"),
         ("nowhere.at_all", {}, "the module nowhere cannot be imported"),
-        ("my_algorithms.square", {}, "my_algorithms has nothing named square"),
-        ("my_algorithms.NUMBER", {}, "is no function but int"),
+        ("my_algorithms.square", {}, "my_algorithms has no function named square"),
+        ("my_algorithms.NUMBER", {}, "my_algorithms has no function named NUMBER"),
         ("my_algorithms.cubic", {"exponent": 2}, "cannot be called with {'exponent': 2}: .*unexpected keyword"),
         ("ppo", {"clip": 2}, "cannot be called with {'clip': 2}"),
     ],
 )
 def test_what_cannot_be_used_is_explained(mine: str, name: str, arguments: dict, message: str) -> None:
-    with pytest.raises(ExtensionError, match=message):
+    with pytest.raises(AlgorithmError, match=message):
         table.policy_loss(name, arguments)
 
 
-def test_a_name_is_given_once_and_to_what_can_be_imported() -> None:
+def test_a_registered_name_becomes_a_path_that_workers_can_import(mine: str) -> None:
+    table.policy_loss(f"{mine}.cubic")  # imports the module, which registers it
+    assert located(POLICY_LOSS_FUNCTIONS, "cubic") == f"{mine}.cubic"
+    assert located(POLICY_LOSS_FUNCTIONS, "ppo") == "ppo"
+    assert located(POLICY_LOSS_FUNCTIONS, "not.imported") == "not.imported"
+
     def local() -> None: ...
 
-    with pytest.raises(ExtensionError, match="cannot be imported by the workers"):
-        register("policy loss", "local")(local)
-    register("thing", "same")(test_rows)
-    register("thing", "same")(test_rows)
-    with pytest.raises(ExtensionError, match=r"a thing named 'same' is already registered: .*test_rows"):
-        register("thing", "same")(test_every_row_is_sound)
+    local.__module__ = "__main__"
+    table.register_policy_loss("local")(local)
+    with pytest.raises(AlgorithmError, match=r"policy loss local: the workers cannot import __main__.*into a module"):
+        located(POLICY_LOSS_FUNCTIONS, "local")
+
+
+def test_the_row_of_a_users_own_algorithm(mine: str) -> None:
+    assert algorithm(f"{mine}.ROW").policy_loss_args == {"power": 5}
+    with pytest.raises(AlgorithmError, match=r"algorithm my_algorithms\.NUMBER: my_algorithms has no Algorithm named"):
+        algorithm(f"{mine}.NUMBER")

@@ -61,7 +61,7 @@ def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> Non
     assert (run.objective.policy_loss, run.objective.adv_estimator) == ("importance_sampling", "on_policy_distill")
     assert (run.rollout.sampling.n, run.objective.use_kl_loss) == (8, False)
     clipped = plan({"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range": 0.1}}).objective
-    assert clipped.policy_loss_arguments == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": None}
+    assert clipped.policy_loss_arguments == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}
 
 
 def test_what_is_written_wins(rl: dict[str, Any], plan: Plan) -> None:
@@ -123,11 +123,11 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm_type": "gpro"}, "algorithm_type: unknown algorithm 'gpro'; use one of asymre, cispo"),
+        ({"algorithm_type": "gpro"}, "algorithm_type: unknown algorithm 'gpro'; known are asymre, cispo"),
         ({"algorithm_type": "nowhere.MINE"}, "algorithm_type: algorithm nowhere.MINE: the module nowhere cannot be"),
-        ({"algorithm_type": "os.getcwd"}, "algorithm_type: os.getcwd is no Algorithm but builtin_function_or_method"),
-        ({"policy_loss_fn": "ppoo"}, "policy_loss_fn: unknown policy loss 'ppoo'; use one of cispo, dpo"),
-        ({"advantage_fn": "mine"}, "advantage_fn: unknown advantage 'mine'; use one of"),
+        ({"algorithm_type": "os.getcwd"}, "algorithm_type: algorithm os.getcwd: os has no Algorithm named getcwd"),
+        ({"policy_loss_fn": "ppoo"}, "policy_loss_fn: unknown policy loss 'ppoo'; known are cispo, dpo"),
+        ({"advantage_fn": "mine"}, "advantage_fn: unknown advantage 'mine'; known are"),
         (
             {"policy_loss_fn": "gspo", "policy_loss_fn_args": {"tau": 1}},
             "policy_loss_fn_args.tau: is no argument of policy loss gspo, which takes clip_low, clip_high",

@@ -9,6 +9,7 @@ from roll_opd.algorithms.losses.likelihood import kimi15, opmd, sft, tis, topr, 
 from roll_opd.algorithms.losses.preference import dpo
 from roll_opd.algorithms.losses.ratio import cispo, gspo, importance_sampling, ppo, sapo, sppo
 from roll_opd.algorithms.losses.rec import rec
+from roll_opd.config.algorithms import POLICY_LOSS_FUNCTIONS
 
 PolicyLoss = Callable[..., Tensor]  # (LossBatch, **arguments) -> [M]
 
@@ -30,3 +31,5 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "mix_chord": mix_chord,
     "dpo": dpo,
 }
+for _name, _function in POLICY_LOSSES.items():
+    POLICY_LOSS_FUNCTIONS.register(_name)(_function)
