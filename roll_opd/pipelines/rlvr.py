@@ -8,6 +8,7 @@ from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.record import Record
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.batch import fill_batch
+from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.rollout.selection import by_reward
 from roll_opd.rollout.validation import validate
 from roll_opd.tracking.metrics import opd_metrics
@@ -67,7 +68,11 @@ async def run_rlvr(
         with clock.phase("weight_sync"):
             await _send_weights(cast, version=step)
 
-        metrics |= opd_metrics(experiences) | advantage_metrics(experiences, plan.teachers, plan.objective)
+        metrics |= (
+            train_infer_metrics(experiences)
+            | opd_metrics(experiences)
+            | advantage_metrics(experiences, plan.teachers, plan.objective)
+        )
         if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)
         if checkpoints.due(step):

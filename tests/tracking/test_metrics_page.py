@@ -13,6 +13,7 @@ import pytest
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantage_metrics
+from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 
@@ -68,6 +69,8 @@ def emitted() -> set[str]:
     rows = [
         opd_metrics(batch),
         opd_metrics(bare),
+        train_infer_metrics(batch),
+        train_infer_metrics(bare),
         advantages,
         validation_metrics(batch, 4),
         validation_metrics(bare, 1),
