@@ -148,7 +148,8 @@ def _loss(
     loss = policy + objective.kl_loss_coef * kl
 
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[mask_M]
-    outside_M = (ratio_M < 1 - objective.pg_clip_low) | (ratio_M > 1 + objective.pg_clip_high)
+    clip = {"clip_low": objective.pg_clip_low, "clip_high": objective.pg_clip_high} | objective.policy_loss_arguments
+    outside_M = (ratio_M < 1 - clip["clip_low"]) | (ratio_M > 1 + clip["clip_high"])
     sums = {
         "tokens": mask_M.sum(),
         "weighted_loss": loss.detach(),
