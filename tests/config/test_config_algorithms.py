@@ -44,7 +44,7 @@ def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, proble
     assert run.rollout.sampling.n == (row.repeat or 1)
     assert objective.policy_loss == row.policy_loss
     assert objective.adv_estimator == (row.advantage or "reinforce")
-    assert objective.use_kl_loss == (row.kl_loss is not None) == (run.reference is not None)
+    assert bool(objective.kl_loss_coef) == (row.kl_loss is not None) == (run.reference is not None)
     if row.kl_loss:
         assert (objective.kl_loss, objective.kl_loss_coef) == ("k2", 0.001)
     if row.advantage in ("gae", "reinforceplusplus"):
@@ -59,7 +59,7 @@ def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> Non
     del values["num_return_sequences_in_group"]
     run = plan({"algorithm_type": "on_policy_distill", "rollout_batch_size": 4})
     assert (run.objective.policy_loss, run.objective.adv_estimator) == ("importance_sampling", "on_policy_distill")
-    assert (run.rollout.sampling.n, run.objective.use_kl_loss) == (8, False)
+    assert (run.rollout.sampling.n, run.objective.kl_loss_coef) == (8, 0.0)
     clipped = plan({"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range": 0.1}}).objective
     assert clipped.policy_loss_arguments == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}
 
