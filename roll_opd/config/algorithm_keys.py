@@ -116,7 +116,8 @@ def _take_loss(top: Top, row: Algorithm | None, written: dict[str, Any], finding
     if facts is not None:
         written.setdefault("loss_agg_mode", facts.loss_agg_mode)
         given = _known("policy_loss_fn_args", f"policy loss {name}", given, facts.defaults, findings)
-        if facts.clips and key in ("policy_loss_fn", "algorithm_type") and "dual_clip_loss" not in top.model_fields_set:
+        trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
+        if facts.clips and trinity and "dual_clip_loss" not in top.model_fields_set:
             given = {
                 "dual_clip": facts.defaults["dual_clip"],
                 **given,
