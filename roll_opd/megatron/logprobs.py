@@ -1,110 +1,118 @@
-"""Token log-probs from hidden states, with the vocabulary split over tensor ranks.
+"""Token log-probs, and the most likely tokens, from hidden states, with the vocabulary split over tensor ranks.
 
-The logits of a whole batch are never stored: rows go through in chunks of bounded size, forward keeps one number a
-token (its log-normaliser), and backward computes each chunk's logits again.
-
-Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
+Legend: M scored tokens, C of them in a chunk, K tokens asked for at each, E hidden size, V vocabulary columns on this
+rank.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20  # f32 logits of one chunk on one rank
+from roll_opd.megatron.vocabulary import CHUNK_BYTES, Columns, backward_through_logits, columns_of
 
 
 def vocab_parallel_logprobs(
     hidden_ME: Tensor,
     weight_VE: Tensor,
-    targets_M: Tensor,
+    targets: Tensor,
     *,
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup,
+    weight_grad_VE: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M].
+    """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
 
     Args:
         hidden_ME: hidden states, the same on every rank of `group`. Their gradient is this rank's share: the caller
             sums it over the group (Megatron's copy-to / gather-from region functions do).
         weight_VE: this rank's rows of the output embedding.
-        targets_M: int64 token ids of the whole vocabulary.
+        targets: int64 [M] or [M, K], token ids of the whole vocabulary; those of one row differ from each other.
         temperature: divides the logits.
         vocab_size: real columns; what lies beyond is padding and takes no part.
         group: the tensor-parallel ranks, in vocabulary order.
+        weight_grad_VE: f32 buffer to which the gradient of `weight_VE` is added, instead of being returned to
+            autograd as a tensor of that size.
         chunk_bytes: bound on the f32 logits held at a time.
     """
-    rank_offset = dist.get_rank(group) * weight_VE.size(0)
-    real_columns = min(max(vocab_size - rank_offset, 0), weight_VE.size(0))
-    rows = max(1, chunk_bytes // (4 * weight_VE.size(0)))
-    return _VocabParallelLogprobs.apply(
-        hidden_ME, weight_VE, targets_M - rank_offset, 1.0 / temperature, real_columns, group, rows
+    columns = columns_of(
+        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
     )
+    targets_MK = targets.reshape(len(targets), -1) - columns.first
+    logprobs_MK = _VocabParallelLogprobs.apply(hidden_ME, weight_VE, targets_MK, columns, weight_grad_VE)
+    return logprobs_MK.view(targets.shape)
 
 
-def _chunk_logits(hidden_CE: Tensor, weight_VE: Tensor, inverse_temperature: float, real_columns: int) -> Tensor:
-    logits_CV = (hidden_CE @ weight_VE.T).float()
-    if inverse_temperature != 1.0:
-        logits_CV *= inverse_temperature
-    if real_columns < logits_CV.size(1):
-        logits_CV[:, real_columns:] = float("-inf")
-    return logits_CV
+def vocab_parallel_topk(
+    hidden_ME: Tensor,
+    weight_VE: Tensor,
+    k: int,
+    *,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Return the `k` most likely tokens, most likely first: ids int64 [M, K] and log-probs f32 [M, K], no gradient.
+
+    Arguments are those of `vocab_parallel_logprobs`. ValueError where `k` is more than `vocab_size`.
+    """
+    if not 1 <= k <= vocab_size:
+        raise ValueError(f"top-k of {k} tokens: the vocabulary has {vocab_size}; use 1 to {vocab_size}")
+    columns = columns_of(
+        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
+    )
+    ids, logprobs = [], []
+    with torch.no_grad():
+        for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
+            logits_CV = columns.logits(hidden_ME[chunk], weight_VE)
+            best_CK, ids_CK = logits_CV.topk(min(k, weight_VE.size(0)), dim=1)
+            best_CK, ids_CK = _gathered(best_CK, group), _gathered(ids_CK + columns.first, group)
+            best_CK, places_CK = best_CK.topk(k, dim=1)
+            ids.append(ids_CK.gather(1, places_CK))
+            logprobs.append((best_CK - columns.log_normaliser(logits_CV)[0][:, None]).float())
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def _gathered(values_CK: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's columns side by side, in vocabulary order."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return values_CK
+    pieces = [torch.empty_like(values_CK) for _ in range(ranks)]
+    dist.all_gather(pieces, values_CK.contiguous(), group=group)
+    return torch.cat(pieces, dim=1)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx, hidden_ME, weight_VE, local_targets_M, inverse_temperature, real_columns, group, rows
-    ):
-        parallel = dist.get_world_size(group) > 1
+    def forward(ctx, hidden_ME, weight_VE, targets_MK, columns: Columns, weight_grad_VE):  # type: ignore[override]
         logprobs, log_normalisers = [], []
-        for start in range(0, max(hidden_ME.size(0), 1), rows):  # one (empty) chunk where nothing is scored
-            logits_CV = _chunk_logits(hidden_ME[start : start + rows], weight_VE, inverse_temperature, real_columns)
-            targets_C = local_targets_M[start : start + rows]
-            mine_C = (targets_C >= 0) & (targets_C < real_columns)
-            picked_C = logits_CV.gather(1, targets_C.clamp(0, logits_CV.size(1) - 1)[:, None])[:, 0]
-            picked_C = torch.where(mine_C, picked_C, 0.0)
-            largest_C = logits_CV.amax(dim=1)
-            if parallel:
-                dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-            # summed in f64, so that the result does not depend on how many ranks share the vocabulary
-            sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1, dtype=torch.float64)
-            if parallel:  # one collective for both
-                both = torch.stack([sums_C, picked_C.double()])
-                dist.all_reduce(both, group=group)
-                sums_C, picked_C = both
-            log_normaliser_C = sums_C.log() + largest_C
-            logprobs.append((picked_C - log_normaliser_C).float())
-            log_normalisers.append(log_normaliser_C.float())
-        ctx.save_for_backward(hidden_ME, weight_VE, local_targets_M, torch.cat(log_normalisers))
-        ctx.settings = inverse_temperature, real_columns, rows
+        for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
+            logits_CV = columns.logits(hidden_ME[chunk], weight_VE)
+            targets_CK = targets_MK[chunk]
+            mine_CK = (targets_CK >= 0) & (targets_CK < columns.real)
+            picked_CK = logits_CV.gather(1, targets_CK.clamp(0, logits_CV.size(1) - 1))
+            log_normaliser_C, picked_CK = columns.log_normaliser(logits_CV, torch.where(mine_CK, picked_CK, 0.0))
+            logprobs.append((picked_CK - log_normaliser_C[:, None]).float())
+            log_normalisers.append(log_normaliser_C)
+        ctx.save_for_backward(hidden_ME, weight_VE, targets_MK, torch.cat(log_normalisers))
+        ctx.columns, ctx.weight_grad_VE = columns, weight_grad_VE
         return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx, grad_M):  # type: ignore[override]
-        hidden_ME, weight_VE, local_targets_M, log_normaliser_M = ctx.saved_tensors
-        inverse_temperature, real_columns, rows = ctx.settings
-        grad_hidden_ME = torch.empty_like(hidden_ME)
-        grad_weight_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
-        for start in range(0, hidden_ME.size(0), rows):
-            chunk = slice(start, start + rows)
-            hidden_CE, targets_C = hidden_ME[chunk], local_targets_M[chunk]
-            probabilities_CV = (
-                _chunk_logits(hidden_CE, weight_VE, inverse_temperature, real_columns)
-                .sub_(log_normaliser_M[chunk, None])
-                .exp_()
-            )
-            # d log p[target] / d logit = onehot(target) - p, times the temperature's chain factor
-            scale_C = grad_M[chunk].float() * inverse_temperature
-            grad_logits_CV = probabilities_CV.mul_(-scale_C[:, None])
-            mine_C = (targets_C >= 0) & (targets_C < real_columns)
-            grad_logits_CV.scatter_add_(
-                1,
-                targets_C.clamp(0, grad_logits_CV.size(1) - 1)[:, None],
-                torch.where(mine_C, scale_C, 0.0)[:, None],
-            )
-            grad_logits_CV = grad_logits_CV.to(hidden_ME.dtype)
-            grad_hidden_ME[chunk] = grad_logits_CV @ weight_VE
-            grad_weight_VE += grad_logits_CV.T @ hidden_CE
-        return grad_hidden_ME, grad_weight_VE.to(weight_VE.dtype), None, None, None, None, None
+    def backward(ctx, grad_MK):  # type: ignore[override]
+        hidden_ME, weight_VE, targets_MK, log_normaliser_M = ctx.saved_tensors
+        grad_MK = grad_MK.float()
+
+        def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
+            # Σ_k g_k · d log p[k] / d logit = Σ_k g_k · onehot(k) - p · Σ_k g_k
+            grad_CK, targets_CK = grad_MK[rows], targets_MK[rows] - part.start
+            grad_CV = Columns.logprobs(logits_CV, log_normaliser_M[rows]).exp_().mul_(-grad_CK.sum(1, keepdim=True))
+            width = logits_CV.size(1)
+            mine_CK = (targets_CK >= 0) & (targets_CK < width)
+            return grad_CV.scatter_add_(1, targets_CK.clamp(0, width - 1), torch.where(mine_CK, grad_CK, 0.0))
+
+        grads = backward_through_logits(ctx.columns, hidden_ME, weight_VE, ctx.weight_grad_VE, logits_grad)
+        return *grads, None, None, None

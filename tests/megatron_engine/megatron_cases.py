@@ -139,7 +139,25 @@ def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np
     )
 
 
+def teacher_inputs(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states and whole output embedding of a teacher: another width, and a vocabulary of another size."""
+    rng = np.random.default_rng(8)
+    return (
+        rng.normal(size=(rows, TEACHER_WIDTH)).astype(np.float32),
+        rng.normal(size=(TEACHER_VOCABULARY, TEACHER_WIDTH)).astype(np.float32),
+    )
+
+
 VOCAB_ROWS, VOCAB_WIDTH = 23, 16
+TEACHER_WIDTH, TEACHER_VOCABULARY = 12, 97  # fewer columns than the student's: on two ranks they end inside the second
+TOPK = (1, 5, VOCABULARY)
+MEASURES = {
+    "reverse_kl": {},
+    "forward_kl": {},
+    "jsd": {"beta": 0.3},
+    "skewed_reverse_kl": {"alpha": 0.2},
+    "skewed_forward_kl": {"alpha": 0.2},
+}
 VOCAB_CHUNK_ROWS = {"one": 1, "odd": 7, "all": 1000}
 
 
@@ -179,9 +197,11 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
                 {**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1, "save_after": None}
             )
     if world == 1:
-        jobs += [{"op": "vocab", "name": "vocab-tp1", "layout": "tp1"}, {"op": "memory", "layout": "tp1"}]
+        jobs.append({"op": "memory", "layout": "tp1"})
+    if world in (1, 2):
+        layout = f"tp{world}"
+        jobs += [{"op": op, "name": f"{op}-{layout}", "layout": layout} for op in ("vocab", "columns", "topk")]
     if world == 2:
-        jobs += [{"op": "vocab", "name": "vocab-tp2", "layout": "tp2"}]
         for layout in ("dp2", "pp2", "tp2"):
             for value in ("nan", "inf"):
                 jobs.append({"op": "poison", "name": f"poison-{layout}-{value}", "layout": layout, "value": value})

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
 from roll_opd.megatron import checkpoint, parallel
+from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, save_hf
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs
+from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.trainer import MegatronTrainer
 
 Job = dict[str, Any]
@@ -147,38 +149,123 @@ def identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def vocab(job: Job, root: Path) -> None:
-    """Log-probs and gradients for every chunk size, the padded rows full of large numbers that must not count."""
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a vocabulary whose padded rows are full of large numbers that must not count."""
+
+    group: dist.ProcessGroup
+    each: int  # rows of the output embedding on each rank
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def first(self) -> int:
+        return dist.get_rank(self.group) * self.each
+
+    def rows(self, weight: np.ndarray) -> torch.Tensor:
+        padded = np.full((self.each * self.ranks, weight.shape[1]), 50.0, np.float32)
+        padded[: len(weight)] = weight
+        return torch.from_numpy(padded[self.first : self.first + self.each]).requires_grad_()
+
+    def gradients(self, hidden_ME: torch.Tensor, weight_grad_VE: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        dist.all_reduce(hidden_ME.grad, group=self.group)
+        shards = [torch.zeros_like(weight_grad_VE) for _ in range(self.ranks)]
+        dist.all_gather(shards, weight_grad_VE, group=self.group)
+        return hidden_ME.grad.numpy(), torch.cat(shards).numpy()
+
+
+def vocabulary(job: Job) -> Shard:
     parallel.initialize(cases.LAYOUTS[job["layout"]], seed=0)
     group = parallel_state.get_tensor_model_parallel_group()
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    return Shard(group, cases.VOCABULARY // dist.get_world_size(group) + 1)
+
+
+def vocab(job: Job, root: Path) -> None:
+    """Log-probs and gradients for every chunk size."""
+    shard = vocabulary(job)
     hidden, weight, targets, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
-    each = cases.VOCABULARY // ranks + 1
-    padded = np.full((each * ranks, cases.VOCAB_WIDTH), 50.0, np.float32)
-    padded[: cases.VOCABULARY] = weight
     results = {}
     for name, rows in cases.VOCAB_CHUNK_ROWS.items():
         for temperature in (1.0, 0.7):
-            hidden_ME = torch.from_numpy(hidden).requires_grad_()
-            weight_VE = torch.from_numpy(padded[rank * each : (rank + 1) * each]).requires_grad_()
+            hidden_ME, weight_VE = torch.from_numpy(hidden).requires_grad_(), shard.rows(weight)
             logprobs_M = vocab_parallel_logprobs(
                 hidden_ME,
                 weight_VE,
                 torch.from_numpy(targets),
                 temperature=temperature,
                 vocab_size=cases.VOCABULARY,
-                group=group,
-                chunk_bytes=4 * each * rows,
+                group=shard.group,
+                chunk_bytes=4 * shard.each * rows,
             )
             logprobs_M.backward(torch.from_numpy(incoming))
-            dist.all_reduce(hidden_ME.grad, group=group)
-            shards = [torch.zeros_like(weight_VE) for _ in range(ranks)]
-            dist.all_gather(shards, weight_VE.grad, group=group)
-            results[f"{name}-{temperature}-logprobs"] = logprobs_M.detach().numpy()
-            results[f"{name}-{temperature}-hidden"] = hidden_ME.grad.numpy()
-            results[f"{name}-{temperature}-weight"] = torch.cat(shards).numpy()
+            key = f"{name}-{temperature}"
+            results[f"{key}-logprobs"] = logprobs_M.detach().numpy()
+            results[f"{key}-hidden"], results[f"{key}-weight"] = shard.gradients(hidden_ME, weight_VE.grad)
+    save(root / f"{job['name']}.npz", results)
+
+
+def columns(job: Job, root: Path) -> None:
+    """Divergences and entropy; the gradient of the weight goes into a buffer that holds something already."""
+    shard = vocabulary(job)
+    hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    teacher_hidden, teacher_weight = (torch.from_numpy(x) for x in cases.teacher_inputs(cases.VOCAB_ROWS))
+    teacher_shard = shard_of_head(teacher_weight, first=shard.first, columns=shard.each)
+    results = {}
+    for chunks, rows in cases.VOCAB_CHUNK_ROWS.items():
+        for temperature in (1.0, 0.7):
+            settings = {"temperature": temperature, "group": shard.group, "chunk_bytes": 4 * shard.each * rows}
+            for measure in (*cases.MEASURES, "entropy"):
+                hidden_ME, weight_VE = torch.from_numpy(hidden).requires_grad_(), shard.rows(weight)
+                grad_VE = torch.ones_like(weight_VE)
+                student, settings["weight_grad_VE"] = (hidden_ME, weight_VE), grad_VE
+                if measure == "entropy":
+                    found_M = vocab_parallel_entropy(*student, vocab_size=cases.VOCABULARY, **settings)
+                else:
+                    found_M = vocab_parallel_divergence(
+                        *student,
+                        teacher_hidden,
+                        teacher_shard,
+                        divergence(measure, **cases.MEASURES[measure]),
+                        vocab_size=cases.TEACHER_VOCABULARY,
+                        **settings,
+                    )
+                found_M.backward(torch.from_numpy(incoming))
+                key = f"{measure}-{chunks}-{temperature}"
+                results[key] = found_M.detach().numpy()
+                results[f"{key}-hidden"], results[f"{key}-weight"] = shard.gradients(hidden_ME, grad_VE - 1)
+                if weight_VE.grad is not None:
+                    raise RuntimeError("the gradient was returned as well")
+    save(root / f"{job['name']}.npz", results)
+
+
+def topk(job: Job, root: Path) -> None:
+    """The most likely tokens, and their log-probs from the other function, with the gradient of a divergence."""
+    shard = vocabulary(job)
+    hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    results = {}
+    for k in cases.TOPK:
+        hidden_ME, weight_VE = torch.from_numpy(hidden).requires_grad_(), shard.rows(weight)
+        settings = {
+            "temperature": 0.7,
+            "vocab_size": cases.VOCABULARY,
+            "group": shard.group,
+            "chunk_bytes": 4 * shard.each * 7,
+        }
+        ids_MK, logprobs_MK = vocab_parallel_topk(hidden_ME, weight_VE, k, **settings)
+        again_MK = vocab_parallel_logprobs(hidden_ME, weight_VE, ids_MK, **settings)
+        uniform_MK = torch.full_like(again_MK, -np.log(cases.VOCABULARY))
+        topk_divergence(again_MK, uniform_MK, divergence("reverse_kl")).backward(torch.from_numpy(incoming))
+        results |= {f"{k}-ids": ids_MK.numpy(), f"{k}-logprobs": logprobs_MK.numpy()}
+        results[f"{k}-again"] = again_MK.detach().numpy()
+        results[f"{k}-hidden"], results[f"{k}-weight"] = shard.gradients(hidden_ME, weight_VE.grad)
+    save(root / f"{job['name']}.npz", results)
+
+
+def save(path: Path, results: dict[str, np.ndarray]) -> None:
     if dist.get_rank() == 0:
-        np.savez(root / f"{job['name']}.npz", **results)
+        np.savez(path, **results)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -199,23 +286,38 @@ class LargestTensor(TorchDispatchMode):
 def memory(job: Job, root: Path) -> None:
     parallel.initialize(cases.LAYOUTS[job["layout"]], seed=0)
     hidden, weight, targets, incoming = cases.vocab_inputs(256, 8, 20_000)
-    sizes = {}
-    for chunk_bytes in (2**20, 2**30):
-        with LargestTensor() as largest:
-            vocab_parallel_logprobs(
-                torch.from_numpy(hidden).requires_grad_(),
-                torch.from_numpy(weight).requires_grad_(),
-                torch.from_numpy(targets),
-                temperature=0.7,
-                vocab_size=20_000,
-                group=parallel_state.get_tensor_model_parallel_group(),
-                chunk_bytes=chunk_bytes,
-            ).backward(torch.from_numpy(incoming))
-        sizes[chunk_bytes] = largest.bytes
+    settings = {
+        "temperature": 0.7,
+        "vocab_size": 20_000,
+        "group": parallel_state.get_tensor_model_parallel_group(),
+    }
+    others = {
+        "logprobs": (vocab_parallel_logprobs, (torch.from_numpy(targets),)),
+        "divergence": (
+            vocab_parallel_divergence,
+            (torch.from_numpy(hidden), torch.from_numpy(weight), divergence("jsd")),
+        ),
+    }
+    sizes: dict[str, dict[int, int]] = {}
+    for name, (function, arguments) in others.items():
+        for chunk_bytes in (2**20, 2**30):
+            with LargestTensor() as largest:
+                student = torch.from_numpy(hidden).requires_grad_(), torch.from_numpy(weight).requires_grad_()
+                found_M = function(*student, *arguments, **settings, chunk_bytes=chunk_bytes)
+                found_M.backward(torch.from_numpy(incoming))
+            sizes.setdefault(name, {})[chunk_bytes] = largest.bytes
     write_json(root / "memory.json", sizes)
 
 
-OPERATIONS = {"frozen": frozen, "train": train, "poison": poison, "vocab": vocab, "memory": memory}
+OPERATIONS = {
+    "frozen": frozen,
+    "train": train,
+    "poison": poison,
+    "vocab": vocab,
+    "columns": columns,
+    "topk": topk,
+    "memory": memory,
+}
 
 
 def meet_anew(file: Path) -> None:

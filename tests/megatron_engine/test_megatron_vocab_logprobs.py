@@ -1,4 +1,4 @@
-"""The chunked, vocabulary-parallel log-probs against log_softmax in double precision."""
+"""Log-probs, top-k, divergences and entropy over a split vocabulary, against dense ones in double precision."""
 
 import json
 
@@ -32,7 +32,88 @@ def test_values_and_gradients(launches: Launches, layout: str, temperature: floa
 def test_memory_is_bounded_by_the_chunk(launches: Launches) -> None:
     """No tensor of the forward or backward pass is larger than a chunk; with one chunk, all logits are there."""
     launches.run("1")
-    largest = {int(key): value for key, value in json.loads((launches.root / "memory.json").read_text()).items()}
+    sizes = json.loads((launches.root / "memory.json").read_text())
     all_logits = 256 * 20_000 * 4
-    assert 2**19 < largest[2**20] <= 2**20
-    assert largest[2**30] == all_logits
+    for name, largest in sizes.items():
+        assert 2**18 < largest[str(2**20)] <= 2**20, name
+        assert largest[str(2**30)] == all_logits, name
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+@pytest.mark.parametrize("measure", [*cases.MEASURES, "entropy"])
+def test_divergences_and_entropy(launches: Launches, measure: str, layout: str, temperature: float) -> None:
+    """Against both softmaxes over the columns that student and teacher share, written out in double precision."""
+    found = launches.run(str(cases.LAYOUTS[layout].world_size)).arrays(f"columns-{layout}")
+    hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
+    weight_VE = torch.from_numpy(weight).double().requires_grad_()
+    logits_MV = hidden_ME @ weight_VE.T / temperature
+    if measure == "entropy":
+        logprobs_MV = logits_MV.log_softmax(-1)
+        wanted = -(logprobs_MV.exp() * logprobs_MV).sum(-1)
+    else:
+        teacher_MF, teacher_VF = (torch.from_numpy(x).double() for x in cases.teacher_inputs(cases.VOCAB_ROWS))
+        teacher = (teacher_MF @ teacher_VF.T / temperature).softmax(-1)
+        wanted = naive(measure, logits_MV[:, : cases.TEACHER_VOCABULARY].softmax(-1), teacher)
+    wanted.backward(torch.from_numpy(incoming).double())
+    for chunks in cases.VOCAB_CHUNK_ROWS:
+        key = f"{measure}-{chunks}-{temperature}"
+        np.testing.assert_allclose(found[key], wanted.detach().numpy(), rtol=1e-5, atol=1e-6)
+        assert_gradients(found, key, hidden_ME, weight_VE)
+        assert not found[f"{key}-weight"][cases.VOCABULARY :].any()
+
+
+def assert_gradients(
+    found: dict[str, np.ndarray], key: str, hidden_ME: torch.Tensor, weight_VE: torch.Tensor, within: float = 1e-5
+) -> None:
+    """Equal `within` this part of each gradient's scale."""
+    for name, leaf in (("hidden", hidden_ME), ("weight", weight_VE)):
+        scale = max(1.0, float(leaf.grad.abs().max()))
+        actual = found[f"{key}-{name}"][: len(leaf)]
+        np.testing.assert_allclose(actual, leaf.grad.numpy(), rtol=0, atol=within * scale, err_msg=f"{key}-{name}")
+
+
+def naive(measure: str, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return (p * (p.log() - q.log())).sum(-1)
+
+    beta, alpha = 0.3, 0.2
+    m = beta * t + (1 - beta) * s
+    return {
+        "reverse_kl": kl(s, t),
+        "forward_kl": kl(t, s),
+        "jsd": beta * kl(t, m) + (1 - beta) * kl(s, m),
+        "skewed_reverse_kl": kl(s, alpha * s + (1 - alpha) * t),
+        "skewed_forward_kl": kl(t, alpha * t + (1 - alpha) * s),
+    }[measure]
+
+
+def test_layouts_agree(launches: Launches) -> None:
+    """Sums over the vocabulary do not depend on how many ranks share it, nor on the rows of a chunk."""
+    one, two = (launches.run(str(world)).arrays(f"columns-tp{world}") for world in (1, 2))
+    for key in (f"{m}-{c}-{t}" for m in cases.MEASURES for c in cases.VOCAB_CHUNK_ROWS for t in (1.0, 0.7)):
+        wanted = one[key.replace("one", "all").replace("odd", "all")]
+        np.testing.assert_allclose(two[key], wanted, rtol=2e-6, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("k", cases.TOPK)
+def test_topk(launches: Launches, k: int) -> None:
+    """Ids and log-probs of the most likely tokens, and the gradient of a divergence on them and their tail."""
+    hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
+    hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
+    weight_VE = torch.from_numpy(weight).double().requires_grad_()
+    logprobs_MV = (hidden_ME @ weight_VE.T / 0.7).log_softmax(-1)
+    best = logprobs_MV.topk(k, -1)
+    p, share = best.values.exp(), k / cases.VOCABULARY
+    rest = 1 - p.sum(-1)
+    wanted = (p * (p * cases.VOCABULARY).log()).sum(-1)
+    if k < cases.VOCABULARY:
+        wanted = wanted + rest * (rest / (1 - share)).log()
+    wanted.backward(torch.from_numpy(incoming).double())
+    for layout in ("tp1", "tp2"):
+        found = launches.run(str(cases.LAYOUTS[layout].world_size)).arrays(f"topk-{layout}")
+        np.testing.assert_array_equal(found[f"{k}-ids"], best.indices.numpy())
+        np.testing.assert_allclose(found[f"{k}-logprobs"], best.values.detach().numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(found[f"{k}-again"], found[f"{k}-logprobs"])
+        assert_gradients(found, str(k), hidden_ME, weight_VE, within=2e-5)  # log-ratios of up to 20 in f32

@@ -1,0 +1,194 @@
+"""Divergences between the student's and the teacher's distribution of the next token, as sums over columns.
+
+A column is a token of the vocabulary, or the bucket that holds the tail of a top-k. With s and t the probabilities of
+student and teacher in a column, and m a mixture of both:
+
+    reverse_kl            KL(s || t)
+    forward_kl            KL(t || s)
+    jsd(β)                β KL(t || m) + (1-β) KL(s || m),  m = β t + (1-β) s      GKD, arXiv 2306.13649
+    skewed_reverse_kl(α)  KL(s || m),                       m = α s + (1-α) t      DistiLLM, arXiv 2402.03898
+    skewed_forward_kl(α)  KL(t || m),                       m = α t + (1-α) s
+
+β is the teacher's weight. At β = 0 and 1 the mixture is one of the two and that sum is 0 whatever they are; there, as
+in TRL, `jsd` means the limits of jsd/β and jsd/(1-β): forward_kl and reverse_kl. α = 0 is the plain KL.
+
+In each column KL(p || q) counts as p log(p/q) - p + q. Over a whole distribution the added terms cancel, in value and
+in the gradient of the logits; in a column they make the term non-negative and, where p is close to q, of second order,
+so that equal distributions give 0 and not the sum of many rounding errors.
+
+Legend: K columns; everything is in log-probs, and a column that one side rules out is -inf there.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+EMPTY_TAIL = torch.finfo(torch.float64).eps  # least mass of a tail: where it is empty (K = V), 1 - Σp is rounding
+SMALL_TAIL = torch.finfo(torch.float32).eps  # mass of a tail that has no gradient
+
+
+@dataclass(frozen=True)
+class ColumnSum:
+    """A sum over columns, as two functions of the log-probs in each: (student, teacher), or the student's alone.
+
+    Neither function gives NaN for log-probs; `value` is inf where the divergence is.
+    """
+
+    value: Callable[..., Tensor]  # what a column adds
+    slope: Callable[..., Tensor]  # its derivative by the student's log-prob
+
+    def __call__(self, student_logprobs: Tensor, *others: Tensor) -> Tensor:
+        """Sum over the last dimension, [..., K] -> [...], with gradient to `student_logprobs` alone."""
+        return _Sum.apply(self, student_logprobs, *others)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, measure, *logprobs):  # type: ignore[override]
+        ctx.save_for_backward(*logprobs)
+        ctx.measure = measure
+        return measure.value(*logprobs).sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        student_grad = grad[..., None] * ctx.measure.slope(*ctx.saved_tensors)
+        return None, student_grad, *[None] * (len(ctx.saved_tensors) - 1)
+
+
+def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum:
+    """Return the divergence called `name`, a key of `DIVERGENCES`.
+
+    Args:
+        beta: of jsd, 0 to 1: the teacher's weight in the mixture.
+        alpha: of the skewed ones, from 0 to below 1: how much of the first argument is mixed into the second.
+
+    Raises:
+        ValueError: for an unknown name or a parameter out of its range.
+    """
+    if name not in DIVERGENCES:
+        raise ValueError(f"divergence {name!r} is unknown; use one of {', '.join(DIVERGENCES)}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta of jsd is {beta}; use a number from 0 to 1")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"alpha of {name} is {alpha}; use a number from 0 to below 1 (at 1 nothing is compared)")
+    return DIVERGENCES[name](beta, alpha)
+
+
+def with_tail(logprobs_MK: Tensor) -> Tensor:
+    """Append the bucket of all other columns, log(1 - Σp): [M, K] -> f64 [M, K+1]."""
+    logprobs_MK = logprobs_MK.double()
+    covered_M1 = logprobs_MK.logsumexp(-1, keepdim=True).clamp(max=-EMPTY_TAIL)
+    tail_M1 = torch.log(-torch.expm1(covered_M1))
+    # what it would pass on is the difference of numbers that f32 cannot tell apart
+    tail_M1 = torch.where(covered_M1 > -SMALL_TAIL, tail_M1.detach(), tail_M1)
+    return torch.cat([logprobs_MK, tail_M1], dim=-1)
+
+
+def topk_divergence(student_MK: Tensor, teacher_MK: Tensor, measure: ColumnSum) -> Tensor:
+    """Divergence of K columns and the bucket that holds all others, f32 [M], with gradient to `student_MK`.
+
+    By the data-processing inequality it is at most the divergence over the whole vocabulary, and never negative;
+    with K = V it is that divergence.
+
+    Args:
+        student_MK: student log-probs of K different tokens.
+        teacher_MK: teacher log-probs of the same tokens.
+    """
+    return measure(with_tail(student_MK), with_tail(teacher_MK)).float()
+
+
+def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
+    """probability · log_ratio, 0 where the probability is 0 and the ratio may be anything."""
+    return torch.where(probability > 0, probability * log_ratio, 0.0)
+
+
+def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
+    """log(weight · e^first + (1-weight) · e^second)."""
+    return torch.logaddexp(first + math.log(weight), second + math.log1p(-weight))
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """A column of KL(p || q), from log-probs."""
+    probability = p.exp()
+    return _times(probability, p - q) - probability + q.exp()
+
+
+def _surprise(student: Tensor) -> Tensor:
+    return -_times(student.exp(), student)
+
+
+def _surprise_slope(student: Tensor) -> Tensor:
+    return _surprise(student) - student.exp()
+
+
+def _reverse_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
+    return _times(student.exp(), student - teacher)
+
+
+def _forward_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
+    return student.exp() - teacher.exp()
+
+
+def _jsd(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
+    mixture = _log_mixture(teacher, student, beta)
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _jsd_slope(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
+    # what the mixture's own movement adds to either KL cancels in their weighted sum
+    return (1 - beta) * _times(student.exp(), student - _log_mixture(teacher, student, beta))
+
+
+def _skewed_reverse_kl(student: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
+    return _kl(student, _log_mixture(student, teacher, alpha))
+
+
+def _skewed_reverse_kl_slope(student: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
+    log_ratio, probability = student - _log_mixture(student, teacher, alpha), student.exp()
+    return _times(probability, log_ratio) - _times(alpha * probability, torch.expm1(log_ratio))
+
+
+def _skewed_forward_kl(student: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
+    return _kl(teacher, _log_mixture(teacher, student, alpha))
+
+
+def _skewed_forward_kl_slope(student: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
+    log_ratio = teacher - _log_mixture(teacher, student, alpha)
+    return -_times((1 - alpha) * student.exp(), torch.expm1(log_ratio))
+
+
+REVERSE_KL = ColumnSum(_kl, _reverse_kl_slope)
+ENTROPY = ColumnSum(_surprise, _surprise_slope)
+FORWARD_KL = ColumnSum(lambda student, teacher: _kl(teacher, student), _forward_kl_slope)
+
+
+def _jsd_of(beta: float, alpha: float) -> ColumnSum:
+    if beta in (0, 1):
+        return REVERSE_KL if beta else FORWARD_KL
+    return ColumnSum(partial(_jsd, beta=beta), partial(_jsd_slope, beta=beta))
+
+
+def _skewed_reverse_of(beta: float, alpha: float) -> ColumnSum:
+    if not alpha:
+        return REVERSE_KL
+    return ColumnSum(partial(_skewed_reverse_kl, alpha=alpha), partial(_skewed_reverse_kl_slope, alpha=alpha))
+
+
+def _skewed_forward_of(beta: float, alpha: float) -> ColumnSum:
+    if not alpha:
+        return FORWARD_KL
+    return ColumnSum(partial(_skewed_forward_kl, alpha=alpha), partial(_skewed_forward_kl_slope, alpha=alpha))
+
+
+# name -> (β, α) -> the divergence
+DIVERGENCES: dict[str, Callable[[float, float], ColumnSum]] = {
+    "reverse_kl": lambda beta, alpha: REVERSE_KL,
+    "forward_kl": lambda beta, alpha: FORWARD_KL,
+    "jsd": _jsd_of,
+    "skewed_reverse_kl": _skewed_reverse_of,
+    "skewed_forward_kl": _skewed_forward_of,
+}

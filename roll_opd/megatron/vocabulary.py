@@ -1,0 +1,120 @@
+"""What every computation over a split vocabulary shares: columns of a rank, chunks of logits, the way back.
+
+The logits of a whole batch are never stored. Forward goes through rows in chunks of bounded size and keeps a few
+numbers a token; backward computes the logits again in tiles, which no sum over the vocabulary crosses any more.
+
+Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20  # f32 logits of one chunk on one rank
+TILE_ROWS = 1024  # of a tile in backward: enough for the products to be bound by arithmetic
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The vocabulary columns of this rank."""
+
+    first: int  # token id of its column 0
+    real: int  # columns that are no padding
+    group: dist.ProcessGroup
+    inverse_temperature: float
+    chunk_bytes: int
+
+    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Sum (or `op`) over the ranks that share the vocabulary, in place."""
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+    def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
+        """f32 [C, V] over the temperature, -inf in padding."""
+        logits_CV = (hidden_CE @ weight_VE.T).float()
+        if self.inverse_temperature != 1.0:
+            logits_CV *= self.inverse_temperature
+        if self.real < logits_CV.size(1):
+            logits_CV[:, self.real :] = float("-inf")
+        return logits_CV
+
+    def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log of the sum of exp over the whole vocabulary, f64 [C], and `picked_CK` summed over the ranks, f64 [C, K].
+
+        Collective; uses up `logits_CV`.
+        """
+        largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
+        # summed in f64, so that the result does not depend on how many ranks share the vocabulary
+        sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1, dtype=torch.float64)
+        sums_C1 = sums_C[:, None]
+        both = self.reduce(sums_C1 if picked_CK is None else torch.cat([sums_C1, picked_CK.double()], dim=1))
+        return both[:, 0].log() + largest_C, both[:, 1:]
+
+    @staticmethod
+    def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
+        """`logits` less their log-normaliser (f64), in place.
+
+        In two parts: near the largest logit the first difference is exact, so what f32 cuts off is not lost.
+        """
+        high_C = log_normaliser_C.float()
+        return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
+
+    def chunks(self, rows: int, columns: int) -> Iterator[slice]:
+        """Rows whose logits fit into a chunk; one (empty) chunk where there are none: collectives run everywhere."""
+        step = max(1, self.chunk_bytes // (4 * columns))
+        return (slice(start, start + step) for start in range(0, max(rows, 1), step))
+
+
+def columns_of(
+    weight_VE: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_bytes: int
+) -> Columns:
+    """Return this rank's columns, where every rank of `group` holds as many rows of the output embedding."""
+    first = dist.get_rank(group) * weight_VE.size(0)
+    real = min(max(vocab_size - first, 0), weight_VE.size(0))
+    return Columns(first, real, group, 1.0 / temperature, chunk_bytes)
+
+
+def backward_through_logits(
+    columns: Columns,
+    hidden_ME: Tensor,
+    weight_VE: Tensor,
+    weight_grad_VE: Tensor | None,
+    logits_grad: Callable[[Tensor, slice, slice], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of hidden states and output embedding; each tile's logits are computed again.
+
+    Args:
+        weight_grad_VE: f32, where the embedding's gradient is added; None: it is returned.
+        logits_grad: (logits f32 of a tile, its rows, its columns) -> gradient of the logits over the temperature; may
+            use up what it is given.
+    """
+    grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
+    total_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if weight_grad_VE is None else weight_grad_VE
+    height = min(TILE_ROWS, max(hidden_ME.size(0), 1))
+    width = max(1, columns.chunk_bytes // (4 * height))
+    for top in range(0, hidden_ME.size(0), height):
+        rows = slice(top, top + height)
+        hidden_CE = hidden_ME[rows]
+        for left in range(0, columns.real, width):
+            part = slice(left, min(left + width, columns.real))
+            logits_CV = (hidden_CE @ weight_VE[part].T).float()
+            if columns.inverse_temperature != 1.0:
+                logits_CV *= columns.inverse_temperature
+            grad_CV = logits_grad(logits_CV, rows, part)
+            if columns.inverse_temperature != 1.0:
+                grad_CV *= columns.inverse_temperature
+            grad_CV = grad_CV.to(hidden_ME.dtype)
+            _add_product(grad_hidden_ME[rows], grad_CV, weight_VE[part])
+            _add_product(total_VE[part], grad_CV.T, hidden_CE)
+    return grad_hidden_ME.to(hidden_ME.dtype), total_VE.to(weight_VE.dtype) if weight_grad_VE is None else None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)  # in place: no temporary of the size of `total`
+    else:
+        total += left @ right
