@@ -33,6 +33,8 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
     """
     if len(plan.teachers) != 1 or plan.num_nodes != 1:
         raise BareError("only one teacher on one node can be measured; choose such a configuration")
+    if plan.objective.opd_objective != "sampled":
+        raise BareError("only opd_objective: sampled can be measured; choose such a configuration")
     source = _prompt_source(plan)
     with ExitStack() as stack:
         engines = [stack.enter_context(engine) for engine in _engines(plan, log)]
@@ -56,7 +58,7 @@ def _step(
         seconds["old_logprobs"], old = _together(student, "logprobs", sequences, temperature)
         old = _merged(old)
         experiences = [replace(e, old_logprobs=old[i]) for i, e in enumerate(experiences)]
-    samples, size = train_samples(experiences, plan.teachers), plan.student.mini_batch_sequences
+    samples, size = train_samples(experiences, plan.teachers, objective), plan.student.mini_batch_sequences
     batches = [samples[start : start + size] for start in range(0, len(samples), size)] * objective.ppo_epochs
     seconds["train"] = sum(_together(student, "update", batch, objective, temperature)[0] for batch in batches)
     seconds["weight_sync"] = _transfer(student, engines, version=step)

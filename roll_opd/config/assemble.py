@@ -66,7 +66,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         teachers=teachers,
         rewards=checked.rewards,
         data=checked.data,
-        objective=read_objective(top, roles.mode, updates, checked.response),
+        objective=read_objective(top, roles.mode, updates, checked.response, roles.shared_vocabulary),
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
         reference=reference,
         extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,

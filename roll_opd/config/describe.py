@@ -255,6 +255,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
         f"  advantage = {_advantage(plan)}",
         f"  {objective.adv_estimator}, {objective.policy_loss} loss, {objective.loss_agg_mode}, discount"
         f" {objective.opd_kl_discount:g}; old log-probs {again}",
+        *_distillation_lines(plan),
         *_reference_lines(objective),
         f"  AdamW lr {optimizer.learning_rate:g} ({optimizer.lr_scheduler_type}, {optimizer.warmup_steps} warm-up),"
         f" betas {optimizer.adam_beta1:g} {optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}, clip"
@@ -265,9 +266,10 @@ def _objective_lines(plan: RunPlan) -> list[str]:
 def _advantage(plan: RunPlan) -> str:
     """Write the advantage as a formula, with its coefficients."""
     objective = plan.objective
-    teachers = " ".join(f"- {teacher.opd_kl_coef:g} * reverse_kl({teacher.name})" for teacher in plan.teachers)
+    taught = plan.advantage_teachers
+    teachers = " ".join(f"- {teacher.opd_kl_coef:g} * reverse_kl({teacher.name})" for teacher in taught)
     if plan.mode == "pure":
-        return teachers
+        return teachers or "0 (the teacher's part is in the loss)"
     steps = [
         f"mean by {objective.norm_mean_type}" if objective.norm_mean_type else "",
         f"std by {objective.norm_std_type}" if objective.norm_std_type else "",
@@ -281,6 +283,22 @@ def _advantage(plan: RunPlan) -> str:
     ]
     shaped = ", ".join([f"{objective.adv_estimator}({reward}; gamma {objective.gamma:g})", *filter(None, after)])
     return f"{shaped} {teachers}".rstrip()
+
+
+def _distillation_lines(plan: RunPlan) -> list[str]:
+    objective = plan.objective
+    if objective.opd_objective == "sampled":
+        return []
+    parameter = {"jsd": f" (beta {objective.opd_jsd_beta:g})"}.get(objective.opd_divergence, "")
+    if objective.opd_divergence.startswith("skewed"):
+        parameter = f" (alpha {objective.opd_skew_alpha:g})"
+    over = f"the whole vocabulary ({objective.opd_vocab_size} tokens)"
+    if objective.opd_objective == "topk":
+        over = f"the {objective.opd_topk_source}'s {objective.opd_topk} most likely tokens and the tail"
+    terms = " + ".join(
+        f"{teacher.opd_kl_coef:g} * {objective.opd_divergence}({teacher.name})" for teacher in plan.teachers
+    )
+    return [f"  loss + {terms}{parameter}, over {over}"]
 
 
 def _reference_lines(objective: ObjectivePlan) -> list[str]:

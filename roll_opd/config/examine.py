@@ -15,7 +15,7 @@ from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
-from roll_opd.config.objective import check_baseline, check_objective
+from roll_opd.config.objective import check_baseline, check_objective, check_topk
 from roll_opd.config.plan import AgenticPlan, DataPlan, RewardPlan
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
@@ -70,6 +70,8 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     if agentic:
         top = turn_lengths(top, roles.infer.worker if roles.infer else None)
     check_objective(top, mode, findings)
+    if roles.shared_vocabulary:
+        check_topk(top, roles.shared_vocabulary, findings)
     checks.check_devices(roles.all(), top, findings)
     n = _responses_per_prompt(top, roles.infer, findings)
     response = _check_lengths(top, roles, findings)

@@ -162,6 +162,7 @@ ADV_ESTIMATORS = (
 )
 POLICY_LOSSES = tuple(LOSSES)
 KL_LOSSES = ("none", "k1", "k2", "k3", "abs", "low_var_kl", "corrected_k3")
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "skewed_forward_kl")
 KL_PENALTIES = ("kl", "k1", "mse", "k2", "low_var_kl", "k3", "abs", "full")
 
 # ROLL's strategies without an own counterpart here, and the nearest that exists, by what a role does

@@ -38,6 +38,16 @@ REWARD_ONLY = (
     "kl_penalty",
     "entropy_loss_coef",
 )
+# keys of the teachers' part beside its coefficients
+OPD_ONLY = (
+    "opd_objective",
+    "opd_use_policy_gradient",
+    "opd_divergence",
+    "opd_topk",
+    "opd_topk_source",
+    "opd_jsd_beta",
+    "opd_skew_alpha",
+)
 # keys that change what is learnt and that nothing here computes yet -> the values that change nothing
 LATER: dict[str, tuple[object, ...]] = {
     "opsd_mode": (False,),
@@ -61,6 +71,7 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
         if value not in harmless:
             findings.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
     _check_functions(top, mode, findings)
+    _check_distillation(top, mode, findings)
     if mode == "pure":
         _check_pure(top, findings)
         return
@@ -108,6 +119,59 @@ def _check_functions(top: Top, mode: Mode, findings: Findings) -> None:
         findings.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
 
 
+def _check_distillation(top: Top, mode: Mode, findings: Findings) -> None:
+    """Refuse combinations of the teachers' part that teach nothing or something else than they say."""
+    written = [key for key in OPD_ONLY if key in top.model_fields_set]
+    if mode == "rl":
+        for key in written:
+            findings.ignore(key)
+        return
+    objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
+    if objective == "sampled":
+        if policy_gradient is False:
+            findings.problem(
+                "opd_use_policy_gradient",
+                "false makes a direct loss of student - teacher log-prob of the sampled token (k1), whose gradient does"
+                " not know the teacher; leave it out, or use opd_objective: topk or full",
+            )
+        if top.opd_divergence != "reverse_kl":
+            findings.problem(
+                "opd_divergence",
+                f"{top.opd_divergence} needs a sum over the vocabulary: sampled tokens estimate the reverse KL only;"
+                " use opd_objective: full or topk",
+            )
+    else:
+        if policy_gradient:
+            findings.problem(
+                "opd_use_policy_gradient",
+                f"true makes an advantage of the {objective} divergence, which is the same whatever token was sampled,"
+                " so that its expected gradient is 0; leave it out, or use opd_objective: sampled",
+            )
+        if top.opd_kl_discount:
+            findings.problem(
+                "opd_kl_discount",
+                f"{top.opd_kl_discount:g} sums later tokens into an advantage, and opd_objective: {objective} has none"
+                " from the teacher; set it to 0, or use opd_objective: sampled",
+            )
+    used = {
+        "opd_topk": objective == "topk",
+        "opd_topk_source": objective == "topk",
+        "opd_jsd_beta": top.opd_divergence == "jsd",
+        "opd_skew_alpha": top.opd_divergence.startswith("skewed"),
+    }
+    for key in written:
+        if not used.get(key, True):
+            findings.ignore(key)
+
+
+def check_topk(top: Top, vocab_size: int, findings: Findings) -> None:
+    """Check a top-k against the smallest vocabulary of student and teachers."""
+    if top.opd_objective == "topk" and top.opd_topk > vocab_size:
+        findings.problem(
+            "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"
+        )
+
+
 def check_baseline(top: Top, mode: Mode, responses: int, findings: Findings) -> None:
     """Warn of a group of one response, whose mean the reward is not compared with."""
     compares = ADVANTAGES.get(top.adv_estimator or "gae", AdvantageFacts()).baseline
@@ -143,8 +207,11 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def read_objective(top: Top, mode: Mode, updates: int, response: int) -> ObjectivePlan:
-    """Return the objective of a run with `updates` optimizer updates a step."""
+def read_objective(top: Top, mode: Mode, updates: int, response: int, vocab_size: int) -> ObjectivePlan:
+    """Return the objective of a run with `updates` optimizer updates a step.
+
+    `vocab_size` is how many token ids student and teachers all have.
+    """
     pure = mode == "pure"
     ranged = top.use_pg_clip_range is not False
     low, high = (top.pg_clip_low, top.pg_clip_high) if ranged else (None, None)
@@ -163,6 +230,16 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int) -> Objecti
         "ppo_epochs": top.ppo_epochs,
         "recompute_old_logprobs": updates > 1 or top.enable_old_logprobs_recompute,
     }
+    if mode != "rl" and top.opd_objective != "sampled":
+        common |= {
+            "opd_objective": top.opd_objective,
+            "opd_divergence": top.opd_divergence,
+            "opd_topk": top.opd_topk,
+            "opd_topk_source": top.opd_topk_source,
+            "opd_jsd_beta": top.opd_jsd_beta,
+            "opd_skew_alpha": top.opd_skew_alpha,
+            "opd_vocab_size": vocab_size,
+        }
     if pure:
         return ObjectivePlan(adv_estimator="on_policy_distill", **common)
     token_kl = ROLL_INIT_KL_COEF if top.init_kl_coef is None else top.init_kl_coef

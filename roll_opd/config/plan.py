@@ -248,6 +248,13 @@ class ObjectivePlan:
     dual_clip: float | None = 3.0
     loss_agg_mode: str = "token-mean"
     loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
+    opd_objective: Literal["sampled", "topk", "full"] = "sampled"  # sampled: an advantage; others: a part of the loss
+    opd_divergence: str = "reverse_kl"  # of topk and full; a key of algorithms.divergences.DIVERGENCES
+    opd_topk: int = 64
+    opd_topk_source: Literal["teacher", "student"] = "teacher"  # whose most likely tokens
+    opd_jsd_beta: float = 0.5
+    opd_skew_alpha: float = 0.1
+    opd_vocab_size: int | None = None  # token ids that student and teachers all have; None: the student's
     opd_kl_discount: float = 0.0
     ppo_epochs: int = 1
     # False only where one update follows one rollout: log-probs before and during the update are the same
@@ -311,6 +318,11 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
     memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> {part: estimated bytes a rank}
     config_yaml: str = ""  # the composed configuration, for the run directory
+
+    @property
+    def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
+        """The teachers whose part is an advantage; with a live gradient it is a part of the loss."""
+        return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
     def sequences_per_step(self) -> int:

@@ -51,6 +51,12 @@ class Roles:
         found = (self.train, self.infer, *self.teachers.values(), self.reference)
         return [role for role in found if role is not None]
 
+    @property
+    def shared_vocabulary(self) -> int:
+        """How many token ids the student and all its teachers have; 0 where no model could be read."""
+        facts = [role.facts for role in (self.train, *self.teachers.values()) if role is not None and role.facts]
+        return min((known.vocab for known in facts), default=0)
+
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
     """Whether a configuration plays environments; ROLL tells by the script that is started."""

@@ -252,6 +252,14 @@ class Top(Section):
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] = "rlvr"
     opd_kl_coef: NotNegative | None = None
     opd_kl_discount: Fraction = 0.0
+    # how the teachers teach (ours); ranges are those of `algorithms.divergences`
+    opd_objective: Literal["sampled", "topk", "full"] = "sampled"
+    opd_use_policy_gradient: bool | None = None
+    opd_divergence: Literal[names.DIVERGENCES] = "reverse_kl"  # type: ignore[valid-type]
+    opd_topk: Positive = 64
+    opd_topk_source: Literal["teacher", "student"] = "teacher"
+    opd_jsd_beta: Fraction = 0.5
+    opd_skew_alpha: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)] = 0.1
     allow_self_teacher: bool = False
     algorithm_type: str | None = None  # a row of `algorithms.ALGORITHMS`, or the dotted path of a user's own
     advantage_fn: str | None = None  # Trinity-RFT's name of adv_estimator; also a registered name or a dotted path

@@ -29,6 +29,7 @@ class Experience:
     weights_version: int  # which weights sampled it
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
     teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]
+    teacher_views: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # teacher -> `TeacherView.arrays`
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
     advantages: np.ndarray | None = None  # f64 [T-P], of the external reward alone; 0 off the action mask

@@ -1,8 +1,21 @@
 """What goes into a train step and what comes out: plain numpy, so that the driver need not import an engine."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class TeacherView:
+    """What a teacher says of the whole distribution at each of T-P tokens, for an objective with a live gradient.
+
+    `arrays` holds, for top-k, `topk_ids` int32 [T-P, K] and `topk_logprobs` f32 [T-P, K]; for the full vocabulary the
+    final hidden states `hidden` [T-P, F] (see `data.arrays`), for the teacher's output head on the student's ranks.
+    """
+
+    coefficient: float  # opd_kl_coef
+    arrays: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -18,6 +31,7 @@ class TrainSample:
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
     reward: float | None = None  # the external reward; None: there is none
+    teachers: Mapping[str, TeacherView] = field(default_factory=dict)  # none where the objective is `sampled`
 
 
 @dataclass(frozen=True)

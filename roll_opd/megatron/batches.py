@@ -11,6 +11,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from roll_opd.data.arrays import as_tensor
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -18,7 +20,7 @@ class Sample:
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P >= 1
-    columns: Mapping[str, np.ndarray]  # each [T-P]
+    columns: Mapping[str, np.ndarray]  # each [T-P] or [T-P, K]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class PackedBatch:
     scored_M: Tensor  # int64, places in the pack
     lengths: tuple[int, ...]  # M_b, scored tokens of each sequence
     packed_seq_params: PackedSeqParams
-    columns: dict[str, Tensor]  # each [M]
+    columns: dict[str, Tensor]  # each [M] or [M, K]
 
 
 def pack(samples: Sequence[Sample], device: torch.device, multiple: int) -> PackedBatch:
@@ -62,4 +64,4 @@ def pack(samples: Sequence[Sample], device: torch.device, multiple: int) -> Pack
 
 
 def _tensor(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+    return as_tensor(np.concatenate(arrays)).to(device)

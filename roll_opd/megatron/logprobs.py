@@ -39,7 +39,7 @@ def vocab_parallel_logprobs(
     columns = columns_of(
         weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
     )
-    targets_MK = targets.reshape(len(targets), -1) - columns.first
+    targets_MK = (targets[:, None] if targets.ndim == 1 else targets) - columns.first
     logprobs_MK = _VocabParallelLogprobs.apply(hidden_ME, weight_VE, targets_MK, columns, weight_grad_VE)
     return logprobs_MK.view(targets.shape)
 
@@ -104,6 +104,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_MK):  # type: ignore[override]
         hidden_ME, weight_VE, targets_MK, log_normaliser_M = ctx.saved_tensors
+        if not grad_MK.any():  # no advantage anywhere, as beside a divergence that is the whole loss
+            return torch.zeros_like(hidden_ME), None, None, None, None
         grad_MK = grad_MK.float()
 
         def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""A Megatron model from a Hugging Face directory, whose forward pass returns token log-probs.
+"""A Megatron model from a Hugging Face directory, whose forward pass ends in hidden states and their output head.
 
 Legend: N packed tokens, M scored tokens, E hidden size.
 """
@@ -23,15 +23,15 @@ from roll_opd.config.frozen import thaw
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.megatron.bridge import Bridge, bridge_for
 from roll_opd.megatron.exact import VECTOR, exact_silu
+from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.layers import layer_spec
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.rope import inverse_frequencies
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TokenLogprobModel(GPTModel):
-    """A GPT model that ends in the log-probs of given tokens instead of logits."""
+class HeadModel(GPTModel):
+    """A GPT model that ends in an `OutputHead` instead of logits."""
 
     vocab_size_real: int
 
@@ -42,8 +42,8 @@ class TokenLogprobModel(GPTModel):
         scored_M: Tensor,
         packed_seq_params: PackedSeqParams,
         temperature: float,
-    ) -> Tensor:
-        """Return f32 [M] on the last pipeline stage: log p(tokens[scored] | what stands before); else hidden states.
+    ) -> Tensor | OutputHead:
+        """Return, on the last pipeline stage, the head that predicts tokens[scored]; else hidden states.
 
         `scored_M` holds positions in the pack, none of them the first of its sequence.
         """
@@ -56,16 +56,20 @@ class TokenLogprobModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        tied = self.share_embeddings_and_output_weights
-        return vocab_parallel_logprobs(
+        return OutputHead(
             # The one place that shifts by one: the state at position i - 1 predicts token i.
-            hidden[:, 0].index_select(0, scored_M - 1),
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            tokens_N[scored_M],
+            hidden_ME=hidden[:, 0].index_select(0, scored_M - 1),
+            weight_VE=self.output_weight(),
+            targets_M=tokens_N[scored_M],
             temperature=temperature,
             vocab_size=self.vocab_size_real,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
+
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output embedding, on the last pipeline stage."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # type: ignore[override]
         decoder_input, *rest = super()._preprocess(*args, **kwargs)
@@ -115,10 +119,10 @@ def all_zero(chunks: Sequence[torch.nn.Module]) -> bool:
     return not any(bool(weight.any()) for weight in matrices)
 
 
-def _build_chunk(bridge: Bridge, hf_config: PretrainedConfig, stage: int) -> TokenLogprobModel:
+def _build_chunk(bridge: Bridge, hf_config: PretrainedConfig, stage: int) -> HeadModel:
     virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
-    model = TokenLogprobModel(
+    model = HeadModel(
         config=bridge.config,
         transformer_layer_spec=layer_spec(bridge.config, vp_stage),
         vocab_size=bridge.padded_vocab_size,

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -26,11 +27,14 @@ from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.table import policy_loss
 from roll_opd.config.plan import ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.data.arrays import as_tensor
 from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
+from roll_opd.megatron.distillation import distillation_loss, teacher_columns
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.model import DTYPES
+from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
+from roll_opd.megatron.model import DTYPES, unwrapped
 
 
 class MegatronTrainer(MegatronEngine):
@@ -49,6 +53,7 @@ class MegatronTrainer(MegatronEngine):
             overlap_grad_reduce=False,
         )
         self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
+        self.teacher_heads: dict[str, TeacherHead] = {}
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), self.chunks)
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
         config.grad_scale_func = self.optimizer.scale_loss
@@ -61,7 +66,8 @@ class MegatronTrainer(MegatronEngine):
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
         `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
         is, before its coefficient), `ratio`, `clipped` (ratios outside the clip range) and `approx_kl` (k3 of old
-        against new).
+        against new); where there is such a part of the loss, `opd_loss` (divergence from the teachers, with their
+        coefficients) and `entropy` (before its coefficient), both weighted as the loss is.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -70,7 +76,20 @@ class MegatronTrainer(MegatronEngine):
         mine = self._assigned(batch, self.plan.train_limits)
         arguments = objective.policy_loss_arguments
         function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
-        loss = partial(_loss, objective=objective, function=function)
+
+        def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
+            value, report = _loss(head.logprobs(), batch, objective=objective, function=function)
+            if objective.entropy_loss_coef:
+                entropy = (head.entropy() * batch.columns["weight"]).sum()
+                value = value - objective.entropy_loss_coef * entropy
+                report["sums"]["entropy"] = entropy.detach()
+            if objective.opd_objective != "sampled":
+                distillation = distillation_loss(head, batch, objective, self.teacher_heads)
+                value = value + distillation
+                report["sums"]["opd_loss"] = distillation.detach()
+            report["sums"]["weighted_loss"] = value.detach()
+            return value, report
+
         micro_batches = [[batch[n] for n in numbers] for numbers in mine]
         reports = self._run(micro_batches, temperature, loss, forward_only=False)
         if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient
@@ -98,6 +117,14 @@ class MegatronTrainer(MegatronEngine):
             applied=bool(applied),
         )
 
+    def load_teacher_head(self, name: str, head: np.ndarray) -> None:
+        """Take in a teacher's whole output embedding [W, F], for the objective `full`; each rank keeps its part."""
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return
+        group = parallel_state.get_tensor_model_parallel_group()
+        columns = unwrapped(self.chunks[-1]).output_weight().size(0)
+        self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device)
+
     def _everywhere_finite(self, reports: Sequence[dict]) -> bool:
         """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""
         finite = all(bool(torch.isfinite(report["sums"]["weighted_loss"])) for report in reports)
@@ -114,7 +141,7 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
     result = []
-    for sample, weight in zip(samples, weights, strict=True):
+    for sample, weight, said in zip(samples, weights, teacher_columns(samples), strict=True):
         columns = {
             "mask": sample.action_mask,
             "weight": weight.numpy(),
@@ -128,7 +155,7 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
             columns["ref_logprobs"] = sample.ref_logprobs
         if sample.reward is not None:
             columns["rewards"] = np.full(len(sample.action_mask), sample.reward, np.float32)
-        result.append(Sample(sample.tokens, sample.prompt_length, columns))
+        result.append(Sample(sample.tokens, sample.prompt_length, columns | said))
     return result
 
 

@@ -43,7 +43,15 @@ async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...
         student.setup(**engine),
         *[scorer.group.setup(**engine) for scorer in (*teachers, reference) if scorer],
     )
-    return Cast(Student(plan.student, student), sampler, Scorers(teachers, judges, reference))
+    learner, objective = Student(plan.student, student), plan.objective
+    if objective.opd_objective == "sampled":
+        return Cast(learner, sampler, Scorers(teachers, judges, reference))
+    if objective.opd_objective == "full":
+        for teacher in teachers:
+            await learner.load_teacher_head(teacher)
+    proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
+    scorers = Scorers(teachers, judges, reference, views_for=objective, student=learner if proposes else None)
+    return Cast(learner, sampler, scorers)
 
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:

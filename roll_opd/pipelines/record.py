@@ -17,7 +17,16 @@ from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
 from roll_opd.tracking.trackers import Trackers
 
 # what else the advantages of a sample depend on
-OF_THE_OBJECTIVE = ("gamma", "opd_kl_discount", "reward_clip", "advantage_clip", "init_kl_coef", "kl_penalty")
+OF_THE_OBJECTIVE = (
+    "opd_objective",
+    "opd_divergence",
+    "gamma",
+    "opd_kl_discount",
+    "reward_clip",
+    "advantage_clip",
+    "init_kl_coef",
+    "kl_penalty",
+)
 
 
 class Record:
@@ -83,7 +92,7 @@ class Record:
         self.note(f"Run directory: {self._run.path}")
 
     def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
-        teachers, objective = self._plan.teachers, self._plan.objective
+        teachers, objective = self._plan.advantage_teachers, self._plan.objective
         rewards = token_level_rewards(experiences, teachers, objective)
         weights = advantages(experiences, teachers, objective.opd_kl_discount)
         return [self._sample(step, *one) for one in zip(experiences, rewards, weights, strict=True)]

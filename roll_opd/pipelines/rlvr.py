@@ -71,7 +71,7 @@ async def run_rlvr(
         metrics |= (
             train_infer_metrics(experiences)
             | opd_metrics(experiences)
-            | advantage_metrics(experiences, plan.teachers, plan.objective)
+            | advantage_metrics(experiences, plan.advantage_teachers, plan.objective)
         )
         if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)

@@ -11,23 +11,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.selection import Keeps, Selection
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.roles import Judge, RunError, Sampler, Scorer, Teacher
+from roll_opd.workers.roles import Judge, RunError, Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import Request
 
 
 @dataclass(frozen=True)
 class Scorers:
-    """Who looks at finished samples: teachers and judges at those of their tags, the reference policy at all."""
+    """Who looks at finished samples: teachers and judges at those of their tags, the reference policy at all.
+
+    Where `views_for` is an objective, teachers say more than the log-probs of the sampled tokens; where `student` is
+    there, it is of the student's most likely tokens that they speak.
+    """
 
     teachers: Sequence[Teacher] = ()
     judges: Sequence[Judge] = ()
     reference: Scorer | None = None
+    views_for: ObjectivePlan | None = None
+    student: Student | None = None
 
 
 async def roll_out(
@@ -131,14 +137,23 @@ def experience_of(prompt: Prompt, draw: int, sample: int, completion: Completion
 async def _score(experiences: list[Experience], scorers: Scorers, temperature: float) -> list[Experience]:
     """Have every teacher and judge score the samples of its tags, and the reference all, side by side."""
     result = list(experiences)
+    objective, ids = scorers.views_for, None
+    if scorers.student:
+        ids = await scorers.student.topk_ids(experiences, temperature, objective)
 
     async def ask_teacher(teacher: Teacher) -> None:
         routed = [i for i, e in enumerate(experiences) if teacher.plan.scores(e.tag)]
         if not routed:
             return
-        for i, logprobs in zip(routed, await teacher.score([experiences[i] for i in routed], temperature), strict=True):
-            scores = {**result[i].teacher_logprobs, teacher.plan.name: logprobs}
-            result[i] = replace(result[i], teacher_logprobs=scores)
+        samples, name = [experiences[i] for i in routed], teacher.plan.name
+        if objective is None:
+            answers = [(logprobs, None) for logprobs in await teacher.score(samples, temperature)]
+        else:
+            answers = await teacher.look(samples, temperature, objective, ids and [ids[i] for i in routed])
+        for i, (logprobs, view) in zip(routed, answers, strict=True):
+            scores = {**result[i].teacher_logprobs, name: logprobs}
+            views = result[i].teacher_views if view is None else {**result[i].teacher_views, name: view}
+            result[i] = replace(result[i], teacher_logprobs=scores, teacher_views=views)
 
     async def ask_judge(judge: Judge) -> None:
         routed = [i for i, e in enumerate(experiences) if judge.plan.scores(e.tag)]

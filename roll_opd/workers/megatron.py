@@ -40,6 +40,15 @@ class _Rank:
         """Log-probs of every response token; see `MegatronEngine.logprobs`, whose answer it is."""
         return Compact(self._engine.logprobs(sequences, temperature))
 
+    def score(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **wanted: Any) -> Compact:
+        """Log-probs and what else is `wanted`; see `MegatronEngine.score`, whose answer it is."""
+        return Compact(self._engine.score(sequences, temperature, **wanted))
+
+    def output_head(self) -> list[ray.ObjectRef] | None:
+        """A reference to the whole output embedding from one rank; None elsewhere."""
+        head = self._engine.output_head()
+        return None if head is None else [ray.put(head)]
+
 
 @ray.remote
 class ScoreWorker(_Rank):
@@ -64,7 +73,11 @@ class TrainWorker(_Rank):
         temperature: float,
     ) -> Compact:
         """One optimizer update from one mini-batch; see `MegatronTrainer.update`, whose answer it is."""
-        return Compact(self._engine.update(train_samples(experiences, teachers), objective, temperature))
+        return Compact(self._engine.update(train_samples(experiences, teachers, objective), objective, temperature))
+
+    def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
+        """Take in what a teacher's `output_head` gave."""
+        self._engine.load_teacher_head(name, ray.get(head[0]))
 
     def weights(self) -> list[ray.ObjectRef] | None:
         """All weights under Hugging Face names, as references to `WeightBucket`s, from rank 0; None elsewhere."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -23,12 +24,12 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says why and what to look at."""
 
 
-async def _gathered_logprobs(
-    group: WorkerGroup, experiences: Sequence[Experience], temperature: float
-) -> list[np.ndarray]:
-    """Every rank scores its share; returns f32 [T-P] an experience, in order."""
+async def _gathered(
+    group: WorkerGroup, method: str, experiences: Sequence[Experience], temperature: float, **wanted: Any
+) -> list[Any]:
+    """Every rank scores its share with `logprobs` or `score`; returns its answer for each experience, in order."""
     sequences = Compact([(e.tokens, e.prompt_length) for e in experiences])
-    answers = await group.call("logprobs", ray.put(sequences), temperature)
+    answers = await group.call(method, ray.put(sequences), temperature, **wanted)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
     return [merged[number] for number in range(len(experiences))]
 
@@ -43,17 +44,23 @@ class Scorer:
 
     async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. RunError when they cannot be a working model's."""
+        self._check_tokens(experiences)
+        logprobs = await _gathered(self.group, "logprobs", experiences, temperature)
+        self._check_logprobs(logprobs)
+        return logprobs
+
+    def _check_tokens(self, experiences: Sequence[Experience]) -> None:
         largest = max((int(e.tokens.max()) for e in experiences), default=0)
         if largest >= self.vocab_size:
             raise RunError(
                 f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
                 "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
             )
-        logprobs = await _gathered_logprobs(self.group, experiences, temperature)
+
+    def _check_logprobs(self, logprobs: Sequence[np.ndarray]) -> None:
         every = np.concatenate(logprobs) if logprobs else np.zeros(0)
         if not np.isfinite(every).all():
             raise RunError(f"{self.name}: {(~np.isfinite(every)).sum()} log-probs are not finite")
-        return logprobs
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,35 @@ class Teacher(Scorer):
     """A scorer whose log-probs are learned from."""
 
     plan: TeacherPlan
+
+    async def look(
+        self,
+        experiences: Sequence[Experience],
+        temperature: float,
+        objective: ObjectivePlan,
+        ids: Sequence[np.ndarray] | None,
+    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Return log-probs as `score` does, and with them the `TeacherView.arrays` that the objective needs.
+
+        Args:
+            ids: for a top-k of the student's, its tokens, int32 [T-P, K] each.
+        """
+        self._check_tokens(experiences)
+        if objective.opd_objective == "full":
+            wanted: dict[str, Any] = {"hidden": True}
+        elif ids is not None:
+            wanted = {"ids": ray.put(Compact(ids)), "vocab_size": objective.opd_vocab_size}
+        else:
+            wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
+        answers = await _gathered(self.group, "score", experiences, temperature, **wanted)
+        logprobs = [answer["logprobs"] for answer in answers]
+        self._check_logprobs(logprobs)
+        views = [{name: array for name, array in answer.items() if name != "logprobs"} for answer in answers]
+        return list(zip(logprobs, views, strict=True))
+
+    async def output_head(self) -> list[ray.ObjectRef]:
+        """A reference to the whole output embedding."""
+        return next(head for head in await self.group.call("output_head") if head)
 
 
 @dataclass
@@ -73,8 +109,20 @@ class Student:
 
     async def logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await _gathered_logprobs(self.group, experiences, temperature)
+        values = await _gathered(self.group, "logprobs", experiences, temperature)
         return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
+
+    async def topk_ids(
+        self, experiences: Sequence[Experience], temperature: float, objective: ObjectivePlan
+    ) -> list[np.ndarray]:
+        """Return the most likely tokens at every response token, int32 [T-P, K] each."""
+        wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
+        answers = await _gathered(self.group, "score", experiences, temperature, **wanted)
+        return [answer["topk_ids"] for answer in answers]
+
+    async def load_teacher_head(self, teacher: Teacher) -> None:
+        """Take in a teacher's output head, with which its hidden states become distributions here."""
+        await self.group.call("load_teacher_head", teacher.plan.name, await teacher.output_head())
 
     async def learn(
         self,
@@ -137,7 +185,9 @@ def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:
     def total(name: str) -> float:
         return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
 
+    parts = {name for ranks in results for rank in ranks for name in rank.sums} & {"opd_loss", "entropy"}
     return {
+        **{f"actor/{name}": total(name) / len(results) for name in sorted(parts)},
         "actor/pg_loss": total("policy_loss") / len(results),
         "actor/total_loss": total("weighted_loss") / len(results),
         "actor/ratio_mean": total("ratio") / tokens,

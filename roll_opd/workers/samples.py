@@ -4,18 +4,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.config.plan import TeacherPlan
+from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import TrainSample
+from roll_opd.data.training import TeacherView, TrainSample
 
 
-def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[TrainSample]:
-    """Return one `TrainSample` an experience, its teachers merged into two numbers a token (see algorithms.opd)."""
+def train_samples(
+    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> list[TrainSample]:
+    """Return one `TrainSample` an experience.
+
+    Where the teachers' part is an advantage, they are merged into two numbers a token (see algorithms.opd); where it is
+    a part of the loss, each comes along with what it says, and the numbers are 0.
+    """
     coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
+    sampled = objective.opd_objective == "sampled"
     samples = []
     for experience in experiences:
         mask = experience.action_mask
-        scored = experience.teacher_logprobs
+        scored = experience.teacher_logprobs if sampled else {}
+        views = {} if sampled else experience.teacher_views
         total = np.float32(sum(coefficients[name] for name in scored))
         weighted = sum(
             (np.float32(coefficients[name]) * logprobs for name, logprobs in scored.items()),
@@ -33,6 +41,7 @@ def train_samples(experiences: Sequence[Experience], teachers: Sequence[TeacherP
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
                 reward=experience.reward,
+                teachers={name: TeacherView(coefficients[name], arrays) for name, arrays in views.items()},
             )
         )
     return samples

@@ -47,6 +47,28 @@ OBJECTIVES = {
         opd_kl_discount=0.5,
     ),
 }
+# one update each, with two teachers for some samples: what a divergence in the loss can be
+DISTILLING = [
+    ObjectivePlan(opd_vocab_size=VOCABULARY, opd_objective="full", adv_estimator="grpo", entropy_loss_coef=0.02),
+    ObjectivePlan(
+        opd_vocab_size=VOCABULARY,
+        opd_objective="topk",
+        opd_topk=5,
+        opd_divergence="skewed_reverse_kl",
+        opd_skew_alpha=0.2,
+    ),
+    ObjectivePlan(
+        opd_vocab_size=VOCABULARY,
+        opd_objective="full",
+        opd_divergence="jsd",
+        opd_jsd_beta=0.3,
+        loss_agg_mode="seq-mean-token-mean",
+    ),
+    ObjectivePlan(opd_vocab_size=VOCABULARY, opd_objective="topk", opd_topk=VOCABULARY),
+]
+TEACHERS = {"wide": 0.7, "llama": 0.4}  # model -> coefficient; "wide" pads its vocabulary further than the student
+# layout of the student -> that of the teachers
+TEACHER_LAYOUTS = {"tp1": "tp1", "tp2": "pp2", "pp2": "tp2sp", "dp2": "tp2", "tp2pp2": "tp2dp2", "tp2dp2": "tp2pp2"}
 UPDATES = 4
 SAVED_AFTER = 2
 
@@ -128,6 +150,11 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
     return samples
 
 
+def looks_at(teacher: str, sample: int) -> bool:
+    """Every third sample has both teachers, the others one."""
+    return sample % 3 != list(TEACHERS).index(teacher)
+
+
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Hidden states, output embedding, targets, and the gradient that arrives."""
     rng = np.random.default_rng(7)
@@ -196,6 +223,8 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
             jobs.append(
                 {**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1, "save_after": None}
             )
+    for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
     if world == 1:
         jobs.append({"op": "memory", "layout": "tp1"})
     if world in (1, 2):

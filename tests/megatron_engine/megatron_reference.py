@@ -1,12 +1,21 @@
 """Tiny random models on disk, and what Hugging Face and plain torch make of them: the naive side of each test."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron_cases import TEMPERATURE, UPDATES, VOCABULARY, optimizer_plan, train_samples
+from megatron_cases import (
+    DISTILLING,
+    TEACHERS,
+    TEMPERATURE,
+    UPDATES,
+    VOCABULARY,
+    looks_at,
+    optimizer_plan,
+    train_samples,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from roll_opd.config.plan import ObjectivePlan
@@ -35,6 +44,9 @@ CONFIGS = {
     "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
     "qwen2_tied": lambda: Qwen2Config(**COMMON, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False),
+    "wide": lambda: LlamaConfig(
+        **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
+    ),
     "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
 }
 
@@ -104,6 +116,65 @@ def learning_rate(step: int) -> float:
 
 def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
     """Train with autograd and torch's AdamW; return what each update reports, and the weights."""
+
+    def loss_of(model: PreTrainedModel, step: int) -> torch.Tensor:
+        samples = train_samples(step, objective_name)
+        logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
+        return naive_loss(logprobs, samples, objective)
+
+    return _trained(path, loss_of)
+
+
+def naive_distilling(paths: dict[str, str], student: str) -> tuple[list[dict], dict]:
+    """The same with each of `DISTILLING` in turn, from whole distributions of the student and its teachers."""
+    teachers = {name: load(paths[name]) for name in TEACHERS}
+
+    def loss_of(model: PreTrainedModel, step: int) -> torch.Tensor:
+        objective, samples = DISTILLING[step], train_samples(step, "opd")
+        logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
+        total = naive_loss(logprobs, samples, objective)
+        counts = [int(sample.action_mask.sum()) for sample in samples]
+        for number, (sample, count) in enumerate(zip(samples, counts, strict=True)):
+            table = all_logprobs(model, sample.tokens, TEMPERATURE)
+            for t in np.flatnonzero(sample.action_mask):
+                place = sample.prompt_length + int(t) - 1
+                s, value = table[place].exp(), torch.zeros(())
+                value = value + objective.entropy_loss_coef * (s * s.log()).sum()
+                for name in (name for name in TEACHERS if looks_at(name, number)):
+                    with torch.no_grad():
+                        logits = teachers[name](torch.from_numpy(sample.tokens)[None]).logits[0, place]
+                        q = (logits / TEMPERATURE)[:VOCABULARY].softmax(0)  # of what both have
+                    value = value + TEACHERS[name] * _naive_divergence(s, q, objective)
+                if objective.loss_agg_mode == "token-mean":
+                    total = total + value / sum(counts)
+                else:
+                    total = total + value / count / sum(count > 0 for count in counts)
+        return total
+
+    return _trained(student, loss_of)
+
+
+def _naive_divergence(s: torch.Tensor, q: torch.Tensor, objective: ObjectivePlan) -> torch.Tensor:
+    if objective.opd_objective == "topk":
+        ids = q.topk(objective.opd_topk).indices
+        s, q = (
+            torch.cat([p[ids], (1 - p[ids].double().sum()).clamp(min=1e-12)[None]]) for p in (s.double(), q.double())
+        )
+    beta, alpha = objective.opd_jsd_beta, objective.opd_skew_alpha
+    m = beta * q + (1 - beta) * s
+    mixed = alpha * s + (1 - alpha) * q
+
+    def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * (a.log() - b.log())).sum()
+
+    return {
+        "reverse_kl": lambda: kl(s, q),
+        "jsd": lambda: beta * kl(q, m) + (1 - beta) * kl(s, m),
+        "skewed_reverse_kl": lambda: kl(s, mixed),
+    }[objective.opd_divergence]().float()
+
+
+def _trained(path: str, loss_of: Callable[[PreTrainedModel, int], torch.Tensor]) -> tuple[list[dict], dict]:
     model, plan = load(path), optimizer_plan(False)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]  # never decayed
@@ -114,9 +185,7 @@ def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> 
     )
     records = []
     for step in range(UPDATES):
-        samples = train_samples(step, objective_name)
-        logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
-        loss = naive_loss(logprobs, samples, objective)
+        loss = loss_of(model, step)
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
+from roll_opd.data.training import TeacherView
 from roll_opd.megatron import checkpoint, parallel
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
@@ -101,6 +102,61 @@ def train(job: Job, root: Path) -> None:
             checkpoint.save_state(trainer, directory)
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def distil(job: Job, root: Path) -> None:
+    """Every way of putting a divergence into the loss, one update each; teachers of other layouts score first."""
+    samples = [cases.train_samples(step, "opd") for step in range(len(cases.DISTILLING))]
+    layout = cases.LAYOUTS[cases.TEACHER_LAYOUTS[job["layout"]]]
+    views: list[list[dict[str, TeacherView]]] = [[{} for _ in batch] for batch in samples]
+    heads = {}
+    for name, coefficient in cases.TEACHERS.items():
+        devices = tuple(range(layout.world_size))
+        model = ModelPlan(cases.model_path(root, name))
+        engine = MegatronEngine(MegatronPlan(name, model, devices, layout, MicroBatchLimits(tokens=120)), seed=0)
+        heads[name] = one_of(engine.output_head())
+        for step, objective in enumerate(cases.DISTILLING):
+            numbers = [n for n in range(len(samples[step])) if cases.looks_at(name, n)]
+            sequences = [(samples[step][n].tokens, samples[step][n].prompt_length) for n in numbers]
+            full = objective.opd_objective == "full"
+            wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": cases.VOCABULARY}
+            for place, values in everything(engine.score(sequences, cases.TEMPERATURE, **wanted)).items():
+                del values["logprobs"]
+                views[step][numbers[place]][name] = TeacherView(coefficient, values)
+        ids = [views[3][n][name].arrays["topk_ids"] for n in numbers]
+        again = everything(engine.score(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
+        for place, values in again.items():
+            if not np.array_equal(values["topk_logprobs"], views[3][numbers[place]][name].arrays["topk_logprobs"]):
+                raise RuntimeError("the same tokens have other log-probs when they are asked for")
+        parallel.shutdown()
+        meet_anew(root / f"port-{job['name']}-{name}")
+    trainer = trainer_of({**job, "model": "qwen3_tied"}, root, cases.optimizer_plan(True), MicroBatchLimits(tokens=70))
+    for name, head in heads.items():
+        trainer.load_teacher_head(name, head)
+    records = []
+    for batch, teachers, objective in zip(samples, views, cases.DISTILLING, strict=True):
+        batch = [replace(sample, teachers=view) for sample, view in zip(batch, teachers, strict=True)]
+        result = trainer.update(batch, objective, cases.TEMPERATURE)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, result.sums)
+        loss = sum(sums.get("weighted_loss", 0.0) for sums in everyone)
+        records.append({"loss": loss, "grad_norm": result.grad_norm, "applied": result.applied})
+    write_json(root / f"{job['name']}.json", records)
+    save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def one_of(value: Any) -> Any:
+    """What the one rank has that has something."""
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, value)
+    (found,) = (share for share in shares if share is not None)
+    return found
+
+
+def everything(mine: dict | None) -> dict:
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, mine)
+    return {number: values for share in shares for number, values in (share or {}).items()}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -312,6 +368,7 @@ def memory(job: Job, root: Path) -> None:
 OPERATIONS = {
     "frozen": frozen,
     "train": train,
+    "distil": distil,
     "poison": poison,
     "vocab": vocab,
     "columns": columns,

@@ -1,0 +1,68 @@
+"""The distillation objectives with a live gradient: a divergence at every token, over a top-k or the whole vocabulary.
+
+Legend: M scored tokens of a pack, R of them that a teacher looked at, K tokens of a top-k, F a teacher's hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergence
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.training import TrainSample
+from roll_opd.megatron.batches import PackedBatch
+from roll_opd.megatron.head import OutputHead, TeacherHead
+
+
+def teacher_columns(samples: Sequence[TrainSample]) -> list[dict[str, np.ndarray]]:
+    """Return, a sample, the arrays of every teacher of the batch: `name/share` f32 [T-P], and what it says.
+
+    A share is the teacher's coefficient on the action tokens of the samples that it looked at, else 0.
+    """
+    views = {name: view for sample in samples for name, view in sample.teachers.items()}
+    result = []
+    for sample in samples:
+        mask, columns = sample.action_mask, {}
+        for name, any_view in views.items():
+            view = sample.teachers.get(name)
+            columns[f"{name}/share"] = mask * np.float32(view.coefficient if view else 0)
+            for key, like in any_view.arrays.items():
+                empty = np.broadcast_to(np.zeros((), like.dtype), (len(mask), like.shape[1]))
+                columns[f"{name}/{key}"] = view.arrays[key] if view else empty
+        result.append(columns)
+    return result
+
+
+def distillation_loss(
+    head: OutputHead, batch: PackedBatch, objective: ObjectivePlan, heads: Mapping[str, TeacherHead]
+) -> Tensor:
+    """Return Σ over tokens and teachers of weight · coefficient · divergence, this rank's part of the loss. Collective.
+
+    Args:
+        heads: the output heads of the teachers, where the objective is `full`.
+    """
+    measure = divergence(objective.opd_divergence, beta=objective.opd_jsd_beta, alpha=objective.opd_skew_alpha)
+    total, head = torch.zeros((), device=head.device), head.within(objective.opd_vocab_size)
+    for name in (column.removesuffix("/share") for column in batch.columns if column.endswith("/share")):
+        share_M = batch.columns[f"{name}/share"] * batch.columns["weight"]
+        rows_R = share_M.nonzero()[:, 0]
+        said = {key: batch.columns[f"{name}/{key}"][rows_R] for key in _SAID[objective.opd_objective]}
+        divergence_R = _MEASURED[objective.opd_objective](head.at(rows_R), measure, heads.get(name), **said)
+        total = total + (share_M[rows_R] * divergence_R).sum()
+    return total
+
+
+def _over_topk(
+    head: OutputHead, measure: ColumnSum, teacher: TeacherHead | None, topk_ids: Tensor, topk_logprobs: Tensor
+) -> Tensor:
+    return topk_divergence(head.logprobs(topk_ids.long()), topk_logprobs, measure)
+
+
+def _over_everything(head: OutputHead, measure: ColumnSum, teacher: TeacherHead, hidden: Tensor) -> Tensor:
+    return head.divergence(hidden, teacher, measure)
+
+
+_SAID = {"topk": ("topk_ids", "topk_logprobs"), "full": ("hidden",)}
+_MEASURED = {"topk": _over_topk, "full": _over_everything}

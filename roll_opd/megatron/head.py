@@ -1,0 +1,95 @@
+"""What a model ends in here: hidden states at the scored places and the output embedding, never logits.
+
+Legend: M scored tokens, K tokens asked for at each, E and F hidden sizes of student and teacher, V vocabulary columns
+on this rank, W of the whole vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll_opd.algorithms.divergences import ColumnSum
+from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
+from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A teacher's output embedding, cut to the columns of this rank of the student."""
+
+    weight_VF: Tensor
+    vocab_size: int  # real columns of the teacher
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The end of the last pipeline stage. Every method is collective over the tensor ranks."""
+
+    hidden_ME: Tensor
+    weight_VE: Tensor
+    targets_M: Tensor  # int64, the tokens that the hidden states predict
+    temperature: float
+    vocab_size: int
+    group: dist.ProcessGroup
+
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedule asks a stage's output for it."""
+        return self.hidden_ME.device
+
+    def logprobs(self, targets: Tensor | None = None) -> Tensor:
+        """Log-probs of the scored tokens, f32 [M], or of `targets`, int64 [M, K] -> f32 [M, K]."""
+        targets = self.targets_M if targets is None else targets
+        return vocab_parallel_logprobs(self.hidden_ME, self.weight_VE, targets, **self._settings, **self._buffer)
+
+    def topk(self, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K]."""
+        return vocab_parallel_topk(self.hidden_ME, self.weight_VE, k, **self._settings)
+
+    def entropy(self) -> Tensor:
+        """Entropy of the next token, f32 [M]."""
+        return vocab_parallel_entropy(self.hidden_ME, self.weight_VE, **self._settings, **self._buffer)
+
+    def divergence(self, teacher_hidden_MF: Tensor, teacher: TeacherHead, measure: ColumnSum) -> Tensor:
+        """Divergence from a teacher, of which the final hidden states are given, over what both have of a vocabulary.
+
+        Returns f32 [M].
+        """
+        settings = {**self._settings, "vocab_size": min(self.vocab_size, teacher.vocab_size)}
+        sides = (self.hidden_ME, self.weight_VE, teacher_hidden_MF, teacher.weight_VF)
+        return vocab_parallel_divergence(*sides, measure, **settings, **self._buffer)
+
+    def within(self, vocab_size: int | None) -> "OutputHead":
+        """The same over the first `vocab_size` tokens of the vocabulary; None: all."""
+        return self if vocab_size is None else replace(self, vocab_size=min(self.vocab_size, vocab_size))
+
+    def at(self, rows_R: Tensor) -> "OutputHead":
+        """The same at R of the places, int64."""
+        return replace(self, hidden_ME=self.hidden_ME.index_select(0, rows_R), targets_M=self.targets_M[rows_R])
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "vocab_size": self.vocab_size, "group": self.group}
+
+    @cached_property
+    def _buffer(self) -> dict[str, Tensor]:
+        # where Megatron accumulates the gradient of a parameter that learns
+        buffer = getattr(self.weight_VE, "main_grad", None)
+        return {} if buffer is None or buffer.dtype != torch.float32 else {"weight_grad_VE": buffer}
+
+
+def whole_head(weight_VE: Tensor, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the whole output embedding [W, E] on every rank of `group`, padding cut off. Collective."""
+    pieces = [torch.empty_like(weight_VE) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, weight_VE.detach().contiguous(), group=group)
+    return torch.cat(pieces)[:vocab_size]
+
+
+def teacher_head(head_WF: Tensor, columns: int, group: dist.ProcessGroup, device: torch.device) -> TeacherHead:
+    """Cut a teacher's whole output embedding to the `columns` that this rank of the student's `group` holds."""
+    shard_VF = shard_of_head(head_WF, first=dist.get_rank(group) * columns, columns=columns)
+    return TeacherHead(shard_VF.to(device), head_WF.size(0))

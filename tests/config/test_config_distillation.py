@@ -1,0 +1,62 @@
+"""How the teachers teach: what is taken, what is refused and why, what has no effect."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_assets import write_model
+
+from roll_opd.algorithms.divergences import DIVERGENCES
+from roll_opd.config import known_names
+from roll_opd.config.describe import to_text
+from roll_opd.config.plan import RunPlan
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[str]]
+
+
+def test_names_are_those_of_the_functions() -> None:
+    assert set(known_names.DIVERGENCES) == set(DIVERGENCES)
+
+
+def test_sampled_tokens_are_the_default(plan: Plan) -> None:
+    run = plan()
+    assert run.objective.opd_objective == "sampled" and run.advantage_teachers == run.teachers
+    assert "reverse_kl(teacher)" in to_text(run)
+
+
+def test_every_key_reaches_the_plan(plan: Plan, root: Path) -> None:
+    write_model(root / "teacher", seed=2, vocab_size=9)  # padded further than the student's
+    keys = {
+        "opd_objective": "topk",
+        "opd_divergence": "skewed_forward_kl",
+        "opd_topk": 5,
+        "opd_topk_source": "student",
+        "opd_jsd_beta": 0.3,
+        "opd_skew_alpha": 0.2,
+    }
+    run = plan(keys)
+    for key, value in keys.items():
+        assert getattr(run.objective, key) == value
+    assert run.objective.opd_vocab_size == 8
+    assert run.advantage_teachers == ()
+    assert "opd_jsd_beta" in run.warnings[0]  # of a divergence that is not the chosen one
+    assert "1 * skewed_forward_kl(teacher) (alpha 0.2), over the student's 5 most likely tokens" in to_text(run)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"opd_use_policy_gradient": False}, "gradient does not know the teacher"),
+        ({"opd_divergence": "jsd"}, "jsd needs a sum over the vocabulary"),
+        ({"opd_objective": "topk", "opd_topk": 5, "opd_use_policy_gradient": True}, "expected gradient is 0"),
+        ({"opd_objective": "full", "opd_use_policy_gradient": True}, "expected gradient is 0"),
+        ({"opd_objective": "full", "opd_kl_discount": 1.0}, "opd_objective: full has none"),
+        ({"opd_objective": "topk", "opd_topk": 9}, "9 is more than the 8 token ids"),
+        ({"opd_objective": "full", "opd_skew_alpha": 1.0}, "opd_skew_alpha"),
+        ({"opd_objective": "all"}, "opd_objective"),
+    ],
+)
+def test_what_teaches_nothing_is_refused_with_the_reason(problems: Problems, keys: dict, reason: str) -> None:
+    (problem,) = problems(keys)
+    assert reason in problem
