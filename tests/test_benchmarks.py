@@ -1,12 +1,20 @@
-"""The arithmetic and the command line of benchmarks/step_overhead.py; nothing is started."""
+"""The arithmetic and the command lines of the benchmarks; nothing is started but one small measurement."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def logprob_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("logprob_memory")
+    sys.modules.pop("logprob_memory", None)
 
 
 @pytest.fixture
@@ -60,3 +68,25 @@ def test_nothing_left_to_measure_is_refused(step_overhead, arguments):
     with pytest.raises(SystemExit) as ended:
         step_overhead.parse(arguments)
     assert ended.value.code == 2
+
+
+def test_log_probs_of_both_ways_are_compared(logprob_memory):
+    one = {"logprobs": -10.0, "hidden_grad": 1.0, "weight_grad": 2.0}
+    rounds = {
+        "eager": [{**one, "seconds": seconds, "extra_bytes": 6000} for seconds in (2.0, 1.0, 9.0)],
+        "chunked": [{**one, "seconds": seconds, "extra_bytes": 300} for seconds in (2.5, 3.0, 2.0)],
+    }
+    result = logprob_memory.compare(rounds)
+    assert (result["memory_saving"], result["time_ratio"]) == (20.0, 1.25)
+    rounds["chunked"] = [{**row, "weight_grad": 2.1} for row in rounds["chunked"]]
+    with pytest.raises(ValueError, match="weight_grad"):
+        logprob_memory.compare(rounds)
+
+
+def test_memory_is_measured(logprob_memory):
+    """One small round of each way in processes of their own: they agree, and the eager one holds its logits."""
+    command = [sys.executable, str(BENCHMARKS / "logprob_memory.py"), "--rounds", "1", "--unbounded"]
+    answer = subprocess.run([*command, "--tokens=512", "--hidden=16", "--vocab=40000"], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    eager = float(next(line for line in answer.stdout.splitlines() if line.startswith("eager")).split()[1])
+    assert eager > 3 * 512 * 40_000 * 4 / 2**20 * 0.9  # log-probs, their gradient, the logits' gradient

@@ -191,6 +191,12 @@ def _memory(
         found[worker.name] = memory.score_memory(
             facts, worker.layout, worker.model.dtype, worker.forward_limits, longest
         )
+    if top.opd_objective == "full":
+        shards = student.layout.tp
+        found[student.name]["teacher_heads"] = sum(
+            facts.hidden * roles.train.facts.vocab // shards * memory.BYTES[worker.model.dtype]
+            for worker, facts in scorers[: len(teachers)]
+        )
     return found
 
 
