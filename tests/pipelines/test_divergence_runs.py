@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from runs import SMALL, launch
 
-STEPS = 3
+STEPS = 6
 SHORT = (
     *SMALL,
     "validation=null",
@@ -12,8 +12,9 @@ SHORT = (
     "samples_per_step=64",
     f"max_steps={STEPS}",
     # the teacher is on both slots (TP2), the student on one
-    "student_train.training_args.learning_rate=1e-3",
+    "student_train.training_args.learning_rate=3e-4",
     "student_train.training_args.warmup_steps=0",
+    "student_train.training_args.lr_scheduler_type=constant",
 )
 
 
@@ -31,7 +32,9 @@ def test_a_divergence_in_the_loss_teaches(objective: tuple[str, ...], tmp_path) 
     rows = run.rows("metrics.jsonl")[1:]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     losses = [row["actor/opd_loss"] for row in rows]
-    assert all(loss > 0 for loss in losses) and losses[-1] < losses[0]
+    assert all(loss > 0 for loss in losses)
+    assert np.mean(losses[-2:]) < 0.6 * losses[0]
+    assert np.mean([row["opd/reverse_kl/mean"] for row in rows[-2:]]) < 0.6 * rows[0]["opd/reverse_kl/mean"]
     assert all(row["actor/total_loss"] == pytest.approx(row["actor/opd_loss"], rel=1e-6) for row in rows)
     assert all(row["actor/grad_norm"] > 0 and not row["actor/skipped_updates"] for row in rows)
     samples = run.rows("samples.jsonl")
