@@ -185,9 +185,10 @@ def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:
     def total(name: str) -> float:
         return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
 
-    parts = {name for ranks in results for rank in ranks for name in rank.sums} & {"opd_loss", "entropy"}
+    reported = {name for ranks in results for rank in ranks for name in rank.sums}
+    parts = {"actor/opd_loss": "opd_loss", "actor/entropy": "entropy"}
     return {
-        **{f"actor/{name}": total(name) / len(results) for name in sorted(parts)},
+        **{metric: total(name) / len(results) for metric, name in parts.items() if name in reported},
         "actor/pg_loss": total("policy_loss") / len(results),
         "actor/total_loss": total("weighted_loss") / len(results),
         "actor/ratio_mean": total("ratio") / tokens,
