@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from roll_opd.algorithms.divergences import DIVERGENCES, ENTROPY, divergence, topk_divergence, with_tail
-from roll_opd.algorithms.losses import importance_sampling
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.losses.ratio import importance_sampling
 from roll_opd.algorithms.opd import opd_penalty
 
 CASES = [
@@ -198,7 +199,9 @@ def test_expected_gradient_of_sampled_tokens_is_that_of_the_whole() -> None:
     logprobs_S = logits_SK.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     old_S = logprobs_S.detach()
     penalty_S = opd_penalty(old_S, torch.ones(samples), teacher[tokens])
-    importance_sampling(logprobs_S, old_S, -penalty_S).sum().backward()
+    everywhere_S = torch.ones(samples, dtype=torch.bool)
+    batch = LossBatch(logprobs_S, old_S, -penalty_S, everywhere_S, lengths=(samples,))
+    importance_sampling(batch).sum().backward()
     error = logits_SK.grad.std(0) / math.sqrt(samples)
     assert ((logits_SK.grad.mean(0) - exact).abs() < 5 * error).all()
     assert error.max() < 0.004 * exact.abs().max()
