@@ -18,6 +18,7 @@ from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.data.packing import assign
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, pack
+from roll_opd.megatron.bridge import Bridge
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.model import build_model
 
@@ -33,9 +34,12 @@ class MegatronEngine:
         """Join the process group and load the weights. Raises ValueError for a model that cannot run here."""
         self.plan = plan
         self.device = parallel.initialize(plan.layout, seed, deterministic)
-        self.chunks, self.bridge = build_model(plan, trainable=self.trainable)
+        self.chunks, self.bridge = self._build()
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
+
+    def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
+        return build_model(self.plan, trainable=self.trainable)
 
     def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> dict[int, np.ndarray] | None:
         """Score every token after the prompt.
