@@ -10,8 +10,8 @@ from roll_opd.config.trackers import lacking
 RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 RUNNABLE_ESTIMATORS = {
     "pure": ("on_policy_distill",),
-    "mixed": ("reinforce", "grpo"),
-    "rl": ("reinforce", "grpo"),
+    "mixed": ("gae", "reinforce", "grpo"),
+    "rl": ("gae", "reinforce", "grpo"),
 }
 RUNNABLE_KL_PENALTIES = ("kl", "abs", "mse", "low_var_kl")
 RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
@@ -78,10 +78,12 @@ def unavailable(plan: RunPlan) -> list[str]:
             f"async_generation_ratio: {plan.async_generation_ratio:g} (generation ahead of training) is not available"
             " yet; use 0"
         )
-    if plan.student.model.dtype == "fp16":
-        sentences.append(f"{plan.student.name}: training in fp16 is not available; use bf16 or fp32")
+    learners = (plan.student, *([plan.critic] if plan.critic else []))
+    for role in learners:
+        if role.model.dtype == "fp16":
+            sentences.append(f"{role.name}: training in fp16 is not available; use bf16 or fp32")
     scorers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
-    for role in (plan.student, *scorers):
+    for role in (*learners, *scorers):
         sentences += [f"{role.name}: {sentence}" for sentence in unavailable_model(Path(role.model.path))]
         if role.layout.cp > 1:
             sentences.append(
