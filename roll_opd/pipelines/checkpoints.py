@@ -12,6 +12,7 @@ from roll_opd.config.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
 
 STATE_FILE = "run_state.json"
+CRITIC = "critic"  # its part of a checkpoint
 _PARTIAL = ".partial_"
 
 
@@ -44,6 +45,14 @@ class Checkpoint:
         if not {"step", "source"} <= state.keys() or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
         return cls(path.resolve(), state["step"], state["source"])
+
+    def require_critic(self) -> None:
+        """CheckpointError where no critic was saved."""
+        if not (self.path / CRITIC).is_dir():
+            raise CheckpointError(
+                f"{self.path} holds no critic, and adv_estimator gae goes on with one; resume a run that had it, or set"
+                " resume_from_checkpoint=false"
+            )
 
 
 class Checkpoints:

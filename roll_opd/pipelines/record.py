@@ -17,7 +17,16 @@ from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
 from roll_opd.tracking.trackers import Trackers
 
 # what else the advantages of a sample depend on
-OF_THE_OBJECTIVE = ("gamma", "opd_kl_discount", "reward_clip", "advantage_clip", "init_kl_coef", "kl_penalty")
+OF_THE_OBJECTIVE = (
+    "adv_estimator",
+    "gamma",
+    "lambd",
+    "opd_kl_discount",
+    "reward_clip",
+    "advantage_clip",
+    "init_kl_coef",
+    "kl_penalty",
+)
 
 
 class Record:
@@ -112,6 +121,7 @@ class Record:
             "teacher_logprobs": experience.teacher_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "ref_logprobs": experience.ref_logprobs,
+            "values": experience.values,
             "token_level_rewards": token_level_rewards,
             "external_advantages": experience.advantages,
             "advantages": advantages,

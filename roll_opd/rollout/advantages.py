@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.algorithms.advantages import normalised_rewards, on_last_action, whitening
+from roll_opd.algorithms.gae import gae
 from roll_opd.algorithms.kl import KL_ESTIMATORS
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
@@ -23,9 +24,9 @@ from roll_opd.workers.roles import RunError
 
 
 def external_advantages(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[Experience]:
-    """Fill in `advantages`, and in `metrics` the numbers with which they can be computed again.
+    """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
-    Those are `reward_mean` and `reward_scale` of the normalisation, and of the two whitenings `token_reward_mean`,
+    That is `reward_mean` and `reward_scale` of the normalisation, and of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`. RunError for a sample that no reward worker scored.
     """
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
@@ -40,9 +41,17 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
         rewards_M = rewards_M - torch.cat([_reference_penalty(e, objective) for e in experiences])
     reward_mean, reward_scale = whitening(rewards_M, mask_M) if objective.whiten_rewards else (0.0, 1.0)
     rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
-    returns_M = discounted_to_go(rewards_M, lengths, objective.gamma) * mask_M
-    mean, scale = whitening(returns_M, mask_M) if objective.whiten_advantages else (0.0, 1.0)
-    advantages_M = _clipped((returns_M - mean) / scale, objective.advantage_clip) * mask_M
+    if objective.adv_estimator == "gae":
+        values_M = torch.cat([torch.tensor(experience.values) for experience in experiences])
+        advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, objective.gamma, objective.lambd)
+        experiences = [
+            replace(experience, returns=returns.numpy())
+            for experience, returns in zip(experiences, returns_M.split(lengths), strict=True)
+        ]
+    else:
+        advantages_M = discounted_to_go(rewards_M, lengths, objective.gamma) * mask_M
+    mean, scale = whitening(advantages_M, mask_M) if objective.whiten_advantages else (0.0, 1.0)
+    advantages_M = _clipped((advantages_M - mean) / scale, objective.advantage_clip) * mask_M
 
     return [
         replace(

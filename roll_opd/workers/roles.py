@@ -23,12 +23,12 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says why and what to look at."""
 
 
-async def _gathered_logprobs(
-    group: WorkerGroup, experiences: Sequence[Experience], temperature: float
+async def gathered(
+    group: WorkerGroup, method: str, experiences: Sequence[Experience], *args: float
 ) -> list[np.ndarray]:
-    """Every rank scores its share; returns f32 [T-P] an experience, in order."""
+    """Every rank runs `method` on its share of the sequences; returns f32 [T-P] an experience, in order."""
     sequences = Compact([(e.tokens, e.prompt_length) for e in experiences])
-    answers = await group.call("logprobs", ray.put(sequences), temperature)
+    answers = await group.call(method, ray.put(sequences), *args)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
     return [merged[number] for number in range(len(experiences))]
 
@@ -49,7 +49,7 @@ class Scorer:
                 f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
                 "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
             )
-        logprobs = await _gathered_logprobs(self.group, experiences, temperature)
+        logprobs = await gathered(self.group, "logprobs", experiences, temperature)
         every = np.concatenate(logprobs) if logprobs else np.zeros(0)
         if not np.isfinite(every).all():
             raise RunError(f"{self.name}: {(~np.isfinite(every)).sum()} log-probs are not finite")
@@ -73,7 +73,7 @@ class Student:
 
     async def logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await _gathered_logprobs(self.group, experiences, temperature)
+        values = await gathered(self.group, "logprobs", experiences, temperature)
         return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def learn(
