@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -32,19 +33,20 @@ AGGREGATION = "seq-mean-token-mean"  # of the value loss, as in ROLL whatever th
 
 
 class ValueHead(torch.nn.Module):
-    """A linear map to one number, f32 whatever the model is, and the same on every tensor rank.
+    """A linear map to one number, computed in f32, the same on every tensor rank.
 
-    At first it is 0: a critic that knows nothing claims nothing.
+    At first it is 0: a critic that knows nothing claims nothing. Its weight has the model's precision, since
+    megatron-core 0.16.1 cannot save the state of a distributed optimizer over two; its master weight is f32.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
-            torch.zeros(1, hidden_size, dtype=torch.float32, device=torch.cuda.current_device())
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
 
     def forward(self, states_ME: Tensor) -> Tensor:
-        return (states_ME.float() @ self.weight.T)[:, 0]
+        return (states_ME.float() @ self.weight.float().T)[:, 0]
 
 
 class TokenValueModel(PackedModel):
@@ -91,8 +93,8 @@ class MegatronCritic(MegatronLearner):
     def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
         chunks, bridge = build_model(self.plan, TokenValueModel, trainable=True)
         for model in map(unwrapped, chunks):
-            if model.post_process:  # now, so that a model in bf16 does not make it bf16
-                model.value_head = ValueHead(bridge.config.hidden_size)
+            if model.post_process:
+                model.value_head = ValueHead(bridge.config)
                 _load_head(model.value_head, bridge)
         return chunks, bridge
 

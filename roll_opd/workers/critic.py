@@ -14,6 +14,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.training import TrainResult
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.roles import SKIPS_ALLOWED, RunError, gathered
+from roll_opd.workers.samples import value_samples
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Critic:
         size = self.plan.mini_batch_sequences
         for _ in range(self.plan.epochs):
             for start in range(0, len(experiences), size):
-                batch = [_without_teachers(e) for e in experiences[start : start + size]]
+                batch = value_samples(experiences[start : start + size])
                 results.append(await self.group.call("update", ray.put(Compact(batch))))
                 self._count_skips(applied=results[-1][0].applied)
         return _update_metrics(results) | value_metrics(experiences)
@@ -82,11 +83,6 @@ def _of_actions(experiences: Sequence[Experience], arrays: Sequence[np.ndarray])
     """f64 [K] of [T-P] each."""
     kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
-
-
-def _without_teachers(experience: Experience) -> Experience:
-    """What a critic reads, so that the rest need not travel."""
-    return replace(experience, teacher_logprobs={}, advantages=None, ref_logprobs=None, old_logprobs=None)
 
 
 def _update_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:

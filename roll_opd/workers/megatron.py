@@ -12,7 +12,8 @@ import ray
 from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
-from roll_opd.workers.samples import train_samples, value_samples
+from roll_opd.data.training import ValueSample
+from roll_opd.workers.samples import train_samples
 
 
 class _Rank:
@@ -102,9 +103,9 @@ class CriticWorker(_Rank):
         """Values of the states before every response token; see `MegatronCritic.values`, whose answer it is."""
         return Compact(self._engine.values(sequences))
 
-    def update(self, experiences: Sequence[Experience]) -> Compact:
+    def update(self, samples: Sequence[ValueSample]) -> Compact:
         """One optimizer update from one mini-batch; see `MegatronCritic.update`, whose answer it is."""
-        return Compact(self._engine.update(value_samples(experiences)))
+        return Compact(self._engine.update(samples))
 
     def save(self, directory: Path) -> None:
         """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
