@@ -46,14 +46,6 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
         return cls(path.resolve(), state["step"], state["source"])
 
-    def require_critic(self) -> None:
-        """CheckpointError where no critic was saved."""
-        if not (self.path / CRITIC).is_dir():
-            raise CheckpointError(
-                f"{self.path} holds no critic, and adv_estimator gae goes on with one; resume a run that had it, or set"
-                " resume_from_checkpoint=false"
-            )
-
 
 class Checkpoints:
     """The checkpoints directory of one run."""

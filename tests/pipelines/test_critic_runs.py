@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import RLVR, Run, launch
+from runs import REPOSITORY, RLVR, Run, launch
 
-from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError
+from roll_opd.config.build import load_plan
+from roll_opd.config.plan import ModelPlan
+from roll_opd.pipelines.checkpoints import Checkpoint
+from roll_opd.pipelines.fit import misfits_of_checkpoint
 
 STEPS, WARMUP, SAVED = 10, 2, 9
 SETTINGS = (
@@ -100,7 +104,11 @@ def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> N
     saved = run.path / "checkpoints" / f"step_{STEPS}"
     config = json.loads((saved / "critic" / "hf" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
-    Checkpoint.read(saved).require_critic()
+    plan = load_plan("demo", "ppo", pure=False)
+    assert misfits_of_checkpoint(plan, Checkpoint.read(saved)) == []
     shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("critic"))
-    with pytest.raises(CheckpointError, match="holds no critic"):
-        Checkpoint.read(tmp_path / "bare").require_critic()
+    (found,) = misfits_of_checkpoint(plan, Checkpoint.read(tmp_path / "bare"))
+    assert "holds no critic" in found
+    other = replace(plan.critic, model=ModelPlan(str(REPOSITORY / "examples/demo/models/teacher")))
+    (found,) = misfits_of_checkpoint(replace(plan, critic=other), Checkpoint.read(saved))
+    assert "made from another model" in found and "layers 3 there, 4 in the model" in found

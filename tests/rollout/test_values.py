@@ -85,7 +85,8 @@ def test_advantages_and_returns(whiten: bool) -> None:
             gap = float(e.old_logprobs[t]) - float(e.teacher_logprobs["t"][t])
             wanted[t] = min(max((value - mean) / scale, -1.5), 1.5) - COEFFICIENT * gap
             returns[t] = value + float(e.values[t])
-        assert advantages(e, [TEACHER], 0.0) == pytest.approx(wanted, abs=1e-9)
+        (weights,) = advantages([e], [TEACHER], 0.0)
+        assert weights == pytest.approx(wanted, abs=1e-9)
         assert e.returns == pytest.approx(returns, abs=1e-9)
     for sample, e in zip(value_samples(found), found, strict=True):
         assert sample.returns.dtype == sample.old_values.dtype == np.float32
