@@ -1,6 +1,7 @@
 """From what a sample's reward is worth to an advantage a token.
 
-    A = clip(whiten(Σ_k γ^k r_{t+k})),   r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
+    A = clip(whiten(Σ_k γ^k r_{t+k})), with a critic clip(whiten(GAE of r)),
+    r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
 
 R' is what `baselines` makes of the reward. Each part happens only where it is asked for. The teacher's term joins
 after this (see `opd`): normalising the sum would erase it.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roll_opd.algorithms.gae import gae
 from roll_opd.algorithms.returns import discounted_to_go
 
 VARIANCE_FLOOR = 1e-8  # whitening's
@@ -22,9 +24,12 @@ VARIANCE_FLOOR = 1e-8  # whitening's
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages, f64 [M], 0 off the mask, and the numbers of the two whitenings (0 and 1 where there is none)."""
+    """Advantages and what a critic learns from, f64 [M], 0 off the mask, and the numbers of the two whitenings (0 and 1
+    where there is none).
+    """
 
     advantages_M: Tensor
+    returns_M: Tensor
     reward_mean: float
     reward_scale: float
     mean: float
@@ -37,23 +42,30 @@ def token_advantages(
     lengths: Sequence[int],
     *,
     gamma: float = 1.0,
+    values_M: Tensor | None = None,
+    lambd: float = 0.95,
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
     advantage_clip: float | None = None,
 ) -> TokenAdvantages:
-    """Discounted returns-to-go of token rewards. Whitened (REINFORCE++, arXiv 2501.03262) and clipped if asked.
+    """Discounted returns-to-go of token rewards, or GAE. Whitened (REINFORCE++, arXiv 2501.03262) and clipped if asked.
 
     Args:
         rewards_M: f64 [M], 0 off the mask.
         mask_M: bool [M].
         lengths: tokens of each sample.
+        values_M: a critic's, of the state before each token; None: returns-to-go.
+        lambd: of GAE.
     """
     reward_mean, reward_scale = whitening(rewards_M, mask_M) if whiten_rewards else (0.0, 1.0)
     rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
-    returns_M = discounted_to_go(rewards_M, lengths, gamma) * mask_M
-    mean, scale = whitening(returns_M, mask_M) if whiten_advantages else (0.0, 1.0)
-    advantages_M = clipped((returns_M - mean) / scale, advantage_clip) * mask_M
-    return TokenAdvantages(advantages_M, reward_mean, reward_scale, mean, scale)
+    if values_M is None:
+        advantages_M = returns_M = discounted_to_go(rewards_M, lengths, gamma) * mask_M
+    else:
+        advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, gamma, lambd)
+    mean, scale = whitening(advantages_M, mask_M) if whiten_advantages else (0.0, 1.0)
+    advantages_M = clipped((advantages_M - mean) / scale, advantage_clip) * mask_M
+    return TokenAdvantages(advantages_M, returns_M, reward_mean, reward_scale, mean, scale)
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from roll_opd.config.load import write_yaml
 from roll_opd.config.objective import read_objective
 from roll_opd.config.plan import (
     CheckpointPlan,
+    CriticPlan,
     MegatronPlan,
     ModelPlan,
     OptimizerPlan,
@@ -34,7 +35,19 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     longest = top.prompt_length + checked.response
     # agentic runs may leave a remainder, which is one more update
     updates = top.ppo_epochs * -(-top.rollout_batch_size * checked.n // checked.mini_batch)
-    student = _student(checked, longest, updates, findings)
+    warmup = top.critic_warmup or 0 if roles.critic else 0
+    learning_steps = top.max_steps - warmup
+    student = TrainPlan(**_train(roles.train, checked, checked.mini_batch, longest, updates * learning_steps, findings))
+    critic = None
+    if roles.critic is not None:
+        epochs, mini = top.critic_epochs or 1, checked.critic_mini_batch
+        total = top.max_steps * epochs * -(-top.rollout_batch_size * checked.n // mini)
+        critic = CriticPlan(
+            **_train(roles.critic, checked, mini, longest, total, findings),
+            value_clip=top.value_clip,
+            epochs=epochs,
+            warmup_steps=warmup,
+        )
     rollout = _rollout(checked)
     teachers = tuple(
         TeacherPlan(
@@ -69,6 +82,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         objective=read_objective(top, roles.mode, updates, checked.response, roles.shared_vocabulary),
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
         reference=reference,
+        critic=critic,
         extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
         async_generation_ratio=top.async_generation_ratio,
         agentic=checked.agentic,
@@ -78,7 +92,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         samples_per_step=top.samples_per_step,
         env=FrozenDict(_environment(top)),
         warnings=tuple(findings.warnings),
-        memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, longest)),
+        memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, critic, longest)),
         config_yaml=write_yaml(without_secrets(checked.loaded.values)),
     )
 
@@ -108,19 +122,20 @@ def _megatron(role: Role, top: Top, longest: int, findings: Findings) -> dict[st
     }
 
 
-def _student(checked: Checked, longest: int, updates: int, findings: Findings) -> TrainPlan:
-    top, role = checked.top, checked.roles.train
-    args = role.worker.training_args
-    total = top.max_steps * updates
+def _train(
+    role: Role, checked: Checked, mini_batch: int, longest: int, total: int, findings: Findings
+) -> dict[str, object]:
+    """Return the fields that every role that learns has; `total` counts its optimizer updates."""
+    top, args = checked.top, role.worker.training_args
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     if warmup > total:
         findings.warn(f"{role.path}.training_args: {warmup} warm-up updates are more than the run's {total}")
     grad_norm = top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm
-    return TrainPlan(
+    return {
         **_megatron(role, top, longest, findings),
-        train_limits=micro_batch(role, True, longest, findings),
-        mini_batch_sequences=checked.mini_batch,
-        optimizer=OptimizerPlan(
+        "train_limits": micro_batch(role, True, longest, findings),
+        "mini_batch_sequences": mini_batch,
+        "optimizer": OptimizerPlan(
             learning_rate=args.learning_rate,
             weight_decay=args.weight_decay,
             adam_beta1=args.adam_beta1,
@@ -133,7 +148,7 @@ def _student(checked: Checked, longest: int, updates: int, findings: Findings) -
             min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
             use_distributed_optimizer=role.megatron.use_distributed_optimizer,
         ),
-    )
+    }
 
 
 def _rollout(checked: Checked) -> RolloutPlan:
@@ -173,6 +188,7 @@ def _memory(
     rollout: RolloutPlan,
     teachers: tuple[TeacherPlan, ...],
     reference: MegatronPlan | None,
+    critic: CriticPlan | None,
     longest: int,
 ) -> dict[str, dict[str, int]]:
     """Estimated bytes a rank, by role name and part."""
@@ -184,6 +200,8 @@ def _memory(
             roles.infer.facts, rollout.tp, rollout.model.dtype, rollout.max_model_len, sequences
         ),
     }
+    if critic is not None:
+        found[critic.name] = memory.train_memory(roles.critic.facts, critic, longest)
     scorers = [(teacher.worker, roles.teachers[teacher.name].facts) for teacher in teachers]
     if reference is not None:
         scorers.append((reference, roles.reference.facts))

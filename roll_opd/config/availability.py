@@ -9,8 +9,8 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.config.trackers import lacking
 
 RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-# what they need is not there yet: a critic, runs of several steps; and ROLL's own
-ESTIMATORS_LATER = ("gae", "step_wise_grpo", "skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce")
+# what they need is not there yet: runs of several steps; and ROLL's own
+ESTIMATORS_LATER = ("step_wise_grpo", "skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce")
 RUNNABLE_ESTIMATORS = tuple(name for name in ADVANTAGES if name != "on_policy_distill" and name not in ESTIMATORS_LATER)
 RUNNABLE_KL_PENALTIES = ("kl", "abs", "mse", "low_var_kl")
 RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
@@ -49,10 +49,6 @@ def _unavailable_objective(plan: RunPlan) -> list[str]:
             f"policy_loss: {objective.policy_loss!r} reads {needs}, and those are not available in this pipeline yet;"
             " use another loss"
         )
-    if objective.entropy_loss_coef:
-        sentences.append(
-            f"entropy_loss_coef: an entropy term ({objective.entropy_loss_coef:g}) is not available yet; use 0"
-        )
     if plan.reference is not None and objective.kl_penalty not in RUNNABLE_KL_PENALTIES:
         known = ", ".join(RUNNABLE_KL_PENALTIES)
         sentences.append(f"kl_penalty: {objective.kl_penalty!r} is not available yet; use one of {known}")
@@ -83,10 +79,12 @@ def unavailable(plan: RunPlan) -> list[str]:
             f"async_generation_ratio: {plan.async_generation_ratio:g} (generation ahead of training) is not available"
             " yet; use 0"
         )
-    if plan.student.model.dtype == "fp16":
-        sentences.append(f"{plan.student.name}: training in fp16 is not available; use bf16 or fp32")
+    learners = (plan.student, *([plan.critic] if plan.critic else []))
+    for role in learners:
+        if role.model.dtype == "fp16":
+            sentences.append(f"{role.name}: training in fp16 is not available; use bf16 or fp32")
     scorers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
-    for role in (plan.student, *scorers):
+    for role in (*learners, *scorers):
         sentences += [f"{role.name}: {sentence}" for sentence in unavailable_model(Path(role.model.path))]
         if role.layout.cp > 1:
             sentences.append(

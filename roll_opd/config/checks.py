@@ -235,7 +235,7 @@ def mini_batch(top: Top, train: Role, n: int, agentic: bool, findings: Findings)
         findings.problem(
             "rollout_batch_size",
             f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no"
-            f" multiple of the"
+            f" multiple of {train.path}'s"
             f" mini-batch of {mini} (per_device_train_batch_size {args.per_device_train_batch_size} x"
             f" gradient_accumulation_steps {args.gradient_accumulation_steps} x data-parallel size {dp});"
             f" {_fitting(sequences, args.per_device_train_batch_size * dp)}",

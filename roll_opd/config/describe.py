@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from roll_opd.config.plan import EnvironmentsPlan, FilterPlan, MegatronPlan, ObjectivePlan, RunPlan
+from roll_opd.config.plan import CriticPlan, EnvironmentsPlan, FilterPlan, MegatronPlan, ObjectivePlan, RunPlan
 from roll_opd.config.ranges import short_devices
 
 MODES = {
@@ -43,6 +43,8 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "tags": None if teacher.tags is None else list(teacher.tags),
             "opd_kl_coef": teacher.opd_kl_coef,
         }
+    if plan.critic is not None:
+        roles[plan.critic.name] = _megatron(plan, plan.critic, "megatron_train")
     if plan.reference is not None:
         roles[plan.reference.name] = _megatron(plan, plan.reference, "megatron_infer")
     return {
@@ -125,7 +127,8 @@ def _memory(plan: RunPlan, name: str) -> int:
 
 
 def _batch(plan: RunPlan) -> dict[str, int | None]:
-    updates = plan.student.optimizer.total_steps // plan.max_steps
+    warmup = plan.critic.warmup_steps if plan.critic else 0
+    updates = plan.student.optimizer.total_steps // (plan.max_steps - warmup)
     return {
         "prompts_per_step": plan.rollout_batch_size,
         "responses_per_prompt": plan.rollout.sampling.n,
@@ -257,6 +260,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
         f" {objective.opd_kl_discount:g}; old log-probs {again}",
         *_distillation_lines(plan),
         *_reference_lines(objective),
+        *_critic_lines(plan.critic),
         f"  AdamW lr {optimizer.learning_rate:g} ({optimizer.lr_scheduler_type}, {optimizer.warmup_steps} warm-up),"
         f" betas {optimizer.adam_beta1:g} {optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}, clip"
         f" {optimizer.max_grad_norm:g}",
@@ -281,7 +285,8 @@ def _advantage(plan: RunPlan) -> str:
         "whitened" if objective.whiten_advantages else "",
         f"clipped to +-{objective.advantage_clip:g}" if objective.advantage_clip else "",
     ]
-    shaped = ", ".join([f"{objective.adv_estimator}({reward}; gamma {objective.gamma:g})", *filter(None, after)])
+    discounts = f"gamma {objective.gamma:g}" + (f", lambda {objective.lambd:g}" if plan.critic else "")
+    shaped = ", ".join([f"{objective.adv_estimator}({reward}; {discounts})", *filter(None, after)])
     return f"{shaped} {teachers}".rstrip()
 
 
@@ -308,6 +313,17 @@ def _reference_lines(objective: ObjectivePlan) -> list[str]:
     if objective.init_kl_coef:
         lines.append(f"  token reward - {objective.init_kl_coef:g} * {objective.kl_penalty} to the reference policy")
     return lines
+
+
+def _critic_lines(critic: CriticPlan | None) -> list[str]:
+    if critic is None:
+        return []
+    clip = f" clipped to +-{critic.value_clip:g} a step" if critic.value_clip else ""
+    alone = f"; the first {critic.warmup_steps} steps it learns alone" if critic.warmup_steps else ""
+    return [
+        f"  critic: squared error of values{clip}, {critic.epochs} pass(es) a step in mini-batches of"
+        f" {critic.mini_batch_sequences}, lr {critic.optimizer.learning_rate:g}{alone}"
+    ]
 
 
 def readable_bytes(size: float) -> str:

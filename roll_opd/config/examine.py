@@ -36,6 +36,7 @@ class Checked:
     n: int
     response: int
     mini_batch: int
+    critic_mini_batch: int | None
     data: DataPlan
     validation_data: DataPlan | None
     rewards: tuple[RewardPlan, ...]
@@ -76,6 +77,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     n = _responses_per_prompt(top, roles.infer, findings)
     response = _check_lengths(top, roles, findings)
     mini = checks.mini_batch(top, roles.train, n, agentic, findings) if roles.train else None
+    critic_mini = checks.mini_batch(top, roles.critic, n, agentic, findings) if roles.critic else None
     environments = read_agentic(top, findings) if agentic else None
     data = DataPlan((), top.prompt_length) if agentic else None  # environments make their own prompts
     if roles.train and not agentic:
@@ -116,6 +118,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         n=n,
         response=response,
         mini_batch=mini,
+        critic_mini_batch=critic_mini,
         data=data,
         validation_data=validation,
         rewards=rewards,
@@ -163,11 +166,12 @@ def _check_micro_batches(top: Top, roles: Roles, response: int | None, findings:
     if response is None:
         return
     longest = top.prompt_length + response
-    for role in (roles.train, *roles.teachers.values(), roles.reference):
+    for role in (roles.train, *roles.teachers.values(), roles.reference, roles.critic):
         if role is not None:
             checks.micro_batch(role, False, longest, findings)
-    if roles.train is not None:
-        checks.micro_batch(roles.train, True, longest, findings)
+    for role in (roles.train, roles.critic):
+        if role is not None:
+            checks.micro_batch(role, True, longest, findings)
 
 
 def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) -> None:
@@ -183,6 +187,8 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
         )
     if roles.reference is not None:
         _compare_tokenizers(train, roles.reference, "reference policy", findings)
+    if roles.critic is not None:
+        _compare_tokenizers(train, roles.critic, "critic", findings)
     for role in roles.teachers.values():
         if role.facts is None:
             continue

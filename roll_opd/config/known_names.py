@@ -21,14 +21,14 @@ IGNORED_TOP = _names("""
     profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
     generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
-    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload critic reward reward_model l2
-    value_clip target_kl kl_horizon use_reward_scaling add_len_reward use_reward_norm enable_reference
+    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward reward_model l2
+    target_kl kl_horizon use_reward_scaling add_len_reward use_reward_norm enable_reference
     force_disable_old_logprobs_recompute train_infer_correction infer_correction dataset_filter vlm_filter
     save_logging_board_dir difficulty_loss_weight length_loss_weight use_policy_loss_type rl_loss_coef
     val_greedy val_n_sample max_len_mask mask_type difficulty_mask balance_length minibatch_data_iter_num
     difficulty_low_threshold difficulty_high_threshold error_max_len_clip error_max_len_threshold
     opsd_solution_key opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj
-    step_reward_weight episode_reward_weight opsd_teacher_template critic_epochs batch_adjust_mode
+    step_reward_weight episode_reward_weight opsd_teacher_template batch_adjust_mode
     render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
     all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
     frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend

@@ -25,6 +25,8 @@ PURE_FIXED = {
     "init_kl_coef": (0,),
     "critic_warmup": (0,),
 }
+# keys of a critic's training; critic_warmup is one more
+CRITIC_ONLY = ("critic_epochs", "value_clip")
 # keys of the reward's part of the advantage, which pure distillation does not have
 REWARD_ONLY = (
     "lambd",
@@ -37,6 +39,7 @@ REWARD_ONLY = (
     "kl_loss_coef",
     "kl_penalty",
     "entropy_loss_coef",
+    *CRITIC_ONLY,
 )
 # keys of the teachers' part beside its coefficients
 OPD_ONLY = (
@@ -75,8 +78,7 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
     if mode == "pure":
         _check_pure(top, findings)
         return
-    if top.critic_warmup is not None:
-        findings.ignore("critic_warmup")
+    _check_critic(top, findings)
     if mode == "rl":
         for key in ("opd_kl_coef", "opd_kl_discount"):
             if _value(top, key) is not None and key in top.model_fields_set:
@@ -169,6 +171,19 @@ def check_topk(top: Top, vocab_size: int, findings: Findings) -> None:
     if top.opd_objective == "topk" and top.opd_topk > vocab_size:
         findings.problem(
             "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"
+        )
+
+
+def _check_critic(top: Top, findings: Findings) -> None:
+    if top.adv_estimator not in (None, "gae"):
+        for key in ("critic_warmup", *CRITIC_ONLY):
+            if _value(top, key) is not None:
+                findings.ignore(key)
+    elif (top.critic_warmup or 0) >= top.max_steps:
+        findings.problem(
+            "critic_warmup",
+            f"{top.critic_warmup} steps of the critic alone leave none of max_steps {top.max_steps} for the student;"
+            " lower it",
         )
 
 

@@ -87,6 +87,15 @@ class TrainPlan(MegatronPlan):
 
 
 @dataclass(frozen=True)
+class CriticPlan(TrainPlan):
+    """The critic's training role."""
+
+    value_clip: float | None = None  # how far a value may move from the one before the update
+    epochs: int = 1  # passes over a step's samples
+    warmup_steps: int = 0  # first steps, in which the critic alone learns
+
+
+@dataclass(frozen=True)
 class TeacherPlan:
     """A frozen teacher, how much it counts, and whose samples it scores."""
 
@@ -307,6 +316,7 @@ class RunPlan:
     objective: ObjectivePlan
     checkpoint: CheckpointPlan
     reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
+    critic: CriticPlan | None = None  # of adv_estimator gae
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
     async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
     agentic: AgenticPlan | None = None

@@ -1,7 +1,7 @@
 """Puts together what is known of each role: its section, its model's facts, its devices and strategy.
 
-A role is the student's training, the student's rollout, a teacher, or the reference policy. What could not be
-read stays None, and the checks that need it are left out.
+A role is the student's training, the student's rollout, a teacher, the reference policy, or the critic. What could
+not be read stays None, and the checks that need it are left out.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from roll_opd.config.errors import Findings
 from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
 from roll_opd.config.plan import Mode
 from roll_opd.config.schema import Top, Worker
-from roll_opd.config.sections import MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
+from roll_opd.config.sections import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
 from roll_opd.config.tokenizers import has_tokenizer
 
@@ -46,9 +46,10 @@ class Roles:
     infer: Role | None = None
     teachers: dict[str, Role] = field(default_factory=dict)
     reference: Role | None = None
+    critic: Role | None = None
 
     def all(self) -> list[Role]:
-        found = (self.train, self.infer, *self.teachers.values(), self.reference)
+        found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
         return [role for role in found if role is not None]
 
     @property
@@ -109,7 +110,9 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     elif sections.teachers:
         findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
     from_train = train.model_args.model_name_or_path if train else None
-    roles.reference = _reference(sections, mode, from_train or sections.pretrain, strict, cache, findings, roles.train)
+    student = from_train or sections.pretrain
+    roles.reference = _reference(sections, mode, student, strict, cache, findings, roles.train)
+    roles.critic = _critic(sections, mode, student, strict, cache, findings, roles.train)
     return roles
 
 
@@ -148,6 +151,40 @@ def _reference(
         return None
     model = worker.model_args.model_name_or_path or student
     return _megatron_role(REFERENCE, "score", worker, model, strict, cache, findings, trained)
+
+
+def needs_critic(top: Top | None, mode: Mode) -> bool:
+    """Whether advantages come from a critic's values; gae is ROLL's default."""
+    return top is not None and mode != "pure" and top.adv_estimator in (None, "gae")
+
+
+def _critic(
+    sections: Sections,
+    mode: Mode,
+    student: str | None,
+    strict: bool,
+    cache: dict[str, ModelFacts | None],
+    findings: Findings,
+    trained: Role | None,
+) -> Role | None:
+    """Return the critic: by default it begins as the student does."""
+    needed = needs_critic(sections.top, mode)
+    if CRITIC not in sections.workers:
+        if needed:
+            findings.problem(
+                "adv_estimator",
+                "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
+                " device_mapping), or use grpo or reinforce",
+            )
+        return None
+    if not needed:
+        findings.warn("critic: is written but not used; only adv_estimator: gae needs values, so it is not loaded")
+        return None
+    worker = sections.workers[CRITIC]
+    if worker is None:
+        return None
+    model = worker.model_args.model_name_or_path or student
+    return _megatron_role(CRITIC, "train", worker, model, strict, cache, findings, trained)
 
 
 def _role_names(sections: Sections, mode: Mode, findings: Findings) -> tuple[str, str]:

@@ -141,7 +141,7 @@ class SequencePackingArgs(Section):
 
 
 class Worker(Section):
-    """A role: student, rollout or teacher."""
+    """A role: student, rollout, teacher, reference policy or critic."""
 
     ignored = names.IGNORED_WORKER
     model_args: ModelArgs = ModelArgs()
@@ -298,6 +298,8 @@ class Top(Section):
     add_token_level_kl: bool | None = None
     init_kl_coef: NotNegative | None = None
     critic_warmup: Count | None = None
+    critic_epochs: Positive | None = None
+    value_clip: AboveZero | None = None
     # rollout control
     max_running_requests: Positive | None = None
     is_use_additional_prompts: bool = False

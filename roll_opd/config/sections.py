@@ -21,6 +21,7 @@ S = TypeVar("S", bound=Section)
 PURE_ROLES = ("student_train", "student_infer")
 MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
+CRITIC = "critic"
 
 
 @dataclass
@@ -41,11 +42,11 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], findings: F
     `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
     are the user's own, whatever their names.
     """
-    known = {*Top.model_fields, *PURE_ROLES, *MIXED_ROLES, REFERENCE, "teacher", "rewards"}
+    known = {*Top.model_fields, *PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC, "teacher", "rewards"}
     rest = {key: value for key, value in values.items() if key in known or key not in variables}
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
-    for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE):
+    for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC):
         if role in rest:
             sections.workers[role] = _read(Worker, rest.pop(role), role, findings)
     for name, (path, data) in _teachers(rest.pop("teacher", None), findings).items():

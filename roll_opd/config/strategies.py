@@ -92,8 +92,8 @@ def read_megatron(
 ) -> Megatron | None:
     """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong.
 
-    A role that scores may leave its devices out, as ROLL's documents do: it then takes turns with `student`, in the
-    student's layout unless it writes one of its own.
+    A role beside the student may leave its devices out, as ROLL's documents do for those that score: it then takes
+    turns with `student`, in the student's layout unless it writes one of its own.
     """
     if worker.device_mapping is None and student is not None:
         devices = student.devices

@@ -32,6 +32,8 @@ class Experience:
     teacher_views: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # teacher -> `TeacherView.arrays`
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
+    values: np.ndarray | None = None  # f32 [T-P], of the state before each token, from the critic
+    returns: np.ndarray | None = None  # f64 [T-P], what the values are to become; 0 off the action mask
     advantages: np.ndarray | None = None  # f64 [T-P], of the external reward alone; 0 off the action mask
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases; for rewards

@@ -35,10 +35,23 @@ class TrainSample:
 
 
 @dataclass(frozen=True)
+class ValueSample:
+    """One sequence for a critic to learn from: T tokens, P of them prompt; every array [T-P]."""
+
+    tokens: np.ndarray  # int64 [T]
+    prompt_length: int
+    action_mask: np.ndarray  # bool
+    old_values: np.ndarray  # f32, before the step's updates
+    returns: np.ndarray  # f32, what the values are to become
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """One rank's share of an update: sums over its tokens, and the log-probs it computed on the way."""
 
-    sums: dict[str, float]  # name -> Σ over this rank's action tokens; see `MegatronTrainer.update`
+    sums: dict[
+        str, float
+    ]  # name -> Σ over this rank's action tokens; see `MegatronTrainer.update`, `MegatronCritic.update`
     logprobs: dict[int, np.ndarray]  # sample number -> f32 [T-P], before the update
     grad_norm: float
     learning_rate: float

@@ -18,6 +18,8 @@ _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+# A critic's output layer, under its name in Hugging Face's models for sequence classification, reward models among them
+VALUE_HEAD = {"value_head.weight": "score.weight"}
 
 
 class _LocalNames:
@@ -43,7 +45,7 @@ def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int,
     if problems:
         raise ValueError("; ".join(problems))
     base = _MODEL_REGISTRY[hf_config.model_type]
-    fitted = type(base.__name__, (_LocalNames, base), {"_DIRECT_MAPPING": dict(base._DIRECT_MAPPING)})
+    fitted = type(base.__name__, (_LocalNames, base), {"_DIRECT_MAPPING": base._DIRECT_MAPPING | VALUE_HEAD})
     bridge = fitted(hf_config, dtype=dtype, make_vocab_size_divisible_by=padding)
     bridge.set_extra_args(**overrides)
     bridge.vocab_size = hf_config.vocab_size

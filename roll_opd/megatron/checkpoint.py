@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import DistributedOptimizer
 
+from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import unwrapped
-from roll_opd.megatron.trainer import MegatronTrainer
 
 # Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it.
 # Passed as a copy: Megatron stores the process groups of the current layout in it.
@@ -45,39 +45,39 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         )
 
 
-def save_state(trainer: MegatronTrainer, directory: Path) -> None:
+def save_state(learner: MegatronLearner, directory: Path) -> None:
     """Write this rank's shards into `directory`, which exists and is empty. Collective.
 
     Raises on every rank when one of them cannot write.
     """
     strategy = _InProcessSave("torch_dist", 1)
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(directory), strategy)
+    dist_checkpointing.save(_state(learner, is_loading=False), str(directory), strategy)
 
 
-def load_state(trainer: MegatronTrainer, directory: Path) -> None:
+def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Put back what `save_state` wrote. Collective."""
-    _allocate_optimizer_state(trainer)
-    state = dist_checkpointing.load(_state(trainer, is_loading=True), str(directory))
-    for index, chunk in enumerate(trainer.chunks):
+    _allocate_optimizer_state(learner)
+    state = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
+    for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.scheduler.load_state_dict(state["scheduler"])
+    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random_state(state["random"])
 
 
-def _state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]:
+def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
     model = {
         _chunk_key(index): unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
-        for index, chunk in enumerate(trainer.chunks)
+        for index, chunk in enumerate(learner.chunks)
     }
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
-    common = {"scheduler": trainer.scheduler.state_dict(), "random": _random_state()}
+    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
+    common = {"scheduler": learner.scheduler.state_dict(), "random": _random_state()}
     return {**model, "optimizer": optimizer, **common}
 
 
-def _allocate_optimizer_state(trainer: MegatronTrainer) -> None:
+def _allocate_optimizer_state(learner: MegatronLearner) -> None:
     """Give Adam its (zero) moments: loading needs tensors to load into, and a fresh optimizer has none yet."""
-    for optimizer in trainer.optimizer.chained_optimizers:
+    for optimizer in learner.optimizer.chained_optimizers:
         inner = optimizer.optimizer
         rates = [group["lr"] for group in inner.param_groups]
         for group in inner.param_groups:

@@ -19,13 +19,14 @@ from roll_opd.data.arrays import as_array
 from roll_opd.data.packing import assign
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, pack
+from roll_opd.megatron.bridge import Bridge
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.model import build_model, unwrapped
 
-# what is wanted of a micro-batch, computed on the last pipeline stage: (its head, the batch) -> ...
-Reader = Callable[[OutputHead, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
-LossFunction = Callable[[OutputHead, PackedBatch], tuple[Tensor, dict[str, Any]]]  # ... the loss, and a report
+# what is wanted of a micro-batch, computed on the last pipeline stage: (what the model ends in, the batch) -> ...
+Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
+LossFunction = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Any]]]  # ... the loss, and a report
 Scores = dict[int, dict[str, np.ndarray]]
 
 
@@ -38,9 +39,12 @@ class MegatronEngine:
         """Join the process group and load the weights. Raises ValueError for a model that cannot run here."""
         self.plan = plan
         self.device = parallel.initialize(plan.layout, seed, deterministic)
-        self.chunks, self.bridge = build_model(plan, trainable=self.trainable)
+        self.chunks, self.bridge = self._build()
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
+
+    def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
+        return build_model(self.plan, trainable=self.trainable)
 
     def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> dict[int, np.ndarray] | None:
         """Score every token after the prompt.
@@ -81,7 +85,6 @@ class MegatronEngine:
         """
         columns = [{} if ids is None else {"topk_ids": row} for row in (ids or [None] * len(sequences))]
         samples = [Sample(tokens, prompt, own) for (tokens, prompt), own in zip(sequences, columns, strict=True)]
-        mine = self._assigned(samples, self.plan.forward_limits)
 
         def read(head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
             values = {"logprobs": head.logprobs()}
@@ -95,6 +98,21 @@ class MegatronEngine:
                 values["hidden"] = head.hidden_ME
             return values
 
+        return self._read(samples, temperature, read)
+
+    def output_head(self) -> np.ndarray | None:
+        """The whole output embedding [W, E] (see `data.arrays`) from one rank; None on the others. Collective."""
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        model = unwrapped(self.chunks[-1])
+        group = parallel_state.get_tensor_model_parallel_group()
+        head_WE = whole_head(model.output_weight(), model.vocab_size_real, group)
+        first = parallel.reports_logprobs() and parallel_state.get_data_parallel_rank() == 0
+        return as_array(head_WE) if first else None
+
+    def _read(self, samples: Sequence[Sample], temperature: float, read: Reader) -> Scores | None:
+        """What `read` gives for each sample of this data-parallel group, on the rank that speaks for it."""
+        mine = self._assigned(samples, self.plan.forward_limits)
         with torch.no_grad():
             outputs = self._run(
                 [[samples[n] for n in numbers] for numbers in mine], temperature, read, forward_only=True
@@ -106,16 +124,6 @@ class MegatronEngine:
             for numbers, output in zip(mine, outputs, strict=True)
             for number, values in zip(numbers, output, strict=True)
         }
-
-    def output_head(self) -> np.ndarray | None:
-        """The whole output embedding [W, E] (see `data.arrays`) from one rank; None on the others. Collective."""
-        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            return None
-        model = unwrapped(self.chunks[-1])
-        group = parallel_state.get_tensor_model_parallel_group()
-        head_WE = whole_head(model.output_weight(), model.vocab_size_real, group)
-        first = parallel.reports_logprobs() and parallel_state.get_data_parallel_rank() == 0
-        return as_array(head_WE) if first else None
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits) -> list[list[int]]:
         """This data-parallel rank's micro-batches, as sample numbers."""
@@ -143,10 +151,10 @@ class MegatronEngine:
             batch: PackedBatch = next(batches)
             output = model(batch.tokens_N, batch.positions_N, batch.scored_M, batch.packed_seq_params, temperature)
 
-            def finished(head: OutputHead, non_loss_data: bool = False) -> Any:
+            def finished(end: Any, non_loss_data: bool = False) -> Any:
                 if forward_only:
-                    return _by_sequence(finish(head, batch), batch.lengths)
-                value, report = finish(head, batch)
+                    return _by_sequence(finish(end, batch), batch.lengths)
+                value, report = finish(end, batch)
                 return value, _ONE_TOKEN, report
 
             return output, finished

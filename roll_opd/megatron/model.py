@@ -30,10 +30,31 @@ from roll_opd.megatron.rope import inverse_frequencies
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class HeadModel(GPTModel):
-    """A GPT model that ends in an `OutputHead` instead of logits."""
+class PackedModel(GPTModel):
+    """A GPT model over packed sequences, up to its last hidden states. What it ends in is its subclass's."""
 
     vocab_size_real: int
+
+    @staticmethod
+    def before(hidden: Tensor, scored_M: Tensor) -> Tensor:
+        """The states [M, E] that stand before the scored tokens, of hidden states [N, 1, E]."""
+        # The one place that shifts by one: the state at position i - 1 predicts token i.
+        return hidden[:, 0].index_select(0, scored_M - 1)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        decoder_input, *rest = super()._preprocess(*args, **kwargs)
+        if decoder_input is not None:
+            # [N, 1, E] as a transposed [1, N, E] has a stride on which torch multiplies row by row: slower, and with
+            # other last bits than a rank that received the same numbers in one piece
+            decoder_input = decoder_input.flatten(0, 1)[:, None]
+        return decoder_input, *rest
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        return hidden_states
+
+
+class HeadModel(PackedModel):
+    """A GPT model that ends in an `OutputHead` instead of logits."""
 
     def forward(  # type: ignore[override]
         self,
@@ -57,8 +78,7 @@ class HeadModel(GPTModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return OutputHead(
-            # The one place that shifts by one: the state at position i - 1 predicts token i.
-            hidden_ME=hidden[:, 0].index_select(0, scored_M - 1),
+            hidden_ME=self.before(hidden, scored_M),
             weight_VE=self.output_weight(),
             targets_M=tokens_N[scored_M],
             temperature=temperature,
@@ -71,19 +91,10 @@ class HeadModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        decoder_input, *rest = super()._preprocess(*args, **kwargs)
-        if decoder_input is not None:
-            # [N, 1, E] as a transposed [1, N, E] has a stride on which torch multiplies row by row: slower, and with
-            # other last bits than a rank that received the same numbers in one piece
-            decoder_input = decoder_input.flatten(0, 1)[:, None]
-        return decoder_input, *rest
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        return hidden_states
-
-
-def build_model(plan: MegatronPlan, *, trainable: bool) -> tuple[list[torch.nn.Module], Bridge]:
+def build_model(
+    plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, trainable: bool
+) -> tuple[list[torch.nn.Module], Bridge]:
     """Build this rank's model chunks (one, or one a virtual pipeline stage) with the weights of `plan.model`.
 
     Collective. `trainable` False freezes the weights and leaves out whatever only training needs.
@@ -102,7 +113,7 @@ def build_model(plan: MegatronPlan, *, trainable: bool) -> tuple[list[torch.nn.M
         **({"activation_func": exact_silu(hf_config)} if dtype is torch.float32 else {}),
     }
     bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
-    chunks = [_build_chunk(bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]
+    chunks = [_build_chunk(model_class, bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]
     bridge.load_weights(chunks, plan.model.path)
     if all_zero(chunks):
         raise ValueError(f"{plan.name}: every weight in {plan.model.path} is zero; get the model's files again")
@@ -119,10 +130,12 @@ def all_zero(chunks: Sequence[torch.nn.Module]) -> bool:
     return not any(bool(weight.any()) for weight in matrices)
 
 
-def _build_chunk(bridge: Bridge, hf_config: PretrainedConfig, stage: int) -> HeadModel:
+def _build_chunk(
+    model_class: type[PackedModel], bridge: Bridge, hf_config: PretrainedConfig, stage: int
+) -> PackedModel:
     virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
-    model = HeadModel(
+    model = model_class(
         config=bridge.config,
         transformer_layer_spec=layer_spec(bridge.config, vp_stage),
         vocab_size=bridge.padded_vocab_size,

@@ -1,4 +1,4 @@
-"""The student's training engine: policy-gradient updates with Megatron's optimizers.
+"""The student's training engine: policy-gradient updates.
 
 Legend: M scored tokens of a pack.
 """
@@ -8,15 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from roll_opd.algorithms.aggregation import token_weights
@@ -26,39 +18,22 @@ from roll_opd.algorithms.losses.table import PolicyLoss
 from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.table import policy_loss
-from roll_opd.config.plan import ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.data.arrays import as_tensor
 from roll_opd.data.training import TrainResult, TrainSample
-from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.distillation import distillation_loss, teacher_columns
-from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
-from roll_opd.megatron.model import DTYPES, unwrapped
+from roll_opd.megatron.learner import MegatronLearner
+from roll_opd.megatron.model import unwrapped
 
 
-class MegatronTrainer(MegatronEngine):
-    """A model that learns."""
-
-    trainable = True
-    plan: TrainPlan
+class MegatronTrainer(MegatronLearner):
+    """A policy that learns."""
 
     def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = False) -> None:
         super().__init__(plan, seed=seed, deterministic=deterministic)
-        config = self.bridge.config
-        half = plan.model.dtype != "fp32"
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=plan.optimizer.use_distributed_optimizer,
-            grad_reduce_in_fp32=half,
-            overlap_grad_reduce=False,
-        )
-        self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         self.teacher_heads: dict[str, TeacherHead] = {}
-        self.optimizer = get_megatron_optimizer(_optimizer_config(plan), self.chunks)
-        self.scheduler = _scheduler(self.optimizer, plan.optimizer)
-        config.grad_scale_func = self.optimizer.scale_loss
-        # The token count that the schedule passes along is not needed: losses are divided already.
-        config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
 
     def update(self, samples: Sequence[TrainSample], objective: ObjectivePlan, temperature: float) -> TrainResult:
         """Make one optimizer update from the whole mini-batch `samples`.
@@ -69,11 +44,6 @@ class MegatronTrainer(MegatronEngine):
         against new); where there is such a part of the loss, `opd_loss` (divergence from the teachers, with their
         coefficients) and `entropy` (before its coefficient), both weighted as the loss is.
         """
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        batch = _columns(samples, objective)
-        mine = self._assigned(batch, self.plan.train_limits)
         arguments = objective.policy_loss_arguments
         function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
 
@@ -90,32 +60,8 @@ class MegatronTrainer(MegatronEngine):
             report["sums"]["weighted_loss"] = value.detach()
             return value, report
 
-        micro_batches = [[batch[n] for n in numbers] for numbers in mine]
-        reports = self._run(micro_batches, temperature, loss, forward_only=False)
-        if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient
-            finalize_model_grads(self.chunks)
-
-        finite = self._everywhere_finite(reports)
-        self.scheduler.step(1)
-        grad_norm = float("nan")
-        applied = False
-        if finite:
-            applied, norm, _ = self.optimizer.step()
-            grad_norm = float(norm) if norm is not None else float("nan")
-        speaks = parallel.reports_logprobs()
-        logprobs = {
-            number: values
-            for numbers, report in zip(mine, reports, strict=False)
-            for number, values in zip(numbers, report["logprobs"], strict=True)
-            if speaks
-        }
-        return TrainResult(
-            sums=_summed([report["sums"] for report in reports]) if speaks else {},
-            logprobs=logprobs,
-            grad_norm=grad_norm,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            applied=bool(applied),
-        )
+        done = self._learn(_columns(samples, objective), loss, temperature)
+        return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:
         """Take in a teacher's whole output embedding [W, F], for the objective `full`; each rank keeps its part."""
@@ -124,16 +70,6 @@ class MegatronTrainer(MegatronEngine):
         group = parallel_state.get_tensor_model_parallel_group()
         columns = unwrapped(self.chunks[-1]).output_weight().size(0)
         self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device)
-
-    def _everywhere_finite(self, reports: Sequence[dict]) -> bool:
-        """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""
-        finite = all(bool(torch.isfinite(report["sums"]["weighted_loss"])) for report in reports)
-        for chunk in self.chunks:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                finite = finite and bool(torch.isfinite(buffer.grad_data).all())
-        verdict = torch.tensor(float(finite), device=self.device)
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        return bool(verdict.item())
 
 
 def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[Sample]:
@@ -198,46 +134,3 @@ def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
     estimator = KL_ESTIMATORS[name]
     kl_M = estimator(logprobs_M, *others) if name == "corrected_k3" else estimator(logprobs_M, others[0])
     return (kl_M * weight_M).sum()
-
-
-def _summed(reports: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    names = reports[0] if reports else {}
-    return {name: float(sum(report[name].double() for report in reports)) for name in names}
-
-
-def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
-    optimizer, dtype = plan.optimizer, DTYPES[plan.model.dtype]
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.learning_rate,
-        min_lr=optimizer.min_learning_rate,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_epsilon,
-        clip_grad=optimizer.max_grad_norm,
-        use_distributed_optimizer=optimizer.use_distributed_optimizer,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp16=dtype is torch.float16,
-    )
-
-
-def _scheduler(optimizer: object, plan: OptimizerPlan) -> OptimizerParamScheduler:
-    """Megatron's schedule. It is stepped before each update, so that the first one has a learning rate above 0."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=plan.learning_rate,
-        min_lr=plan.min_learning_rate,
-        lr_warmup_steps=plan.warmup_steps,
-        lr_decay_steps=max(plan.total_steps, plan.warmup_steps + 1),
-        lr_decay_style=plan.lr_scheduler_type,
-        start_wd=plan.weight_decay,
-        end_wd=plan.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        # a resumed run follows its own plan; only the count of steps is restored
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )

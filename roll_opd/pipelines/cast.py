@@ -4,14 +4,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import AutoConfig
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.data.experience import Experience
+from roll_opd.pipelines.checkpoints import CRITIC
 from roll_opd.rollout.scheduler import Scorers
-from roll_opd.workers.megatron import ScoreWorker, TrainWorker
+from roll_opd.workers.critic import Critic
+from roll_opd.workers.megatron import CriticWorker, ScoreWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
@@ -24,6 +28,36 @@ class Cast:
     student: Student
     sampler: Sampler
     scorers: Scorers
+    critic: Critic | None
+
+    async def learn(
+        self, plan: RunPlan, experiences: list[Experience], step: int
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Update the student and, beside it, the critic; in its first steps the critic alone.
+
+        Returns what `Student.learn` does, with the critic's metrics.
+        """
+        student = (experiences, plan.teachers, plan.objective, plan.rollout.sampling.temperature)
+        if self.critic is None:
+            return await self.student.learn(*student)
+        if step <= self.critic.plan.warmup_steps:
+            return experiences, await self.critic.learn(experiences)
+        (learned, metrics), of_critic = await asyncio.gather(
+            self.student.learn(*student), self.critic.learn(experiences)
+        )
+        return learned, metrics | of_critic
+
+    async def save(self, directory: Path) -> None:
+        """Write the state of everyone who learns."""
+        await self.student.save(directory)
+        if self.critic:
+            await self.critic.save(directory / CRITIC)
+
+    async def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        await self.student.load(directory)
+        if self.critic:
+            await self.critic.load(directory / CRITIC)
 
 
 async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
@@ -38,20 +72,23 @@ async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...
     reference = None
     if plan.reference:
         reference = Scorer(plan.reference.name, frozen(plan.reference), _vocab_size(plan.reference))
+    critic = None
+    if plan.critic:
+        critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
     sampler, *_ = await asyncio.gather(
         start_sampler(plan, plan.rollout, placement),
         student.setup(**engine),
-        *[scorer.group.setup(**engine) for scorer in (*teachers, reference) if scorer],
+        *[role.group.setup(**engine) for role in (*teachers, reference, critic) if role],
     )
     learner, objective = Student(plan.student, student), plan.objective
-    if objective.opd_objective == "sampled":
-        return Cast(learner, sampler, Scorers(teachers, judges, reference))
     if objective.opd_objective == "full":
         for teacher in teachers:
             await learner.load_teacher_head(teacher)
-    proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
-    scorers = Scorers(teachers, judges, reference, views_for=objective, student=learner if proposes else None)
-    return Cast(learner, sampler, scorers)
+    scorers = Scorers(teachers, judges, reference)
+    if objective.opd_objective != "sampled":
+        proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
+        scorers = replace(scorers, views_for=objective, student=learner if proposes else None)
+    return Cast(learner, sampler, scorers, critic)
 
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:

@@ -12,6 +12,7 @@ from roll_opd.config.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
 
 STATE_FILE = "run_state.json"
+CRITIC = "critic"  # its part of a checkpoint
 _PARTIAL = ".partial_"
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from roll_opd.config.models import read_model
-from roll_opd.config.plan import RunPlan
-from roll_opd.pipelines.checkpoints import Checkpoint
+from roll_opd.config.plan import RunPlan, TrainPlan
+from roll_opd.pipelines.checkpoints import CRITIC, Checkpoint
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -29,8 +29,20 @@ def misfits_of_machine(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def misfits_of_checkpoint(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
-    """Return how the student differs from the one in `checkpoint`; layouts may differ, a checkpoint fits them all."""
-    saved, now = (read_model(path) for path in (checkpoint.path / "hf", Path(plan.student.model.path)))
+    """Return how those who learn differ from the ones in `checkpoint`; layouts may differ, a checkpoint fits all."""
+    misfits = _misfits(plan.student, checkpoint.path / "hf", checkpoint)
+    if plan.critic and not (checkpoint.path / CRITIC).is_dir():
+        misfits.append(
+            f"resume_from_checkpoint: {checkpoint.path} holds no critic, and adv_estimator: gae goes on with one; give"
+            " a checkpoint of a run that had it, or start afresh with resume_from_checkpoint: false"
+        )
+    elif plan.critic:
+        misfits += _misfits(plan.critic, checkpoint.path / CRITIC / "hf", checkpoint)
+    return misfits
+
+
+def _misfits(learner: TrainPlan, found: Path, checkpoint: Checkpoint) -> list[str]:
+    saved, now = (read_model(path) for path in (found, Path(learner.model.path)))
     different = [
         f"{name} {getattr(saved, name)} there, {getattr(now, name)} in the model"
         for name in SHAPES

@@ -20,7 +20,9 @@ from roll_opd.tracking.trackers import Trackers
 OF_THE_OBJECTIVE = (
     "opd_objective",
     "opd_divergence",
+    "adv_estimator",
     "gamma",
+    "lambd",
     "opd_kl_discount",
     "reward_clip",
     "advantage_clip",
@@ -121,6 +123,7 @@ class Record:
             "teacher_logprobs": experience.teacher_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "ref_logprobs": experience.ref_logprobs,
+            "values": experience.values,
             "token_level_rewards": token_level_rewards,
             "external_advantages": experience.advantages,
             "advantages": advantages,

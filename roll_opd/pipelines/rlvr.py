@@ -37,7 +37,7 @@ async def run_rlvr(
     record.note("Starting student, teacher and inference engines ...")
     cast = await assemble(plan, placement, judges)
     if resume:
-        await cast.student.load(resume.path)
+        await cast.load(resume.path)
     await _send_weights(cast, version=done)
     if resume:
         clock.lap()  # start-up belongs to no step
@@ -61,10 +61,13 @@ async def run_rlvr(
         if plan.objective.recompute_old_logprobs:
             with clock.phase("old_logprobs"):
                 experiences = await cast.student.logprobs(experiences, temperature)
+        if cast.critic:
+            with clock.phase("values"):
+                experiences = await cast.critic.values(experiences)
         if plan.mode != "pure":
             experiences = external_advantages(experiences, plan.objective)
         with clock.phase("train"):
-            experiences, metrics = await cast.student.learn(experiences, plan.teachers, plan.objective, temperature)
+            experiences, metrics = await cast.learn(plan, experiences, step)
         with clock.phase("weight_sync"):
             await _send_weights(cast, version=step)
 
@@ -77,7 +80,7 @@ async def run_rlvr(
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)
         if checkpoints.due(step):
             with clock.phase("checkpoint"):
-                await checkpoints.write(step, cast.student.save, source.state_dict())
+                await checkpoints.write(step, cast.save, source.state_dict())
         record.step(step, batch, experiences, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record

@@ -25,9 +25,9 @@ from roll_opd.workers.roles import RunError
 
 
 def external_advantages(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[Experience]:
-    """Fill in `advantages`, and in `metrics` the numbers with which they can be computed again.
+    """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
-    Those are `reward_mean` and `reward_scale` of the normalisation, and of the two whitenings `token_reward_mean`,
+    That is `reward_mean` and `reward_scale` of the normalisation, and of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`. RunError for a sample that no reward worker scored.
     """
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
@@ -43,11 +43,14 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
     rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - torch.cat([_reference_penalty(e, objective) for e in experiences])
+    critic = objective.adv_estimator == "gae"
     found = token_advantages(
         rewards_M,
         mask_M,
         lengths,
         gamma=objective.gamma,
+        values_M=torch.cat([torch.tensor(e.values) for e in experiences]) if critic else None,
+        lambd=objective.lambd,
         whiten_rewards=objective.whiten_rewards,
         whiten_advantages=objective.whiten_advantages,
         advantage_clip=objective.advantage_clip,
@@ -57,6 +60,7 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
         replace(
             experience,
             advantages=advantages.numpy(),
+            returns=returns.numpy() if critic else None,
             metrics={
                 **experience.metrics,
                 "reward_mean": float(normalised.mean[number]),
@@ -67,8 +71,8 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
                 "advantage_scale": found.scale,
             },
         )
-        for number, (experience, advantages) in enumerate(
-            zip(experiences, found.advantages_M.split(lengths), strict=True)
+        for number, (experience, advantages, returns) in enumerate(
+            zip(experiences, found.advantages_M.split(lengths), found.returns_M.split(lengths), strict=True)
         )
     ]
 

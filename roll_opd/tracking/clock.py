@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("generate", "teacher", "old_logprobs", "reward", "train", "weight_sync", "validate", "checkpoint")
+PHASES = ("generate", "teacher", "old_logprobs", "values", "reward", "train", "weight_sync", "validate", "checkpoint")
 
 
 class PhaseClock:

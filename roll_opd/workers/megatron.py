@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.config.plan import MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.data.training import ValueSample
 from roll_opd.workers.samples import train_samples
 
 
@@ -93,6 +94,39 @@ class TrainWorker(_Rank):
 
         save_state(self._engine, directory / "state")
         save_hf(self._engine, directory / "hf")
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        from roll_opd.megatron.checkpoint import load_state
+
+        load_state(self._engine, directory / "state")
+
+
+@ray.remote
+class CriticWorker(_Rank):
+    """A rank of the critic."""
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.critic import MegatronCritic
+
+        assert isinstance(plan, CriticPlan)
+        return MegatronCritic(plan, seed=seed, deterministic=deterministic)
+
+    def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> Compact:
+        """Values of the states before every response token; see `MegatronCritic.values`, whose answer it is."""
+        return Compact(self._engine.values(sequences))
+
+    def update(self, samples: Sequence[ValueSample]) -> Compact:
+        """One optimizer update from one mini-batch; see `MegatronCritic.update`, whose answer it is."""
+        return Compact(self._engine.update(samples))
+
+    def save(self, directory: Path) -> None:
+        """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
+        from roll_opd.megatron.checkpoint import save_state
+        from roll_opd.megatron.critic import save_critic_hf
+
+        save_state(self._engine, directory / "state")
+        save_critic_hf(self._engine, directory / "hf")
 
     def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""

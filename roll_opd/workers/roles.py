@@ -24,12 +24,12 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says why and what to look at."""
 
 
-async def _gathered(
-    group: WorkerGroup, method: str, experiences: Sequence[Experience], temperature: float, **wanted: Any
+async def gathered(
+    group: WorkerGroup, method: str, experiences: Sequence[Experience], *args: float, **wanted: Any
 ) -> list[Any]:
-    """Every rank scores its share with `logprobs` or `score`; returns its answer for each experience, in order."""
+    """Every rank runs `method` on its share of the sequences; returns its answer for each experience, in order."""
     sequences = Compact([(e.tokens, e.prompt_length) for e in experiences])
-    answers = await group.call(method, ray.put(sequences), temperature, **wanted)
+    answers = await group.call(method, ray.put(sequences), *args, **wanted)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
     return [merged[number] for number in range(len(experiences))]
 
@@ -45,7 +45,7 @@ class Scorer:
     async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. RunError when they cannot be a working model's."""
         self._check_tokens(experiences)
-        logprobs = await _gathered(self.group, "logprobs", experiences, temperature)
+        logprobs = await gathered(self.group, "logprobs", experiences, temperature)
         self._check_logprobs(logprobs)
         return logprobs
 
@@ -88,7 +88,7 @@ class Teacher(Scorer):
             wanted = {"ids": ray.put(Compact(ids)), "vocab_size": objective.opd_vocab_size}
         else:
             wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
-        answers = await _gathered(self.group, "score", experiences, temperature, **wanted)
+        answers = await gathered(self.group, "score", experiences, temperature, **wanted)
         logprobs = [answer["logprobs"] for answer in answers]
         self._check_logprobs(logprobs)
         views = [{name: array for name, array in answer.items() if name != "logprobs"} for answer in answers]
@@ -109,7 +109,7 @@ class Student:
 
     async def logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await _gathered(self.group, "logprobs", experiences, temperature)
+        values = await gathered(self.group, "logprobs", experiences, temperature)
         return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def topk_ids(
@@ -117,7 +117,7 @@ class Student:
     ) -> list[np.ndarray]:
         """Return the most likely tokens at every response token, int32 [T-P, K] each."""
         wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
-        answers = await _gathered(self.group, "score", experiences, temperature, **wanted)
+        answers = await gathered(self.group, "score", experiences, temperature, **wanted)
         return [answer["topk_ids"] for answer in answers]
 
     async def load_teacher_head(self, teacher: Teacher) -> None:

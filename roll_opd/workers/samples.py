@@ -6,7 +6,7 @@ import numpy as np
 
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import TeacherView, TrainSample
+from roll_opd.data.training import TeacherView, TrainSample, ValueSample
 
 
 def train_samples(
@@ -45,6 +45,14 @@ def train_samples(
             )
         )
     return samples
+
+
+def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
+    """Return one `ValueSample` an experience; each has its values and returns."""
+    return [
+        ValueSample(e.tokens, e.prompt_length, e.action_mask, e.values, e.returns.astype(np.float32))
+        for e in experiences
+    ]
 
 
 def _advantages(experience: Experience) -> np.ndarray:

@@ -69,7 +69,7 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"response_length": 4096}, ["4096 new tokens is more than the positions of student (128) and teacher (128)"]),
     ({"student_infer.generating_args.max_new_tokens": 49}, ["49 is more than the response length 48"]),
     ({"sequence_length": 70}, ["sequence_length: 70 is less than prompt_length 32 + response_length 48"]),
-    ({"rollout_batch_size": 9}, ["9 prompts x 2 responses = 18 sequences", "mini-batch of 16"]),
+    ({"rollout_batch_size": 9}, ["9 prompts x 2 responses = 18 sequences", "student_train's mini-batch of 16"]),
     ({"student_infer.generating_args.temperature": 0}, ["temperature: 0 does not sample"]),
     (
         {"student_infer.generating_args.num_return_sequences": 3},

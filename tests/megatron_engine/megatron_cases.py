@@ -11,7 +11,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
-from roll_opd.data.training import TrainSample
+from roll_opd.data.training import TrainSample, ValueSample
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
@@ -150,6 +150,21 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
     return samples
 
 
+def value_samples(step: int, count: int = 12) -> list[ValueSample]:
+    """The sequences of `train_samples`, with values before the update and returns of which some are out of reach."""
+    rng = np.random.default_rng(200 + step)
+    return [
+        ValueSample(
+            tokens=sample.tokens,
+            prompt_length=sample.prompt_length,
+            action_mask=sample.action_mask,
+            old_values=rng.normal(0, 0.5, size=len(sample.action_mask)).astype(np.float32),
+            returns=(rng.normal(size=len(sample.action_mask)) * sample.action_mask).astype(np.float32),
+        )
+        for sample in train_samples(step, "opd", count)
+    ]
+
+
 def looks_at(teacher: str, sample: int) -> bool:
     """Every third sample has both teachers, the others one."""
     return sample % 3 != list(TEACHERS).index(teacher)
@@ -223,9 +238,11 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
             jobs.append(
                 {**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1, "save_after": None}
             )
+        jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
     if world == 1:
+        jobs.append(_critic_job("tp1", "qwen3"))
         jobs.append({"op": "memory", "layout": "tp1"})
     if world in (1, 2):
         layout = f"tp{world}"
@@ -252,6 +269,23 @@ def _train_job(layout: str, model: str, distributed: bool, tokens: int | None) -
     }
 
 
+def critic_name(layout: str, model: str = "valued") -> str:
+    return f"critic-{model}-{layout}"
+
+
+def _critic_job(layout: str, model: str) -> dict[str, Any]:
+    name = critic_name(layout, model)
+    return {"op": "critic", "name": name, "layout": layout, "model": model, "save": layout in ("tp2", "dp2")}
+
+
+CRITIC_RESUMES = [("tp2", "tp2"), ("tp2", "pp2"), ("dp2", "tp2")]  # (layout that saved, layout that loads)
+VALUE_CLIP = 0.4
+
+
+def critic_resume_name(saved: str, loads: str) -> str:
+    return f"critic-resume-{saved}-{loads}"
+
+
 # (layout that saved, layout that loads, distributed optimizer, its tokens a micro-batch)
 RESUMES = [
     ("tp2", "tp2", True, 70),
@@ -270,7 +304,16 @@ def resume_name(saved: str, loads: str, distributed: bool) -> str:
 
 
 def _resume_jobs(root: Path) -> list[dict[str, Any]]:
-    return [
+    critics = [
+        {
+            **_critic_job(loads, "valued"),
+            "name": critic_resume_name(saved, loads),
+            "save": False,
+            "load": str(root / f"{critic_name(saved)}.ckpt"),
+        }
+        for saved, loads in CRITIC_RESUMES
+    ]
+    return critics + [
         {
             **_train_job(loads, "qwen3_tied", distributed, tokens),
             "name": resume_name(saved, loads, distributed),

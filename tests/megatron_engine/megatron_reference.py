@@ -11,12 +11,21 @@ from megatron_cases import (
     TEACHERS,
     TEMPERATURE,
     UPDATES,
+    VALUE_CLIP,
     VOCABULARY,
     looks_at,
     optimizer_plan,
     train_samples,
+    value_samples,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.training import TrainSample
@@ -48,6 +57,7 @@ CONFIGS = {
         **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
     ),
     "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
+    "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
 }
 
 
@@ -55,7 +65,8 @@ def save_models(directory: Path) -> None:
     """Write every model, its norms and biases moved off their initial ones and zeros."""
     for seed, (name, config) in enumerate(CONFIGS.items()):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config()).float()
+        kind = AutoModelForSequenceClassification if name == "valued" else AutoModelForCausalLM
+        model = kind.from_config(config()).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -65,6 +76,17 @@ def save_models(directory: Path) -> None:
 
 def load(path: str | Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def load_critic(path: str | Path) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+
+
+def token_values(model: PreTrainedModel, tokens: np.ndarray, prompt: int) -> torch.Tensor:
+    """[T-P]: entry i is of the state that has read tokens 0 to P + i - 1."""
+    states = model.model(torch.from_numpy(tokens)[None]).last_hidden_state[0]
+    found = [model.score(states[place - 1])[0] for place in range(prompt, len(tokens))]
+    return torch.stack(found) if found else torch.zeros(0)
 
 
 def all_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float) -> torch.Tensor:
@@ -116,20 +138,21 @@ def learning_rate(step: int) -> float:
 
 def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
     """Train with autograd and torch's AdamW; return what each update reports, and the weights."""
+    model = load(path)
 
-    def loss_of(model: PreTrainedModel, step: int) -> torch.Tensor:
+    def loss(step: int) -> torch.Tensor:
         samples = train_samples(step, objective_name)
         logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
         return naive_loss(logprobs, samples, objective)
 
-    return _trained(path, loss_of)
+    return descend(model, loss)
 
 
 def naive_distilling(paths: dict[str, str], student: str) -> tuple[list[dict], dict]:
     """The same with each of `DISTILLING` in turn, from whole distributions of the student and its teachers."""
-    teachers = {name: load(paths[name]) for name in TEACHERS}
+    model, teachers = load(student), {name: load(paths[name]) for name in TEACHERS}
 
-    def loss_of(model: PreTrainedModel, step: int) -> torch.Tensor:
+    def loss(step: int) -> torch.Tensor:
         objective, samples = DISTILLING[step], train_samples(step, "opd")
         logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
         total = naive_loss(logprobs, samples, objective)
@@ -151,7 +174,7 @@ def naive_distilling(paths: dict[str, str], student: str) -> tuple[list[dict], d
                     total = total + value / count / sum(count > 0 for count in counts)
         return total
 
-    return _trained(student, loss_of)
+    return descend(model, loss)
 
 
 def _naive_divergence(s: torch.Tensor, q: torch.Tensor, objective: ObjectivePlan) -> torch.Tensor:
@@ -174,8 +197,28 @@ def _naive_divergence(s: torch.Tensor, q: torch.Tensor, objective: ObjectivePlan
     }[objective.opd_divergence]().float()
 
 
-def _trained(path: str, loss_of: Callable[[PreTrainedModel, int], torch.Tensor]) -> tuple[list[dict], dict]:
-    model, plan = load(path), optimizer_plan(False)
+def naive_critic_training(path: str) -> tuple[list[dict], dict]:
+    """The same for a critic: half the squared error, clipped, its mean over sequences of token means."""
+    model = load_critic(path)
+
+    def loss(step: int) -> torch.Tensor:
+        samples = [sample for sample in value_samples(step) if sample.action_mask.any()]
+        total = torch.zeros(())
+        for sample in samples:
+            values = token_values(model, sample.tokens, sample.prompt_length)
+            for t in np.flatnonzero(sample.action_mask):
+                old, target = float(sample.old_values[t]), float(sample.returns[t])
+                held = values[t].clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+                error = max((values[t] - target) ** 2, (held - target) ** 2) / 2
+                total = total + error / int(sample.action_mask.sum()) / len(samples)
+        return total
+
+    return descend(model, loss)
+
+
+def descend(model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor]) -> tuple[list[dict], dict]:
+    """Minimise the loss of each step with clipped gradients, the schedule of `optimizer_plan` and torch's AdamW."""
+    plan = optimizer_plan(False)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]  # never decayed
     optimizer = torch.optim.AdamW(
@@ -185,7 +228,7 @@ def _trained(path: str, loss_of: Callable[[PreTrainedModel, int], torch.Tensor])
     )
     records = []
     for step in range(UPDATES):
-        loss = loss_of(model, step)
+        loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))

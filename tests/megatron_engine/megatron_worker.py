@@ -22,12 +22,14 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
-from roll_opd.config.plan import MegatronPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
-from roll_opd.data.training import TeacherView
+from roll_opd.config.plan import CriticPlan, MegatronPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
+from roll_opd.data.training import TeacherView, TrainResult
 from roll_opd.megatron import checkpoint, parallel
+from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, save_hf
+from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.trainer import MegatronTrainer
 
@@ -81,25 +83,11 @@ def train(job: Job, root: Path) -> None:
     for step in range(cases.SAVED_AFTER if job["load"] else 0, cases.UPDATES):
         samples = cases.train_samples(step, objective, job["count"])
         result = trainer.update(samples, cases.OBJECTIVES[objective], cases.TEMPERATURE)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (result.sums, result.grad_norm, result.applied))
-        names = {name for sums, _, _ in everyone for name in sums}
-        records.append(
-            {
-                **{name: sum(sums.get(name, 0.0) for sums, _, _ in everyone) for name in names},
-                "grad_norms": [norm for _, norm, _ in everyone],
-                "applied": [applied for _, _, applied in everyone],
-                "learning_rate": result.learning_rate,
-            }
-        )
+        records.append(record(result))
         if step == 0:
             write_arrays(root / f"{job['name']}-first.npz", result.logprobs)
         if step + 1 == job["save_after"]:
-            directory = root / f"{job['name']}.ckpt"
-            if dist.get_rank() == 0:
-                directory.mkdir()
-            dist.barrier()
-            checkpoint.save_state(trainer, directory)
+            save(trainer, root / f"{job['name']}.ckpt")
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
 
@@ -157,6 +145,53 @@ def everything(mine: dict | None) -> dict:
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, mine)
     return {number: values for share in shares for number, values in (share or {}).items()}
+
+
+def record(result: TrainResult) -> dict[str, Any]:
+    """What all ranks say of one update: sums over them, and what each must say alike."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (result.sums, result.grad_norm, result.applied))
+    names = {name for sums, _, _ in everyone for name in sums}
+    return {
+        **{name: sum(sums.get(name, 0.0) for sums, _, _ in everyone) for name in names},
+        "grad_norms": [norm for _, norm, _ in everyone],
+        "applied": [applied for _, _, applied in everyone],
+        "learning_rate": result.learning_rate,
+    }
+
+
+def save(learner: MegatronLearner, directory: Path) -> None:
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    checkpoint.save_state(learner, directory)
+
+
+def critic(job: Job, root: Path) -> None:
+    """Value, learn and save; or take up what was saved, and go on."""
+    layout = cases.LAYOUTS[job["layout"]]
+    plan = CriticPlan(
+        "critic",
+        ModelPlan(cases.model_path(root, job["model"])),
+        tuple(range(layout.world_size)),
+        layout,
+        MicroBatchLimits(tokens=100),
+        train_limits=MicroBatchLimits(tokens=70),
+        optimizer=cases.optimizer_plan(distributed=True),
+        value_clip=cases.VALUE_CLIP,
+    )
+    model = MegatronCritic(plan, seed=0)
+    if "load" in job:
+        checkpoint.load_state(model, Path(job["load"]))
+    write_arrays(root / f"{job['name']}-values.npz", model.values(cases.sequences(cases.VOCABULARY)))
+    records = []
+    for step in range(cases.SAVED_AFTER if "load" in job else 0, cases.UPDATES):
+        result = model.update(cases.value_samples(step))
+        records.append(record(result))
+        if job["save"] and step + 1 == cases.SAVED_AFTER:
+            save(model, root / f"{job['name']}.ckpt")
+    write_json(root / f"{job['name']}.json", records)
+    save_critic_hf(model, root / f"{job['name']}.hf")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -259,7 +294,7 @@ def vocab(job: Job, root: Path) -> None:
             key = f"{name}-{temperature}"
             results[f"{key}-logprobs"] = logprobs_M.detach().numpy()
             results[f"{key}-hidden"], results[f"{key}-weight"] = shard.gradients(hidden_ME, weight_VE.grad)
-    save(root / f"{job['name']}.npz", results)
+    write_results(root / f"{job['name']}.npz", results)
 
 
 def columns(job: Job, root: Path) -> None:
@@ -293,7 +328,7 @@ def columns(job: Job, root: Path) -> None:
                 results[f"{key}-hidden"], results[f"{key}-weight"] = shard.gradients(hidden_ME, grad_VE - 1)
                 if weight_VE.grad is not None:
                     raise RuntimeError("the gradient was returned as well")
-    save(root / f"{job['name']}.npz", results)
+    write_results(root / f"{job['name']}.npz", results)
 
 
 def topk(job: Job, root: Path) -> None:
@@ -316,10 +351,10 @@ def topk(job: Job, root: Path) -> None:
         results |= {f"{k}-ids": ids_MK.numpy(), f"{k}-logprobs": logprobs_MK.numpy()}
         results[f"{k}-again"] = again_MK.detach().numpy()
         results[f"{k}-hidden"], results[f"{k}-weight"] = shard.gradients(hidden_ME, weight_VE.grad)
-    save(root / f"{job['name']}.npz", results)
+    write_results(root / f"{job['name']}.npz", results)
 
 
-def save(path: Path, results: dict[str, np.ndarray]) -> None:
+def write_results(path: Path, results: dict[str, np.ndarray]) -> None:
     if dist.get_rank() == 0:
         np.savez(path, **results)
 
@@ -369,6 +404,7 @@ OPERATIONS = {
     "frozen": frozen,
     "train": train,
     "distil": distil,
+    "critic": critic,
     "poison": poison,
     "vocab": vocab,
     "columns": columns,

@@ -16,6 +16,7 @@ from roll_opd.rollout.advantages import advantage_metrics
 from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
+from roll_opd.workers.critic import value_metrics
 
 ROOT = Path(__file__).parents[2]
 GROUPS = "actor|critic|opd|tokens|rollout|time|val|val_correct"
@@ -66,7 +67,9 @@ def emitted() -> set[str]:
     batch = [experience(number) for number in range(8)]
     bare = [replace(item, old_logprobs=None, teacher_logprobs={}, reward=None) for item in batch]
     advantages = advantage_metrics(bare, [], ObjectivePlan())
+    valued = [replace(item, values=item.old_logprobs, returns=item.old_logprobs * 2.0) for item in batch]
     rows = [
+        value_metrics(valued),
         opd_metrics(batch),
         opd_metrics(bare),
         train_infer_metrics(batch),

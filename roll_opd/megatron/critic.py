@@ -1,0 +1,177 @@
+"""The critic: a Megatron model that ends in one number a token, the value of the state before it, and its training.
+
+Legend: N packed tokens, M scored tokens, E hidden size.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.algorithms.gae import clipped_values, value_loss
+from roll_opd.config.plan import CriticPlan
+from roll_opd.data.training import TrainResult, ValueSample
+from roll_opd.megatron.batches import PackedBatch, Sample
+from roll_opd.megatron.bridge import VALUE_HEAD, Bridge
+from roll_opd.megatron.export import save_hf
+from roll_opd.megatron.learner import MegatronLearner
+from roll_opd.megatron.model import PackedModel, build_model, unwrapped
+
+AGGREGATION = "seq-mean-token-mean"  # of the value loss, as in ROLL whatever the policy loss does
+(HEAD,) = VALUE_HEAD.values()
+
+
+class ValueHead(torch.nn.Module):
+    """A linear map to one number, computed in f32, the same on every tensor rank.
+
+    At first it is 0: a critic that knows nothing claims nothing. Its weight has the model's precision, since
+    megatron-core 0.16.1 cannot save the state of a distributed optimizer over two; its master weight is f32.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+
+    def forward(self, states_ME: Tensor) -> Tensor:
+        return (states_ME.float() @ self.weight.float().T)[:, 0]
+
+
+class TokenValueModel(PackedModel):
+    """A GPT model that ends in values. `value_head` joins the last stage after the other weights are loaded."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        scored_M: Tensor,
+        packed_seq_params: PackedSeqParams,
+        temperature: float,
+    ) -> Tensor:
+        """Return f32 [M] on the last pipeline stage: values of the states before tokens[scored]; else hidden states.
+
+        `scored_M` holds positions in the pack, none of them the first of its sequence. `temperature` is of
+        distributions and not of values.
+        """
+        hidden = super().forward(
+            tokens_N[None], positions_N[None], attention_mask=None, packed_seq_params=packed_seq_params
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            # every rank goes on with the whole and computes the same: its slice of the gradient is all there is
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return self.value_head(self.before(hidden, scored_M))
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # what GPTModel adds to this concerns the output layer
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
+
+
+class MegatronCritic(MegatronLearner):
+    """A critic that learns."""
+
+    plan: CriticPlan
+
+    def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
+        chunks, bridge = build_model(self.plan, TokenValueModel, trainable=True)
+        for model in map(unwrapped, chunks):
+            if model.post_process:
+                model.value_head = ValueHead(bridge.config)
+                _load_head(model.value_head, bridge)
+        return chunks, bridge
+
+    def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> dict[int, np.ndarray] | None:
+        """Value the state before every token after the prompt: entry t is of what stands before token P+t.
+
+        Arguments and result are those of `logprobs`.
+        """
+        samples = [Sample(tokens, prompt_length, {}) for tokens, prompt_length in sequences]
+        found = self._read(samples, 1.0, lambda values_M, _: {"values": values_M})
+        return None if found is None else {number: row["values"] for number, row in found.items()}
+
+    def update(self, samples: Sequence[ValueSample]) -> TrainResult:
+        """Make one optimizer update from the whole mini-batch `samples`; the mean over sequences of their token means.
+
+        `sums` holds `weighted_loss` (Σ over all ranks is the loss), and over this rank's action tokens: `tokens`,
+        `values`, `squared_error` and `clipped` (tokens at which the clipped error was the larger).
+        """
+        done = self._learn(_columns(samples), partial(_loss, clip=self.plan.value_clip), 1.0)
+        return TrainResult(done.sums, {}, done.grad_norm, done.learning_rate, done.applied)
+
+
+def save_critic_hf(critic: MegatronCritic, directory: Path) -> None:
+    """Write a Hugging Face directory that loads as a model for sequence classification with one label. Collective."""
+    save_hf(critic, directory)
+    if dist.get_rank() != 0:
+        return
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    kinds = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or []]
+    config |= {"architectures": kinds, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _load_head(head: ValueHead, bridge: Bridge) -> None:
+    """Take over the head of a model that has one: a reward model, or a critic that was saved."""
+    if HEAD not in bridge.safetensor_io.load_hf_weight_names():
+        return
+    weight = bridge.safetensor_io.load_one_hf_weight(HEAD)
+    if weight.shape != head.weight.shape:
+        raise ValueError(
+            f"{bridge.safetensor_io.hf_dir}: {HEAD} is {list(weight.shape)}, a value head is {list(head.weight.shape)};"
+            " give a critic a model with one label, or one without a classification head"
+        )
+    with torch.no_grad():
+        head.weight.copy_(weight)
+
+
+def _columns(samples: Sequence[ValueSample]) -> list[Sample]:
+    weights = token_weights([torch.from_numpy(sample.action_mask) for sample in samples], AGGREGATION)
+    return [
+        Sample(
+            sample.tokens,
+            sample.prompt_length,
+            {
+                "mask": sample.action_mask,
+                "weight": weight.numpy(),
+                "old_values": sample.old_values,
+                "returns": sample.returns,
+            },
+        )
+        for sample, weight in zip(samples, weights, strict=True)
+    ]
+
+
+def _loss(values_M: Tensor, batch: PackedBatch, *, clip: float | None) -> tuple[Tensor, dict]:
+    columns = batch.columns
+    old_M, returns_M, mask_M = columns["old_values"], columns["returns"], columns["mask"]
+    loss = (value_loss(values_M, old_M, returns_M, clip) * columns["weight"]).sum()
+    new_M = values_M.detach()
+    error_M = (new_M - returns_M).square()
+    held_M = new_M if clip is None else clipped_values(new_M, old_M, clip)
+    sums = {
+        "tokens": mask_M.sum(),
+        "weighted_loss": loss.detach(),
+        "values": new_M[mask_M].sum(),
+        "squared_error": error_M[mask_M].sum(),
+        "clipped": ((held_M - returns_M).square() > error_M)[mask_M].sum(),
+    }
+    return loss, {"sums": sums}

@@ -1,0 +1,147 @@
+"""What every model that learns has: Megatron's optimizer and schedule around an engine, and one safe update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from roll_opd.config.plan import OptimizerPlan, TrainPlan
+from roll_opd.megatron import parallel
+from roll_opd.megatron.batches import Sample
+from roll_opd.megatron.engine import LossFunction, MegatronEngine
+from roll_opd.megatron.model import DTYPES
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer update did, on this rank."""
+
+    assigned: list[list[int]]  # sample numbers of each micro-batch
+    reports: list[dict]  # the loss function's, one a micro-batch; empty where this rank does not speak
+    grad_norm: float
+    learning_rate: float
+    applied: bool  # False: a loss or gradient was not finite and the weights were left alone
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Σ over this rank's micro-batches of what their reports hold under `sums`."""
+        found = [report["sums"] for report in self.reports]
+        return {name: float(sum(sums[name].double() for sums in found)) for name in (found[0] if found else {})}
+
+    def by_sample(self, name: str) -> dict:
+        """Sample number -> its entry of the report lists called `name`."""
+        return {
+            number: values
+            for numbers, report in zip(self.assigned, self.reports, strict=False)
+            for number, values in zip(numbers, report[name], strict=True)
+        }
+
+
+class MegatronLearner(MegatronEngine):
+    """A model with an optimizer. What it learns from is its subclass's."""
+
+    trainable = True
+    plan: TrainPlan
+
+    def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = False) -> None:
+        super().__init__(plan, seed=seed, deterministic=deterministic)
+        config = self.bridge.config
+        half = plan.model.dtype != "fp32"
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=plan.optimizer.use_distributed_optimizer,
+            grad_reduce_in_fp32=half,
+            overlap_grad_reduce=False,
+        )
+        self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
+        self.optimizer = get_megatron_optimizer(_optimizer_config(plan), self.chunks)
+        self.scheduler = _scheduler(self.optimizer, plan.optimizer)
+        config.grad_scale_func = self.optimizer.scale_loss
+        # The token count that the schedule passes along is not needed: losses are divided already.
+        config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
+
+    def _learn(self, samples: Sequence[Sample], loss: LossFunction, temperature: float) -> Update:
+        """Make one optimizer update from the whole mini-batch. Collective.
+
+        `loss` returns a micro-batch's share of the loss, divided by the global count already, and a report: `sums` of
+        tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mine = self._assigned(samples, self.plan.train_limits)
+        micro_batches = [[samples[n] for n in numbers] for numbers in mine]
+        reports = self._run(micro_batches, temperature, loss, forward_only=False)
+        if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient
+            finalize_model_grads(self.chunks)
+
+        finite = self._everywhere_finite(reports)
+        self.scheduler.step(1)
+        grad_norm = float("nan")
+        applied = False
+        if finite:
+            applied, norm, _ = self.optimizer.step()
+            grad_norm = float(norm) if norm is not None else float("nan")
+        return Update(
+            assigned=mine,
+            reports=reports if parallel.reports_logprobs() else [],
+            grad_norm=grad_norm,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            applied=bool(applied),
+        )
+
+    def _everywhere_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
+        """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""
+        finite = all(bool(torch.isfinite(report["sums"]["weighted_loss"])) for report in reports)
+        for chunk in self.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                finite = finite and bool(torch.isfinite(buffer.grad_data).all())
+        verdict = torch.tensor(float(finite), device=self.device)
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+        return bool(verdict.item())
+
+
+def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
+    optimizer, dtype = plan.optimizer, DTYPES[plan.model.dtype]
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.learning_rate,
+        min_lr=optimizer.min_learning_rate,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_epsilon,
+        clip_grad=optimizer.max_grad_norm,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+    )
+
+
+def _scheduler(optimizer: object, plan: OptimizerPlan) -> OptimizerParamScheduler:
+    """Megatron's schedule. It is stepped before each update, so that the first one has a learning rate above 0."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=plan.learning_rate,
+        min_lr=plan.min_learning_rate,
+        lr_warmup_steps=plan.warmup_steps,
+        lr_decay_steps=max(plan.total_steps, plan.warmup_steps + 1),
+        lr_decay_style=plan.lr_scheduler_type,
+        start_wd=plan.weight_decay,
+        end_wd=plan.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # a resumed run follows its own plan; only the count of steps is restored
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,103 @@
+"""The critic as the driver sees it: what it can do for a step's samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from roll_opd.cluster.group import WorkerGroup
+from roll_opd.config.plan import CriticPlan
+from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
+from roll_opd.data.training import TrainResult
+from roll_opd.tracking.metrics import statistics
+from roll_opd.workers.roles import SKIPS_ALLOWED, RunError, gathered
+from roll_opd.workers.samples import value_samples
+
+
+@dataclass
+class Critic:
+    """The model that says what a state is worth."""
+
+    plan: CriticPlan
+    group: WorkerGroup
+    _skipped: int = field(default=0, init=False)
+
+    async def values(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """Fill in `values`. RunError when they cannot be a working model's."""
+        values = await gathered(self.group, "values", experiences)
+        wrong = sum(int((~np.isfinite(piece)).sum()) for piece in values)
+        if wrong:
+            raise RunError(
+                f"{self.plan.name}: {wrong} values are not finite; look at its model, or lower learning_rate"
+            )
+        return [replace(e, values=v) for e, v in zip(experiences, values, strict=True)]
+
+    async def learn(self, experiences: Sequence[Experience]) -> dict[str, float]:
+        """Run all updates of one step on samples with `values` and `returns`; returns `critic/*` metrics."""
+        results = []
+        size = self.plan.mini_batch_sequences
+        for _ in range(self.plan.epochs):
+            for start in range(0, len(experiences), size):
+                batch = value_samples(experiences[start : start + size])
+                results.append(await self.group.call("update", ray.put(Compact(batch))))
+                self._count_skips(applied=results[-1][0].applied)
+        return _update_metrics(results) | value_metrics(experiences)
+
+    async def save(self, directory: Path) -> None:
+        """Write training state and a Hugging Face model into `directory`."""
+        (directory / "state").mkdir(parents=True)
+        await self.group.call("save", directory)
+
+    async def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        await self.group.call("load", directory)
+
+    def _count_skips(self, applied: bool) -> None:
+        self._skipped = 0 if applied else self._skipped + 1
+        if self._skipped >= SKIPS_ALLOWED:
+            raise RunError(
+                f"{self._skipped} updates in a row of {self.plan.name} had a loss or gradient that was not finite and"
+                " were skipped; lower its learning_rate, or look for infinite rewards in samples.jsonl"
+            )
+
+
+def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """`critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
+
+    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, less than 0 for a
+    worse one. It is left out where all returns are the same.
+    """
+    values = _of_actions(experiences, [e.values for e in experiences])
+    returns = _of_actions(experiences, [e.returns for e in experiences])
+    kinds = ("mean", "max", "min")
+    metrics = {**statistics("critic/values", values, kinds), **statistics("critic/returns", returns, kinds)}
+    if len(returns) and (spread := float(returns.var())) > 0:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    return metrics
+
+
+def _of_actions(experiences: Sequence[Experience], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """f64 [K] of [T-P] each."""
+    kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
+    return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
+
+
+def _update_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:
+    """Metrics of a step's updates (each the list of its ranks' results): means over tokens or updates."""
+
+    def total(name: str) -> float:
+        return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
+
+    tokens = total("tokens") or 1.0
+    return {
+        "critic/loss": total("weighted_loss") / len(results),
+        "critic/vpred": total("values") / tokens,
+        "critic/error": total("squared_error") / tokens,
+        "critic/clipfrac": total("clipped") / tokens,
+        "critic/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in results])),
+        "critic/lr": results[-1][0].learning_rate,
+        "critic/skipped_updates": float(sum(not ranks[0].applied for ranks in results)),
+    }

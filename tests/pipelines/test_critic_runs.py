@@ -1,0 +1,114 @@
+"""A whole run of PPO: the critic's part of the record, of the checkpoint, and of what the student learns."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import REPOSITORY, RLVR, Run, launch
+
+from roll_opd.config.build import load_plan
+from roll_opd.config.plan import ModelPlan
+from roll_opd.pipelines.checkpoints import Checkpoint
+from roll_opd.pipelines.fit import misfits_of_checkpoint
+
+STEPS, WARMUP, SAVED = 10, 2, 9
+SETTINGS = (
+    "deterministic=true",
+    "exp_name=demo",
+    f"max_steps={STEPS}",
+    f"critic_warmup={WARMUP}",
+    f"save_steps={SAVED}",
+    "max_ckpt_to_keep=0",
+    "validation=null",
+    "eval_steps=0",
+    "samples_per_step=256",
+)
+
+
+def ppo(place: Path, *overrides: str) -> Run:
+    return launch(place, *SETTINGS, *overrides, launcher=RLVR, config=("demo", "ppo"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    done = ppo(tmp_path_factory.mktemp("critic") / "run")
+    assert done.code == 0, done.output[-4000:]
+    return done
+
+
+def test_the_student_learns_the_task(run: Run) -> None:
+    """The share of right answers (sampled): 0.3 before, more than 0.6 after eight updates."""
+    rewards = [row["critic/score/mean"] for row in run.rows("metrics.jsonl")[1:]]
+    assert len(rewards) == STEPS
+    assert np.mean(rewards[:WARMUP]) < 0.4
+    assert np.mean(rewards[-2:]) > 0.6
+
+
+def test_the_critic_comes_to_know_what_a_state_is_worth(run: Run) -> None:
+    rows = run.rows("metrics.jsonl")[1:]
+    assert rows[0]["critic/values/max"] == rows[0]["critic/values/min"] == 0.0  # before its first update
+    assert rows[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+    assert np.mean([row["critic/explained_variance"] for row in rows[2:6]]) > 0.05
+    gaps = [abs(row["critic/values/mean"] - row["critic/returns/mean"]) for row in rows]
+    assert gaps[0] > 0.15 and np.mean(gaps[-3:]) < 0.1
+    assert all(row["critic/skipped_updates"] == 0 for row in rows)
+
+
+def test_in_the_first_steps_the_critic_learns_alone(run: Run) -> None:
+    rows = run.rows("metrics.jsonl")[1:]
+    assert ["actor/pg_loss" in row for row in rows] == [False] * WARMUP + [True] * (STEPS - WARMUP)
+    assert all("critic/loss" in row for row in rows)
+
+
+def test_advantages_follow_from_the_record_alone(run: Run) -> None:
+    rows = run.rows("samples.jsonl")
+    assert len(rows) == STEPS * 256
+    for step in (1, 2, STEPS):
+        batch = [row for row in rows if row["step"] == step]
+        found = [advantages_of(row) for row in batch]
+        every = np.concatenate(found)
+        mean, scale = every.mean(), np.sqrt(every.var(ddof=1) + 1e-8)
+        for row, raw in zip(batch, found, strict=True):
+            assert row["advantages"] == pytest.approx((raw - mean) / scale, abs=1e-6)
+
+
+def advantages_of(row: dict) -> np.ndarray:
+    """Before whitening; every token of the demo is an action."""
+    assert all(row["action_mask"])
+    values, result, later = row["values"], [], 0.0
+    for t in reversed(range(len(values))):
+        last = t == len(values) - 1
+        reward = (row["reward"] - row["reward_mean"]) / row["reward_scale"] if last else 0.0
+        step = reward + row["gamma"] * (0.0 if last else values[t + 1]) - values[t]
+        later = step + row["gamma"] * row["lambd"] * later
+        result.append(later)
+    return np.array(result[::-1])
+
+
+def test_resumed_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
+    """Student and critic go on as if nothing had happened."""
+    saved = run.path / "checkpoints" / f"step_{SAVED}"
+    again = ppo(tmp_path / "run", f"resume_from_checkpoint={saved}")
+    assert again.code == 0, again.output[-4000:]
+    straight, resumed = run.rows("metrics.jsonl")[SAVED + 1 :], again.rows("metrics.jsonl")
+    assert len(straight) == len(resumed) == STEPS - SAVED
+    for before, after in zip(straight, resumed, strict=True):
+        names = {name for name in before if not name.startswith("time/") and name != "timestamp"}
+        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+
+
+def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> None:
+    saved = run.path / "checkpoints" / f"step_{STEPS}"
+    config = json.loads((saved / "critic" / "hf" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    plan = load_plan("demo", "ppo", pure=False)
+    assert misfits_of_checkpoint(plan, Checkpoint.read(saved)) == []
+    shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("critic"))
+    (found,) = misfits_of_checkpoint(plan, Checkpoint.read(tmp_path / "bare"))
+    assert "holds no critic" in found
+    other = replace(plan.critic, model=ModelPlan(str(REPOSITORY / "examples/demo/models/teacher")))
+    (found,) = misfits_of_checkpoint(replace(plan, critic=other), Checkpoint.read(saved))
+    assert "made from another model" in found and "layers 3 there, 4 in the model" in found
