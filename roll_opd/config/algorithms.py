@@ -248,8 +248,6 @@ def check_combination(
     loss_agg_mode: str | None = None,
     expert_data_ratio: float = 0.0,
     opd_objective: str = "sampled",
-    opd_enters_as: str | None = None,
-    divergence: str = "reverse_kl",
 ) -> list[str]:
     """Return a sentence for each thing that is mathematically empty or wrong about a combination; none if it is sound.
 
@@ -297,20 +295,4 @@ def check_combination(
         )
     if facts.needs != "expert rows" and expert_data_ratio:
         wrong.append(f"{name} would take an expert's rows for the student's own samples; use mix or mix_chord")
-    enters_as = opd_enters_as or ("advantage" if opd_objective == "sampled" else "loss")
-    if opd_objective in ("topk", "full") and enters_as == "advantage":
-        wrong.append(
-            f"opd_objective {opd_objective} as an advantage is the same for every token that might have been sampled,"
-            " so its expected gradient is 0; let it enter as a loss"
-        )
-    if opd_objective == "sampled" and enters_as == "loss":
-        wrong.append(
-            "opd_objective sampled as a loss has the gradient of log π alone: it carries nothing of the teacher; let"
-            " it enter as an advantage, or use topk or full"
-        )
-    if opd_objective == "sampled" and divergence != "reverse_kl":
-        wrong.append(
-            f"divergence {divergence} is a sum over the vocabulary, and opd_objective sampled sees one token of it;"
-            " use reverse_kl, or opd_objective topk or full"
-        )
     return wrong

@@ -10,12 +10,13 @@ from typing import Any
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
 from roll_opd.config.algorithm_keys import expand
+from roll_opd.config.distillation import check_topk
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
-from roll_opd.config.objective import check_baseline, check_objective, check_topk
+from roll_opd.config.objective import check_baseline, check_objective
 from roll_opd.config.plan import AgenticPlan, DataPlan, RewardPlan
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles

@@ -138,10 +138,6 @@ SOUND = {"policy_loss": "ppo", "advantage": "grpo"}
         ({"policy_loss": "mix"}, "with expert_data_ratio 0 one of them is empty"),
         ({"policy_loss": "mix_chord", "expert_data_ratio": 1.0}, "with expert_data_ratio 1 one of them is empty"),
         ({"expert_data_ratio": 0.5}, "would take an expert's rows for the student's own samples"),
-        ({"opd_objective": "topk", "opd_enters_as": "advantage"}, "its expected gradient is 0"),
-        ({"opd_objective": "full", "opd_enters_as": "advantage"}, "its expected gradient is 0"),
-        ({"opd_enters_as": "loss"}, "carries nothing of the teacher"),
-        ({"divergence": "jsd"}, "divergence jsd is a sum over the vocabulary, and opd_objective sampled sees one"),
     ],
 )
 def test_unsound_combinations(changes: dict, reason: str) -> None:

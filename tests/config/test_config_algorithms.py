@@ -17,7 +17,6 @@ REFERENCE = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mappi
 LATER = {
     "sft": "learns from rows of schema sft, not from rollouts",
     "dpo": "learns from rows of schema dpo, not from rollouts",
-    "ppo": "adv_estimator: 'gae' is not available yet",
     "mix": "policy_loss: 'mix' reads expert rows",
     "mix_chord": "policy_loss: 'mix_chord' reads expert rows",
     "multi_step_grpo": "adv_estimator: 'step_wise_grpo' is not available yet",
@@ -39,6 +38,8 @@ def rl(values: dict[str, Any]) -> dict[str, Any]:
 def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, problems: Problems, name: str) -> None:
     row = ALGORITHMS[name]
     changes = {"algorithm_type": name} | ({"reference": REFERENCE} if row.use_reference else {})
+    if row.use_critic:
+        changes["critic"] = {**rl["actor_train"], "data_args": None}
     run = plan(changes, pure=False, runnable=False)
     objective = run.objective
     assert run.rollout.sampling.n == (row.repeat or 1)
