@@ -22,7 +22,7 @@ from roll_opd.config.plan import (
     ValidationPlan,
 )
 from roll_opd.config.roles import Role
-from roll_opd.config.schema import GeneratingArgs, Top, Worker
+from roll_opd.config.schema import GeneratingArgs, Run, Top, Worker
 from roll_opd.config.trackers import without_secrets
 
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
@@ -39,7 +39,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     teachers = tuple(
         TeacherPlan(
             name=name,
-            worker=MegatronPlan(**_megatron(role, top, longest, findings)),
+            worker=MegatronPlan(**megatron_fields(role, top, longest, findings)),
             opd_kl_coef=_coefficient(role.worker, top),
             tags=role.worker.tag_included or None,
         )
@@ -47,7 +47,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     )
     reference = None
     if roles.reference is not None:
-        reference = MegatronPlan(**_megatron(roles.reference, top, longest, findings))
+        reference = MegatronPlan(**megatron_fields(roles.reference, top, longest, findings))
     return RunPlan(
         mode=roles.mode,
         pipeline="agentic" if checked.agentic else "rlvr",
@@ -76,7 +76,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         trackers=tuple(checked.trackers),
         tracker_args=FrozenDict(checked.trackers),
         samples_per_step=top.samples_per_step,
-        env=FrozenDict(_environment(top)),
+        env=FrozenDict(environment(top)),
         warnings=tuple(findings.warnings),
         memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, longest)),
         config_yaml=write_yaml(without_secrets(checked.loaded.values)),
@@ -90,12 +90,12 @@ def _coefficient(worker: Worker, top: Top) -> float:
     return 1.0 if top.opd_kl_coef is None else top.opd_kl_coef
 
 
-def _environment(top: Top, worker: Worker | None = None) -> dict[str, str]:
+def environment(top: Run, worker: Worker | None = None) -> dict[str, str]:
     both = {**top.system_envs, **(worker.system_envs if worker else {})}
     return {name: str(value) for name, value in both.items()}
 
 
-def _megatron(role: Role, top: Top, longest: int, findings: Findings) -> dict[str, object]:
+def megatron_fields(role: Role, top: Run, longest: int, findings: Findings) -> dict[str, object]:
     """Return the fields that every Megatron role has."""
     return {
         "name": role.path,
@@ -104,35 +104,38 @@ def _megatron(role: Role, top: Top, longest: int, findings: Findings) -> dict[st
         "layout": role.megatron.layout,
         "forward_limits": micro_batch(role, False, longest, findings),
         "megatron_args": FrozenDict(role.megatron.args),
-        "env": FrozenDict(_environment(top, role.worker)),
+        "env": FrozenDict(environment(top, role.worker)),
     }
 
 
 def _student(checked: Checked, longest: int, updates: int, findings: Findings) -> TrainPlan:
     top, role = checked.top, checked.roles.train
+    return TrainPlan(
+        **megatron_fields(role, top, longest, findings),
+        train_limits=micro_batch(role, True, longest, findings),
+        mini_batch_sequences=checked.mini_batch,
+        optimizer=optimizer_plan(role, top.max_grad_norm, top.max_steps * updates, findings),
+    )
+
+
+def optimizer_plan(role: Role, max_grad_norm: float, total: int, findings: Findings) -> OptimizerPlan:
+    """Return the optimizer of a run of `total` updates; `max_grad_norm` holds where the role has none of its own."""
     args = role.worker.training_args
-    total = top.max_steps * updates
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     if warmup > total:
         findings.warn(f"{role.path}.training_args: {warmup} warm-up updates are more than the run's {total}")
-    grad_norm = top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm
-    return TrainPlan(
-        **_megatron(role, top, longest, findings),
-        train_limits=micro_batch(role, True, longest, findings),
-        mini_batch_sequences=checked.mini_batch,
-        optimizer=OptimizerPlan(
-            learning_rate=args.learning_rate,
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_epsilon=args.adam_epsilon,
-            max_grad_norm=grad_norm,
-            lr_scheduler_type=SCHEDULES.get(args.lr_scheduler_type, args.lr_scheduler_type),
-            warmup_steps=warmup,
-            total_steps=total,
-            min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
-            use_distributed_optimizer=role.megatron.use_distributed_optimizer,
-        ),
+    return OptimizerPlan(
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_epsilon=args.adam_epsilon,
+        max_grad_norm=max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
+        lr_scheduler_type=SCHEDULES.get(args.lr_scheduler_type, args.lr_scheduler_type),
+        warmup_steps=warmup,
+        total_steps=total,
+        min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
+        use_distributed_optimizer=role.megatron.use_distributed_optimizer,
     )
 
 
@@ -154,7 +157,7 @@ def _rollout(checked: Checked) -> RolloutPlan:
         max_model_len=role.vllm.max_model_len or needed,
         engine_args=FrozenDict(arguments),
         max_running_requests=top.max_running_requests,
-        env=FrozenDict(_environment(top, role.worker)),
+        env=FrozenDict(environment(top, role.worker)),
     )
 
 

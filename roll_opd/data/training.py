@@ -1,5 +1,6 @@
 """What goes into a train step and what comes out: plain numpy, so that the driver need not import an engine."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,18 @@ class TrainSample:
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
     reward: float | None = None  # the external reward; None: there is none
+
+
+def answered_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[TrainSample]:
+    """Samples of (prompt, answers) in tokens: one an answer, every token of which is learned from."""
+    samples = []
+    for prompt, answers in rows:
+        for answer in answers:
+            zeros = np.zeros(len(answer), np.float32)
+            mask = np.ones(len(answer), dtype=bool)
+            whole = np.concatenate([prompt, answer])
+            samples.append(TrainSample(whole, len(prompt), mask, zeros, zeros, zeros, old_logprobs=None))
+    return samples
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class MegatronTrainer(MegatronEngine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         batch = _columns(samples, objective)
-        mine = self._assigned(batch, self.plan.train_limits)
+        mine = self._assigned(batch, self.plan.train_limits, together=2 if objective.paired else 1)
         arguments = objective.policy_loss_arguments
         function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
         loss = partial(_loss, objective=objective, function=function)

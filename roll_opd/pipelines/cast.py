@@ -11,6 +11,7 @@ from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.rollout.scheduler import Scorers
+from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import ScoreWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
@@ -44,6 +45,18 @@ async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...
         *[scorer.group.setup(**engine) for scorer in (*teachers, reference) if scorer],
     )
     return Cast(Student(plan.student, student), sampler, Scorers(teachers, judges, reference))
+
+
+async def start_learner(plan: RunPlan, placement: Placement) -> tuple[Learner, Scorer | None]:
+    """Start the student that learns from rows, and the reference policy where there is one."""
+    engine = {"seed": plan.seed, "deterministic": plan.deterministic}
+    student = WorkerGroup(TrainWorker, plan.student, placement, _environment(plan))
+    reference = None
+    if plan.reference:
+        group = WorkerGroup(ScoreWorker, plan.reference, placement, _environment(plan))
+        reference = Scorer(plan.reference.name, group, _vocab_size(plan.reference))
+    await asyncio.gather(student.setup(**engine), *([reference.group.setup(**engine)] if reference else []))
+    return Learner(plan.student, student), reference
 
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:

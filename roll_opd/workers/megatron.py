@@ -12,6 +12,7 @@ import ray
 from roll_opd.config.plan import MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.data.training import TrainSample
 from roll_opd.workers.samples import train_samples
 
 
@@ -65,6 +66,10 @@ class TrainWorker(_Rank):
     ) -> Compact:
         """One optimizer update from one mini-batch; see `MegatronTrainer.update`, whose answer it is."""
         return Compact(self._engine.update(train_samples(experiences, teachers), objective, temperature))
+
+    def fit(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Compact:
+        """One optimizer update from rows that brought their answers; see `MegatronTrainer.update`."""
+        return Compact(self._engine.update(samples, objective, temperature=1.0))
 
     def weights(self) -> list[ray.ObjectRef] | None:
         """All weights under Hugging Face names, as references to `WeightBucket`s, from rank 0; None elsewhere."""

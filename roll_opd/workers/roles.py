@@ -13,6 +13,7 @@ from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import ObjectivePlan, RewardPlan, SamplingPlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.data.training import TrainSample
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.rollout import Request
 
@@ -23,10 +24,10 @@ class RunError(RuntimeError):
     """The run cannot go on; the message says why and what to look at."""
 
 
-async def _gathered_logprobs(
-    group: WorkerGroup, experiences: Sequence[Experience], temperature: float
+async def gathered_logprobs(
+    group: WorkerGroup, experiences: Sequence[Experience | TrainSample], temperature: float
 ) -> list[np.ndarray]:
-    """Every rank scores its share; returns f32 [T-P] an experience, in order."""
+    """Every rank scores its share; returns f32 [T-P] a sequence, in order."""
     sequences = Compact([(e.tokens, e.prompt_length) for e in experiences])
     answers = await group.call("logprobs", ray.put(sequences), temperature)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
@@ -41,7 +42,7 @@ class Scorer:
     group: WorkerGroup
     vocab_size: int
 
-    async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+    async def score(self, experiences: Sequence[Experience | TrainSample], temperature: float) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. RunError when they cannot be a working model's."""
         largest = max((int(e.tokens.max()) for e in experiences), default=0)
         if largest >= self.vocab_size:
@@ -49,7 +50,7 @@ class Scorer:
                 f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
                 "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
             )
-        logprobs = await _gathered_logprobs(self.group, experiences, temperature)
+        logprobs = await gathered_logprobs(self.group, experiences, temperature)
         every = np.concatenate(logprobs) if logprobs else np.zeros(0)
         if not np.isfinite(every).all():
             raise RunError(f"{self.name}: {(~np.isfinite(every)).sum()} log-probs are not finite")
@@ -73,7 +74,7 @@ class Student:
 
     async def logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await _gathered_logprobs(self.group, experiences, temperature)
+        values = await gathered_logprobs(self.group, experiences, temperature)
         return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def learn(
@@ -97,7 +98,7 @@ class Student:
                 sent = ray.put(Compact(_for_training(batch)))
                 ranks = await self.group.call("update", sent, teachers, objective, temperature)
                 results.append(ranks)
-                self._count_skips(applied=ranks[0].applied)
+                self.count_skips(applied=ranks[0].applied)
                 for number, values in (item for rank in ranks for item in rank.logprobs.items()):
                     if learned[start + number].old_logprobs is None:
                         learned[start + number] = replace(learned[start + number], old_logprobs=values)
@@ -116,7 +117,8 @@ class Student:
         """Put back what `save` wrote."""
         await self.group.call("load", directory)
 
-    def _count_skips(self, applied: bool) -> None:
+    def count_skips(self, applied: bool) -> None:
+        """Count an update that was not applied; RunError after `SKIPS_ALLOWED` in a row."""
         self._skipped = 0 if applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
             raise RunError(
