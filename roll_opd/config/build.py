@@ -51,10 +51,7 @@ def plan_config(
     findings = Findings(loaded.origins)
     if pure is None and schema is None:
         schema = schema_of(loaded.values)
-    if schema is None:
-        plan = _planned(loaded, pure, runnable, findings)
-    else:
-        plan = plan_supervised(loaded, schema, findings)
+    plan = _planned(loaded, pure, runnable, findings) if schema is None else plan_supervised(loaded, schema, findings)
     sentences = [*findings.blockers, *unavailable(plan)]
     if sentences and runnable:
         raise ConfigError(sentences)

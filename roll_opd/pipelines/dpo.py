@@ -21,6 +21,9 @@ from roll_opd.pipelines.record import Record
 from roll_opd.workers.learner import Learner
 from roll_opd.workers.roles import Scorer
 
+OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
+OF_VALIDATION = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")
+
 
 async def run_dpo(
     plan: RunPlan,
@@ -47,8 +50,7 @@ async def run_dpo(
             samples = await _referred(rows, reference)
         with clock.phase("train"):
             logprobs, loss, metrics = await student.fit(samples, objective)
-        metrics |= {"dpo/loss": loss}
-        metrics |= {f"dpo/{name}": value for name, value in _preferences(samples, logprobs, plan).items()}
+        metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, OF_TRAINING)}
         if unseen and validation_due(plan, step):
             with clock.phase("validate"):
                 metrics |= await _validate(student, unseen, plan)
@@ -69,22 +71,16 @@ async def _referred(rows: Sequence[Prompt], reference: Scorer) -> list[TrainSamp
 
 async def _validate(student: Learner, samples: Sequence[TrainSample], plan: RunPlan) -> dict[str, float]:
     logprobs = await student.score(samples)
-    preferences = _preferences(samples, logprobs, plan)
-    return {
-        "val/loss": loss_of(samples, logprobs, plan.objective),
-        **{f"val/dpo/{name}": value for name, value in preferences.items()},
-    }
+    loss = loss_of(samples, logprobs, plan.objective)
+    return {"val/loss": loss, **_preferences(samples, logprobs, plan, OF_VALIDATION)}
 
 
-def _preferences(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], plan: RunPlan) -> dict[str, float]:
-    """Means over pairs: implicit rewards, their difference, and how often the chosen answer has the larger one."""
+def _preferences(
+    samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
+) -> dict[str, float]:
+    """Means over pairs, under `names`: how often the chosen answer has the larger reward, by how much, and both."""
     beta = float(plan.objective.policy_loss_arguments.get("beta", LOSSES["dpo"].defaults["beta"]))
     gaps = [(own - sample.ref_logprobs).sum(dtype=np.float64) for sample, own in zip(samples, logprobs, strict=True)]
-    rewards = beta * np.array(gaps).reshape(-1, 2)
-    margins = rewards[:, 0] - rewards[:, 1]
-    return {
-        "accuracy": float((margins > 0).mean()),
-        "margin": float(margins.mean()),
-        "chosen_reward": float(rewards[:, 0].mean()),
-        "rejected_reward": float(rewards[:, 1].mean()),
-    }
+    chosen, rejected = (beta * np.array(gaps).reshape(-1, 2)).T
+    values = (chosen > rejected, chosen - rejected, chosen, rejected)
+    return {name: float(value.mean()) for name, value in zip(names, values, strict=True)}

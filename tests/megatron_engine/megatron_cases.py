@@ -4,6 +4,7 @@ Shared by the workers and by the tests that compare their answers with Hugging F
 nothing here imports an engine.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
-from roll_opd.data.training import TrainSample
+from roll_opd.data.training import TrainSample, answered_samples
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
@@ -45,6 +46,16 @@ OBJECTIVES = {
         dual_clip=1.2,
         loss_agg_mode="seq-mean-token-mean",
         opd_kl_discount=0.5,
+    ),
+}
+SUPERVISED = {
+    "sft": ObjectivePlan(policy_loss="sft", loss_agg_mode="token-mean"),
+    "dpo": ObjectivePlan(
+        policy_loss="dpo",
+        policy_loss_args={"beta": 0.3, "label_smoothing": 0.1},
+        paired=True,
+        kl_loss="k2",
+        loss_agg_mode="seq-mean-token-mean",
     ),
 }
 UPDATES = 4
@@ -128,6 +139,20 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
     return samples
 
 
+def supervised_samples(schema: str) -> list[TrainSample]:
+    """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs."""
+    rng = np.random.default_rng(300)
+    rows = []
+    for _ in range(7):
+        prompt = rng.integers(0, VOCABULARY, size=int(rng.integers(1, 9)))
+        answers = [rng.integers(0, VOCABULARY, size=int(rng.integers(3, 30))) for _ in range(1 + (schema == "dpo"))]
+        rows.append((prompt, tuple(answers)))
+    samples = answered_samples(rows)
+    if schema == "sft":
+        return samples
+    return [replace(s, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32)) for s in samples]
+
+
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Hidden states, output embedding, targets, and the gradient that arrives."""
     rng = np.random.default_rng(7)
@@ -178,6 +203,10 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
             jobs.append(
                 {**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1, "save_after": None}
             )
+    if world == 4:
+        jobs += [
+            {"op": "supervised", "name": schema, "model": "qwen3_tied", "layout": "tp2dp2"} for schema in SUPERVISED
+        ]
     if world == 1:
         jobs += [{"op": "vocab", "name": "vocab-tp1", "layout": "tp1"}, {"op": "memory", "layout": "tp1"}]
     if world == 2:

@@ -101,6 +101,17 @@ def train(job: Job, root: Path) -> None:
     save_hf(trainer, root / f"{job['name']}.hf")
 
 
+def supervised(job: Job, root: Path) -> None:
+    """One update, in several micro-batches a rank."""
+    trainer = trainer_of(job, root, cases.optimizer_plan(True), MicroBatchLimits(tokens=70))
+    result = trainer.update(cases.supervised_samples(job["name"]), cases.SUPERVISED[job["name"]], 1.0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (result.sums.get("weighted_loss", 0.0), result.grad_norm))
+    facts = {"loss": sum(loss for loss, _ in everyone), "grad_norms": [norm for _, norm in everyone]}
+    write_json(root / f"{job['name']}.json", facts)
+    save_hf(trainer, root / f"{job['name']}.hf")
+
+
 def write_json(path: Path, value: Any) -> None:
     if dist.get_rank() == 0:
         path.write_text(json.dumps(value))
@@ -215,7 +226,14 @@ def memory(job: Job, root: Path) -> None:
     write_json(root / "memory.json", sizes)
 
 
-OPERATIONS = {"frozen": frozen, "train": train, "poison": poison, "vocab": vocab, "memory": memory}
+OPERATIONS = {
+    "frozen": frozen,
+    "train": train,
+    "supervised": supervised,
+    "poison": poison,
+    "vocab": vocab,
+    "memory": memory,
+}
 
 
 def meet_anew(file: Path) -> None:
