@@ -37,8 +37,8 @@ DPO_ROWS = [
 ]
 
 
-def plan(schema: str, *files: Path, **fields: object) -> DataPlan:
-    return DataPlan(tuple(map(str, files)), 32, schema=schema, **fields)
+def plan(schema: str, *files: Path, length: int = 128, **fields: object) -> DataPlan:
+    return DataPlan(tuple(map(str, files)), length, schema=schema, **fields)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -127,11 +127,13 @@ def test_the_longest_answer_counts_and_parquet_is_read(tmp_path: Path) -> None:
 
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": text} for text in ("3", "3" * 40)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    prompts, report = open_prompts(plan("dpo", tmp_path / "rows.parquet"), load_tokenizer(STUDENT))
+    prompts, report = open_prompts(plan("dpo", tmp_path / "rows.parquet", length=32), load_tokenizer(STUDENT))
     assert (len(prompts), report.bad, report.longest) == (1, 1, 45)
     assert "sequence_length=32" in report.summary()
     with pytest.raises(DataError, match="sequence_length"):
-        open_prompts(plan("dpo", tmp_path / "rows.parquet", on_long_prompt="refuse"), load_tokenizer(STUDENT))
+        open_prompts(
+            plan("dpo", tmp_path / "rows.parquet", length=32, on_long_prompt="refuse"), load_tokenizer(STUDENT)
+        )
 
 
 def test_a_run_does_not_go_on_with_other_answers(tmp_path: Path) -> None:
