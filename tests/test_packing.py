@@ -87,3 +87,22 @@ def test_assignment_covers_the_batch(limits: MicroBatchLimits, ranks: int) -> No
         if len(lengths) < ranks:
             assert assigned.count([]) == ranks - len(lengths)
         assert assigned == assign(list(lengths), ranks, limits)
+
+
+@pytest.mark.parametrize("limits", [MicroBatchLimits(), MicroBatchLimits(sequences=3), MicroBatchLimits(tokens=40)])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
+    lengths = [3, 30, 14, 9, 2, 2, 25, 26, 7, 1]
+    packs = [pack for rank in assign(lengths, ranks, limits, together=2) for pack in rank]
+    assert sorted(number for pack in packs for number in pack) == list(range(len(lengths)))
+    for pack in packs:
+        assert all(second == first + 1 and first % 2 == 0 for first, second in zip(pack[::2], pack[1::2], strict=True))
+        if limits.sequences:
+            assert len(pack) <= 2
+        if limits.tokens and len(pack) > 2:
+            assert sum(lengths[number] for number in pack) <= limits.tokens
+
+
+def test_an_odd_sequence_has_no_pair() -> None:
+    with pytest.raises(ValueError, match="no multiple of 2"):
+        assign([1, 2, 3], 1, MicroBatchLimits(), together=2)

@@ -23,7 +23,7 @@ from roll_opd.config.plan import (
     ValidationPlan,
 )
 from roll_opd.config.roles import Role
-from roll_opd.config.schema import GeneratingArgs, Top, Worker
+from roll_opd.config.schema import GeneratingArgs, Run, Top, Worker
 from roll_opd.config.trackers import without_secrets
 
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
@@ -37,13 +37,15 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     updates = top.ppo_epochs * -(-top.rollout_batch_size * checked.n // checked.mini_batch)
     warmup = top.critic_warmup or 0 if roles.critic else 0
     learning_steps = top.max_steps - warmup
-    student = TrainPlan(**_train(roles.train, checked, checked.mini_batch, longest, updates * learning_steps, findings))
+    student = TrainPlan(
+        **train_fields(roles.train, top, checked.mini_batch, longest, updates * learning_steps, findings)
+    )
     critic = None
     if roles.critic is not None:
         epochs, mini = top.critic_epochs or 1, checked.critic_mini_batch
         total = top.max_steps * epochs * -(-top.rollout_batch_size * checked.n // mini)
         critic = CriticPlan(
-            **_train(roles.critic, checked, mini, longest, total, findings),
+            **train_fields(roles.critic, top, mini, longest, total, findings),
             value_clip=top.value_clip,
             epochs=epochs,
             warmup_steps=warmup,
@@ -52,7 +54,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     teachers = tuple(
         TeacherPlan(
             name=name,
-            worker=MegatronPlan(**_megatron(role, top, longest, findings)),
+            worker=MegatronPlan(**megatron_fields(role, top, longest, findings)),
             opd_kl_coef=_coefficient(role.worker, top),
             tags=role.worker.tag_included or None,
         )
@@ -60,7 +62,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     )
     reference = None
     if roles.reference is not None:
-        reference = MegatronPlan(**_megatron(roles.reference, top, longest, findings))
+        reference = MegatronPlan(**megatron_fields(roles.reference, top, longest, findings))
     return RunPlan(
         mode=roles.mode,
         pipeline="agentic" if checked.agentic else "rlvr",
@@ -90,7 +92,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         trackers=tuple(checked.trackers),
         tracker_args=FrozenDict(checked.trackers),
         samples_per_step=top.samples_per_step,
-        env=FrozenDict(_environment(top)),
+        env=FrozenDict(environment(top)),
         warnings=tuple(findings.warnings),
         memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, critic, longest)),
         config_yaml=write_yaml(without_secrets(checked.loaded.values)),
@@ -104,12 +106,12 @@ def _coefficient(worker: Worker, top: Top) -> float:
     return 1.0 if top.opd_kl_coef is None else top.opd_kl_coef
 
 
-def _environment(top: Top, worker: Worker | None = None) -> dict[str, str]:
+def environment(top: Run, worker: Worker | None = None) -> dict[str, str]:
     both = {**top.system_envs, **(worker.system_envs if worker else {})}
     return {name: str(value) for name, value in both.items()}
 
 
-def _megatron(role: Role, top: Top, longest: int, findings: Findings) -> dict[str, object]:
+def megatron_fields(role: Role, top: Run, longest: int, findings: Findings) -> dict[str, object]:
     """Return the fields that every Megatron role has."""
     return {
         "name": role.path,
@@ -118,21 +120,21 @@ def _megatron(role: Role, top: Top, longest: int, findings: Findings) -> dict[st
         "layout": role.megatron.layout,
         "forward_limits": micro_batch(role, False, longest, findings),
         "megatron_args": FrozenDict(role.megatron.args),
-        "env": FrozenDict(_environment(top, role.worker)),
+        "env": FrozenDict(environment(top, role.worker)),
     }
 
 
-def _train(
-    role: Role, checked: Checked, mini_batch: int, longest: int, total: int, findings: Findings
+def train_fields(
+    role: Role, top: Run, mini_batch: int, longest: int, total: int, findings: Findings
 ) -> dict[str, object]:
     """Return the fields that every role that learns has; `total` counts its optimizer updates."""
-    top, args = checked.top, role.worker.training_args
+    args = role.worker.training_args
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     if warmup > total:
         findings.warn(f"{role.path}.training_args: {warmup} warm-up updates are more than the run's {total}")
     grad_norm = top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm
     return {
-        **_megatron(role, top, longest, findings),
+        **megatron_fields(role, top, longest, findings),
         "train_limits": micro_batch(role, True, longest, findings),
         "mini_batch_sequences": mini_batch,
         "optimizer": OptimizerPlan(
@@ -169,7 +171,7 @@ def _rollout(checked: Checked) -> RolloutPlan:
         max_model_len=role.vllm.max_model_len or needed,
         engine_args=FrozenDict(arguments),
         max_running_requests=top.max_running_requests,
-        env=FrozenDict(_environment(top, role.worker)),
+        env=FrozenDict(environment(top, role.worker)),
     )
 
 

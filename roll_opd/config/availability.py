@@ -40,11 +40,11 @@ def unavailable_model(path: Path) -> list[str]:
 def _unavailable_objective(plan: RunPlan) -> list[str]:
     objective = plan.objective
     sentences = []
-    if objective.adv_estimator in ESTIMATORS_LATER:
+    if plan.rollout and objective.adv_estimator in ESTIMATORS_LATER:
         known = " or ".join(RUNNABLE_ESTIMATORS)
         sentences.append(f"adv_estimator: {objective.adv_estimator!r} is not available yet; use {known}")
     needs = LOSSES.get(objective.policy_loss, LossFacts()).needs
-    if needs:
+    if needs and not (needs == "pairs" and objective.paired):
         sentences.append(
             f"policy_loss: {objective.policy_loss!r} reads {needs}, and those are not available in this pipeline yet;"
             " use another loss"

@@ -11,7 +11,7 @@ from roll_opd.config.models import ModelFacts
 from roll_opd.config.plan import Layout, MicroBatchLimits
 from roll_opd.config.ranges import short_devices
 from roll_opd.config.roles import Role
-from roll_opd.config.schema import GeneratingArgs, Top, Worker
+from roll_opd.config.schema import GeneratingArgs, Run, Top, Worker
 
 
 def check_layout(role: Role, findings: Findings) -> None:
@@ -106,13 +106,13 @@ def _check_experts(facts: ModelFacts, layout: Layout, key: str, args: dict[str, 
         findings.problem(key, "experts with tensor parallelism need sequence_parallel: true")
 
 
-def nodes(roles: list[Role], top: Top) -> int:
+def nodes(roles: list[Role], top: Run) -> int:
     """Return num_nodes, or the nodes that the device mappings reach over where those are more, as ROLL does."""
     last = max((max(role.devices) for role in roles if role.devices), default=0)
     return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
-def check_devices(roles: list[Role], top: Top, findings: Findings) -> None:
+def check_devices(roles: list[Role], top: Run, findings: Findings) -> None:
     """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
     total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
     known = [(role, set(role.devices)) for role in roles if role.devices]

@@ -10,6 +10,8 @@ MODES = {
     "pure": "pure on-policy distillation",
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimization",
 }
 OTHER_TAGS = "*"  # in `routing`: every tag that nobody names
 
@@ -23,20 +25,21 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     """
     student, rollout = plan.student, plan.rollout
     roles = {student.name: _megatron(plan, student, "megatron_train")}
-    roles[rollout.name] = {
-        "strategy": "vllm",
-        "model": rollout.model.path,
-        "dtype": rollout.model.dtype,
-        "devices": list(rollout.devices),
-        "tp": rollout.tp,
-        "pp": 1,
-        "cp": 1,
-        "ep": 1,
-        "dp": rollout.engines,
-        "tags": None,
-        "opd_kl_coef": None,
-        "memory_bytes_per_rank": _memory(plan, rollout.name),
-    }
+    if rollout is not None:
+        roles[rollout.name] = {
+            "strategy": "vllm",
+            "model": rollout.model.path,
+            "dtype": rollout.model.dtype,
+            "devices": list(rollout.devices),
+            "tp": rollout.tp,
+            "pp": 1,
+            "cp": 1,
+            "ep": 1,
+            "dp": rollout.engines,
+            "tags": None,
+            "opd_kl_coef": None,
+            "memory_bytes_per_rank": _memory(plan, rollout.name),
+        }
     for teacher in plan.teachers:
         roles[teacher.worker.name] = {
             **_megatron(plan, teacher.worker, "megatron_infer"),
@@ -131,16 +134,16 @@ def _batch(plan: RunPlan) -> dict[str, int | None]:
     updates = plan.student.optimizer.total_steps // (plan.max_steps - warmup)
     return {
         "prompts_per_step": plan.rollout_batch_size,
-        "responses_per_prompt": plan.rollout.sampling.n,
+        "responses_per_prompt": plan.answers_per_prompt,
         "sequences_per_step": plan.sequences_per_step,
         "sequences_per_update": plan.student.mini_batch_sequences,
         "updates_per_step": updates,
         "steps": plan.max_steps,
         "updates": plan.student.optimizer.total_steps,
         "prompt_length": plan.data.prompt_length,
-        "max_new_tokens": plan.rollout.sampling.max_new_tokens,
+        "max_new_tokens": plan.rollout.sampling.max_new_tokens if plan.rollout else None,
         "extra_prompts": plan.extra_prompts,
-        "max_running_requests": plan.rollout.max_running_requests,
+        "max_running_requests": plan.rollout.max_running_requests if plan.rollout else None,
     }
 
 
@@ -196,18 +199,20 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
 def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
     limits = plan.student.train_limits
     micro = f"{limits.tokens} tokens" if limits.tokens else f"{limits.sequences} sequences"
-    what = "trajectories" if plan.pipeline == "agentic" else "prompts"
+    what = "rows" if plan.rollout is None else "trajectories" if plan.pipeline == "agentic" else "prompts"
+    longest = f"prompt <= {batch['prompt_length']}, response <= {batch['max_new_tokens']} tokens"
+    if plan.rollout is None:
+        longest = f"prompt and answer <= {batch['prompt_length']} tokens"
     lines = [
         f"  {batch['prompts_per_step']} {what} x {batch['responses_per_prompt']} responses ="
         f" {batch['sequences_per_step']} sequences a step, {batch['updates_per_step']} update(s) of"
         f" {batch['sequences_per_update']} a step",
         f"  micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",
-        f"  {batch['steps']} steps, {batch['updates']} updates; prompt <= {batch['prompt_length']}, response <="
-        f" {batch['max_new_tokens']} tokens",
+        f"  {batch['steps']} steps, {batch['updates']} updates; {longest}",
     ]
     if plan.extra_prompts:
         lines.append(f"  up to {plan.extra_prompts} more prompts under way; what is not needed is aborted")
-    if plan.rollout.max_running_requests:
+    if plan.rollout and plan.rollout.max_running_requests:
         lines.append(f"  at most {plan.rollout.max_running_requests} requests under way")
     return lines
 
@@ -254,13 +259,18 @@ def _memory_lines(plan: RunPlan) -> list[str]:
 def _objective_lines(plan: RunPlan) -> list[str]:
     objective, optimizer = plan.objective, plan.student.optimizer
     again = "recomputed" if objective.recompute_old_logprobs else "taken during the update (one update a rollout)"
-    return [
+    of_rollouts = [
         f"  advantage = {_advantage(plan)}",
         f"  {objective.adv_estimator}, {objective.policy_loss} loss, {objective.loss_agg_mode}, discount"
         f" {objective.opd_kl_discount:g}; old log-probs {again}",
         *_distillation_lines(plan),
         *_reference_lines(objective),
         *_critic_lines(plan.critic),
+    ]
+    arguments = ", ".join(f"{name} {value}" for name, value in objective.policy_loss_args.items())
+    of_rows = [f"  {objective.policy_loss} loss{f' ({arguments})' if arguments else ''}, {objective.loss_agg_mode}"]
+    return [
+        *(of_rows if plan.rollout is None else of_rollouts),
         f"  AdamW lr {optimizer.learning_rate:g} ({optimizer.lr_scheduler_type}, {optimizer.warmup_steps} warm-up),"
         f" betas {optimizer.adam_beta1:g} {optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}, clip"
         f" {optimizer.max_grad_norm:g}",

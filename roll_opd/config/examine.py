@@ -82,13 +82,17 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     environments = read_agentic(top, findings) if agentic else None
     data = DataPlan((), top.prompt_length) if agentic else None  # environments make their own prompts
     if roles.train and not agentic:
-        data = surroundings.read_data(roles.train.worker.data_args, f"{roles.train.path}.data_args", top, findings)
+        data = surroundings.read_data(
+            roles.train.worker.data_args, f"{roles.train.path}.data_args", top, top.prompt_length, findings
+        )
     validation = None
     if top.validation and not agentic:
         if sections.rewards:
             training = roles.train.worker.data_args if roles.train else None
             path = "validation.data_args"
-            validation = surroundings.read_data(top.validation.data_args, path, top, findings, training)
+            validation = surroundings.read_data(
+                top.validation.data_args, path, top, top.prompt_length, findings, training
+            )
         elif mode == "pure":
             findings.warn("validation: is left out, there is no reward to score the answers; write rewards.math_rule")
     group = environments.train.group_size if environments else n
@@ -180,16 +184,16 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
     train, infer = roles.train, roles.infer
     if train is None or train.facts is None:
         return
-    _check_vocabulary(train, findings)
+    check_vocabulary(train, findings)
     if infer is not None and infer.facts is not None and infer.facts.path != train.facts.path:
         findings.problem(
             f"{infer.path}.model_args.model_name_or_path",
             f"{infer.facts.path} is not the model that {train.path} trains ({train.facts.path}); leave it out",
         )
     if roles.reference is not None:
-        _compare_tokenizers(train, roles.reference, "reference policy", findings)
+        compare_tokenizers(train, roles.reference, "reference policy", findings)
     if roles.critic is not None:
-        _compare_tokenizers(train, roles.critic, "critic", findings)
+        compare_tokenizers(train, roles.critic, "critic", findings)
     for role in roles.teachers.values():
         if role.facts is None:
             continue
@@ -202,9 +206,9 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
                 f" learn from it; give"
                 " another model, or set allow_self_teacher: true",
             )
-        if not _compare_tokenizers(train, role, "teacher", findings):
+        if not compare_tokenizers(train, role, "teacher", findings):
             continue
-        _check_vocabulary(role, findings)
+        check_vocabulary(role, findings)
         if role.facts.vocab < train.facts.vocab:
             findings.warn(
                 f"{role.path}: the teacher has {role.facts.vocab} token ids, the student"
@@ -213,7 +217,7 @@ def _compare_models(roles: Roles, allow_self_teacher: bool, findings: Findings) 
             )
 
 
-def _compare_tokenizers(train: Role, role: Role, who: str, findings: Findings) -> bool:
+def compare_tokenizers(train: Role, role: Role, who: str, findings: Findings) -> bool:
     """Check that `role` reads the student's tokens as the student does; False if its files cannot be read."""
     if role.facts is None or train.facts is None:
         return False
@@ -234,7 +238,7 @@ def _compare_tokenizers(train: Role, role: Role, who: str, findings: Findings) -
     return True
 
 
-def _check_vocabulary(role: Role, findings: Findings) -> None:
+def check_vocabulary(role: Role, findings: Findings) -> None:
     if role.facts is None:
         return
     try:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, LossFacts
 from roll_opd.config.frozen import FrozenDict
 
-Mode = Literal["pure", "mixed", "rl"]
+Mode = Literal["pure", "mixed", "rl", "sft", "dpo"]
+Schema = Literal["experience", "sft", "dpo"]  # what a row holds: a prompt, one with its answer, one with two
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class DataPlan:
     """Prompt files and what to do with rows that cannot be used."""
 
     files: tuple[str, ...]
-    prompt_length: int
+    prompt_length: int  # rows with answers: of the prompt and the longest answer together, `sequence_length`
     template: str = "native"  # "native": the tokenizer's own chat template
     on_bad_row: Literal["drop", "refuse"] = "refuse"
     on_long_prompt: Literal["drop", "refuse"] = "drop"
@@ -188,14 +189,20 @@ class DataPlan:
     tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
+    schema: Schema = "experience"
+
+    @property
+    def length_key(self) -> str:
+        """The key that the user limits the length of rows with."""
+        return "prompt_length" if self.schema == "experience" else "sequence_length"
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """Greedy (or sampled) answers to held-out prompts, scored by the reward workers."""
+    """Greedy (or sampled) answers to held-out prompts, scored by the reward workers; or the loss on held-out rows."""
 
     data: DataPlan
-    sampling: SamplingPlan
+    sampling: SamplingPlan = field(default_factory=SamplingPlan)
     measure_teacher: bool = False
 
 
@@ -252,6 +259,7 @@ class ObjectivePlan:
     kl_loss: str = "k3"  # estimator of the KL loss
     policy_loss: str = "importance_sampling"  # of `algorithms.LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # beyond those that other fields decide
+    paired: bool = False  # the loss reads sequences 2i and 2i+1 together
     pg_clip_low: float = 0.2
     pg_clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -297,7 +305,7 @@ class RunPlan:
     """A whole run."""
 
     mode: Mode
-    pipeline: Literal["rlvr", "agentic"]
+    pipeline: Literal["rlvr", "agentic", "sft", "dpo"]
     exp_name: str
     output_dir: str
     seed: int
@@ -305,11 +313,11 @@ class RunPlan:
     max_steps: int
     eval_steps: int  # 0: never
     logging_steps: int
-    rollout_batch_size: int  # prompts a step
+    rollout_batch_size: int  # prompts (or rows with answers) a step
     num_nodes: int
     devices_per_node: int
     student: TrainPlan
-    rollout: RolloutPlan
+    rollout: RolloutPlan | None  # None: the rows bring their answers
     teachers: tuple[TeacherPlan, ...]
     rewards: tuple[RewardPlan, ...]
     data: DataPlan
@@ -334,9 +342,13 @@ class RunPlan:
         """The teachers whose part is an advantage; with a live gradient it is a part of the loss."""
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
+    def answers_per_prompt(self) -> int:
+        """Sampled ones, or those of a row."""
+        return self.rollout.sampling.n if self.rollout else 2 if self.objective.paired else 1
+
     @property
     def sequences_per_step(self) -> int:
-        return self.rollout_batch_size * self.rollout.sampling.n
+        return self.rollout_batch_size * self.answers_per_prompt
 
     @property
     def chunk_samples(self) -> int:
@@ -346,6 +358,7 @@ class RunPlan:
         step, so that scoring starts while the other half is still being generated. Smaller chunks cost more where
         teacher and engine share a device: the samples of a step end close together, and scoring slows the last ones.
         """
+        assert self.rollout is not None
         half = -(-self.sequences_per_step // (2 * self.rollout.engines))
         if not self.teachers:
             return half

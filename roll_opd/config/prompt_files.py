@@ -69,6 +69,20 @@ def tags_in(data: DataPlan) -> tuple[set[str], bool]:
     return tags, complete
 
 
+def count_rows(data: DataPlan) -> int:
+    """Return how many rows the files have, at most `limit`; bad ones count."""
+    total = 0
+    for file in data.files:
+        if file.endswith(".parquet"):
+            import pyarrow.parquet as pq
+
+            total += pq.read_metadata(file).num_rows
+        else:
+            with open(file, "rb") as stream:
+                total += sum(1 for line in stream if line.strip())
+    return total if data.limit is None else min(total, data.limit)
+
+
 def _tags_of_jsonl(file: str, column: str) -> Iterator[Any]:
     with open(file, encoding="utf-8", errors="replace") as stream:
         for line in stream:

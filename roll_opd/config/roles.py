@@ -88,7 +88,7 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     cache: dict[str, ModelFacts | None] = {}
     if train is not None:
         path = train.model_args.model_name_or_path or sections.pretrain
-        roles.train = _megatron_role(train_name, "train", train, path, strict, cache, findings)
+        roles.train = megatron_role(train_name, "train", train, path, strict, cache, findings)
     infer = _section(sections, infer_name, findings)
     if infer is not None:
         from_train = train.model_args.model_name_or_path if train else None
@@ -104,9 +104,7 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
             if worker is not None:
                 path = sections.teacher_paths[name]
                 model = worker.model_args.model_name_or_path
-                roles.teachers[name] = _megatron_role(
-                    path, "score", worker, model, strict, cache, findings, roles.train
-                )
+                roles.teachers[name] = megatron_role(path, "score", worker, model, strict, cache, findings, roles.train)
     elif sections.teachers:
         findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
     from_train = train.model_args.model_name_or_path if train else None
@@ -150,7 +148,7 @@ def _reference(
     if worker is None:
         return None
     model = worker.model_args.model_name_or_path or student
-    return _megatron_role(REFERENCE, "score", worker, model, strict, cache, findings, trained)
+    return megatron_role(REFERENCE, "score", worker, model, strict, cache, findings, trained)
 
 
 def needs_critic(top: Top | None, mode: Mode) -> bool:
@@ -184,7 +182,7 @@ def _critic(
     if worker is None:
         return None
     model = worker.model_args.model_name_or_path or student
-    return _megatron_role(CRITIC, "train", worker, model, strict, cache, findings, trained)
+    return megatron_role(CRITIC, "train", worker, model, strict, cache, findings, trained)
 
 
 def _role_names(sections: Sections, mode: Mode, findings: Findings) -> tuple[str, str]:
@@ -206,7 +204,7 @@ def _section(sections: Sections, name: str, findings: Findings) -> Worker | None
     return sections.workers[name]
 
 
-def _megatron_role(
+def megatron_role(
     path: str,
     job: Job,
     worker: Worker,
@@ -216,6 +214,7 @@ def _megatron_role(
     findings: Findings,
     trained: Role | None = None,
 ) -> Role:
+    """Return a role of Megatron's with everything about it that could be read; `cache` holds the models read so far."""
     student = trained.megatron if trained else None
     role = Role(path, job, worker, megatron=read_megatron(worker, path, job, strict, findings, student))
     role.facts = _facts(path, model, cache, findings)

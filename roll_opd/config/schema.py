@@ -217,8 +217,8 @@ class Validation(Section):
     measure_teacher: bool = False
 
 
-class Top(Section):
-    """Every key outside the roles."""
+class Run(Section):
+    """What every run has, whatever it learns from."""
 
     ignored = names.IGNORED_TOP
     exp_name: str | None = None
@@ -236,16 +236,28 @@ class Top(Section):
     eval_steps: Count = 10
     resume_from_checkpoint: bool | str = False
     max_ckpt_to_keep: Count = 0
+    max_grad_norm: NotNegative = 1.0
+    pretrain: str | None = None
+    global_template: str | None = None
+    tag_to_template: dict[str, str] = {}
+    algorithm_type: str | None = None  # a row of `algorithms.ALGORITHMS`, or the dotted path of a user's own
+    loss_agg_mode: (
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None  # the loss's own, else ROLL's seq-mean-token-mean
+    on_bad_row: Literal["drop", "refuse"] = "refuse"
+    on_long_prompt: Literal["drop", "refuse"] = "drop"
+    strict_strategies: bool = False
+
+
+class Top(Run):
+    """Every key outside the roles, of a run that rolls out."""
+
     rollout_batch_size: Positive = 128
     prompt_length: Positive = 1024
     response_length: Positive | None = None
     sequence_length: Positive | None = None
     num_return_sequences_in_group: Positive | None = None
     ppo_epochs: Positive = 1
-    max_grad_norm: NotNegative = 1.0
-    pretrain: str | None = None
-    global_template: str | None = None
-    tag_to_template: dict[str, str] = {}
     validation: Validation | None = None
     is_pure_opd: bool = False
     use_opd: bool = False
@@ -261,7 +273,6 @@ class Top(Section):
     opd_jsd_beta: Fraction = 0.5
     opd_skew_alpha: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)] = 0.1
     allow_self_teacher: bool = False
-    algorithm_type: str | None = None  # a row of `algorithms.ALGORITHMS`, or the dotted path of a user's own
     advantage_fn: str | None = None  # Trinity-RFT's name of adv_estimator; also a registered name or a dotted path
     advantage_fn_args: dict[str, Any] = {}
     policy_loss_fn: str | None = None  # likewise of policy_loss
@@ -273,14 +284,8 @@ class Top(Section):
     pg_clip_low: NotNegative | None = None
     pg_clip_high: NotNegative | None = None
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = False
-    loss_agg_mode: (
-        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
-    ) = None  # the loss's own, else ROLL's seq-mean-token-mean
     enable_old_logprobs_recompute: bool = False
-    on_bad_row: Literal["drop", "refuse"] = "refuse"
-    on_long_prompt: Literal["drop", "refuse"] = "drop"
     samples_per_step: Count = 4
-    strict_strategies: bool = False
     # of the reward's part; fixed or without meaning in pure distillation. None: not written
     adv_estimator: Literal[names.ADV_ESTIMATORS] | None = None  # type: ignore[valid-type]
     gamma: Fraction | None = None
@@ -321,3 +326,52 @@ class Top(Section):
     reward_norm: str | None = None  # ROLL's older keys, before norm_mean_type and norm_std_type
     reward_shift: bool = False
     reward_scale: bool = False
+
+
+class EpochArgs(TrainingArgs):
+    """`training_args` of a run over rows that bring their answers. Batch sizes count rows."""
+
+    ignored = names.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
+    num_train_epochs: AboveZero | None = None
+
+
+class SupervisedWorker(Worker):
+    """The role that learns from rows."""
+
+    training_args: EpochArgs = EpochArgs()
+
+
+class HeldOut(Section):
+    """`validation` without generating: the loss on held-out rows."""
+
+    ignored = names.IGNORED_VALIDATION | {"generating_args"}
+    data_args: DataArgs = DataArgs()
+
+
+class Supervised(Run):
+    """Keys of both pipelines that learn from rows."""
+
+    max_steps: Annotated[int, Field(ge=-1)] | None = None  # -1: from num_train_epochs, as in ROLL
+    sequence_length: Positive = 1024
+    train_batch_size: Positive | None = None  # rows a step; None: those of one update
+    validation: HeldOut | None = None
+
+
+class Sft(Supervised):
+    """Keys of the SFT pipeline outside its role `sft_train`; `*_key` name columns."""
+
+    prompt_key: Name | None = None
+    query_key: Name | None = None
+    system_key: Name | None = None
+    response_key: Name | None = None
+
+
+class Dpo(Supervised):
+    """Keys of the DPO pipeline outside its roles `actor_train` and `reference`; `*_key` name columns."""
+
+    chosen_key: Name | None = None
+    rejected_key: Name | None = None
+    beta: AboveZero | None = None
+    label_smoothing: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=0.5)] | None = None
+    ipo: bool = False
+    use_reference_model: bool = True

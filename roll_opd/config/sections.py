@@ -48,14 +48,14 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], findings: F
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
     for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC):
         if role in rest:
-            sections.workers[role] = _read(Worker, rest.pop(role), role, findings)
+            sections.workers[role] = read_section(Worker, rest.pop(role), role, findings)
     for name, (path, data) in _teachers(rest.pop("teacher", None), findings).items():
-        sections.teachers[name] = _read(Worker, data, path, findings)
+        sections.teachers[name] = read_section(Worker, data, path, findings)
         sections.teacher_paths[name] = path
     for domain, data in _mapping(rest.pop("rewards", None), "rewards", findings).items():
         path = f"rewards.{domain}"
-        sections.rewards[domain] = _read(Reward, _with_free_keys(data, path, findings), path, findings)
-    sections.top = _read(Top, rest, "", findings, known)
+        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, findings), path, findings)
+    sections.top = read_section(Top, rest, "", findings, known)
     return sections
 
 
@@ -107,13 +107,14 @@ def _mapping(value: Any, path: str, findings: Findings) -> dict[str, Any]:
     return value
 
 
-def _read(
+def read_section(
     model: type[S],
     data: Any,
     path: str,
     findings: Findings,
     also_known: set[str] | None = None,
 ) -> S | None:
+    """Validate one section; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
     if data is None:
         data = {}
     if not isinstance(data, dict):

@@ -15,17 +15,17 @@ from roll_opd.config.known_names import TEMPLATES
 from roll_opd.config.models import ModelFacts, find_path
 from roll_opd.config.plan import DataPlan, Mode, RewardPlan
 from roll_opd.config.prompt_files import find_prompt_files, tags_in
-from roll_opd.config.schema import DataArgs, Top
+from roll_opd.config.schema import DataArgs, Run
 
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 
 
 def read_data(
-    args: DataArgs, path: str, top: Top, findings: Findings, training: DataArgs | None = None
+    args: DataArgs, path: str, top: Run, length: int, findings: Findings, training: DataArgs | None = None
 ) -> DataPlan | None:
     """Return the prompts' plan with absolute file names, None if a file is missing. Streams: `read_streams`.
 
-    Columns that held-out data do not name are called as in the `training` data.
+    `length` is the most tokens of a row. Columns that held-out data do not name are called as in the `training` data.
     """
     if not args.file_name:
         findings.problem(f"{path}.file_name", "is missing; name the JSONL file of prompts")
@@ -47,7 +47,7 @@ def read_data(
         return None
     return DataPlan(
         files=tuple(map(str, files)),
-        prompt_length=top.prompt_length,
+        prompt_length=length,
         template=template,
         on_bad_row=top.on_bad_row,
         on_long_prompt=top.on_long_prompt,
@@ -68,7 +68,7 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
     return FrozenDict({key: name for key, name in columns.items() if name != key})
 
 
-def _template(args: DataArgs, path: str, top: Top, findings: Findings) -> str:
+def _template(args: DataArgs, path: str, top: Run, findings: Findings) -> str:
     """The template of rows whose tag has none of its own; `global_template` goes first, as in ROLL."""
     written = {f"tag_to_template.{tag}": name for tag, name in top.tag_to_template.items()}
     if top.global_template:
@@ -126,7 +126,7 @@ def check_tags(
             findings.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
 
 
-def check_output(top: Top, exp_name: str, student: ModelFacts | None, findings: Findings) -> None:
+def check_output(top: Run, exp_name: str, student: ModelFacts | None, findings: Findings) -> None:
     """Check that the run directory can be made and that at least one checkpoint fits on its disk."""
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         findings.problem("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
@@ -151,7 +151,7 @@ def check_output(top: Top, exp_name: str, student: ModelFacts | None, findings: 
         )
 
 
-def read_resume(top: Top, findings: Findings) -> bool | str:
+def read_resume(top: Run, findings: Findings) -> bool | str:
     """Return what to resume from: False, True (the newest of this experiment) or an existing directory."""
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint

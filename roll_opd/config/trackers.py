@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from roll_opd.config.errors import Findings
 from roll_opd.config.known_names import DOTTED
-from roll_opd.config.schema import Section, Texts, Top
+from roll_opd.config.schema import Run, Section, Texts
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -80,7 +80,7 @@ MODULES = {"wandb": ("wandb",), "swanlab": ("swanlab",), "mlflow": ("mlflow", "s
 SECRETS = ("api_key", "token", "password", "secret")  # endings of keys
 
 
-def read_trackers(top: Top, findings: Findings) -> dict[str, dict[str, Any]]:
+def read_trackers(top: Run, findings: Findings) -> dict[str, dict[str, Any]]:
     """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
     names = [name for name in dict.fromkeys(top.track_with) if _known(name, findings)]
     return {name: _check(name, args, key, findings) for name, (args, key) in _by_tracker(names, top, findings).items()}
@@ -101,7 +101,7 @@ def _users_own(name: str) -> bool:
     return DOTTED.fullmatch(name) is not None
 
 
-def _by_tracker(names: list[str], top: Top, findings: Findings) -> dict[str, tuple[dict[str, Any], str]]:
+def _by_tracker(names: list[str], top: Run, findings: Findings) -> dict[str, tuple[dict[str, Any], str]]:
     """Return tracker -> (its arguments, the key under which they are written)."""
     kwargs, found = top.tracker_kwargs, {name: ({}, "tracker_kwargs") for name in names}
     if not kwargs or not names:

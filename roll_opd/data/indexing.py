@@ -14,10 +14,11 @@ from tqdm import tqdm
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
+from roll_opd.data.answers import parse_answered
 from roll_opd.data.files import RowFile
-from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, FileReport
-from roll_opd.data.rows import BadRow, DataError, Row, parse_row
-from roll_opd.data.templates import NoChatTemplate, PromptText, render_prompt, tokenize
+from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, WHOLE_TOO_LONG, FileReport
+from roll_opd.data.rows import BadRow, DataError, Row
+from roll_opd.data.templates import NoChatTemplate, PromptText, render_answer, render_prompt, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ class _Pending:
     tag: str
     ground_truth: str | None
     domain: Any  # of the row's own `domain` column, unchecked
-    text: PromptText
+    texts: tuple[PromptText, ...]  # the prompt's and its answers'
 
 
 class Indexer:
@@ -112,9 +113,9 @@ class Indexer:
             report.rows += 1
             try:
                 fallback = fallback_id(file, line)
-                row = parse_row(value, fallback, self._plan.columns)
+                row = parse_answered(value, fallback, self._plan)
                 self._parsed += 1
-                text = render_row(self._tokenizer, row, self._plan)
+                texts = render_row(self._tokenizer, row, self._plan)
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
                 continue
@@ -125,8 +126,8 @@ class Indexer:
                 continue
             own_id = None if row.id == fallback else row.id
             domain = row.extra.get("domain")
-            batch.append(_Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, text))
-            characters += len(text.text)
+            batch.append(_Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, texts))
+            characters += sum(len(text.text) for text in texts)
             if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
@@ -134,20 +135,22 @@ class Indexer:
             yield batch
 
     def _add(self, batch: list[_Pending], report: FileReport, digest: Any) -> None:
-        for row, ids in zip(batch, tokenize(self._tokenizer, [row.text for row in batch]), strict=True):
-            self._longest = max(self._longest, len(ids))
-            if not ids:
+        too_long = WHOLE_TOO_LONG if self._plan.schema != "experience" else TOO_LONG
+        for row, parts in zip(batch, encode(self._tokenizer, [row.texts for row in batch]), strict=True):
+            tokens, *answers = parts
+            length = len(tokens) + max(map(len, answers), default=0)
+            self._longest = max(self._longest, length)
+            if not all(map(len, parts)):
                 report.add_bad(NO_TOKEN, row.line, row.id)
-            elif len(ids) > self._plan.prompt_length:
-                report.add_bad(TOO_LONG, row.line, f"{row.id}, {len(ids)} tokens")
+            elif length > self._plan.prompt_length:
+                report.add_bad(too_long, row.line, f"{row.id}, {length} tokens")
             else:
-                tokens = np.asarray(ids, dtype=np.int64)
                 report.prompts += 1
-                digest.update(_identity(row.own_id, row.tag, row.ground_truth, tokens))
+                digest.update(_identity(row.own_id, row.tag, row.ground_truth, parts))
                 self._positions.append(row.position)
                 self._lines.append(row.line)
                 self._tags.append(self._codes.setdefault(row.tag, len(self._codes)))
-                self._checks.append(row_check(row.id, row.tag, row.ground_truth, tokens))
+                self._checks.append(row_check(row.id, row.tag, row.ground_truth, parts))
                 self._unanswered.append(row.ground_truth is None)
                 self._ids.append(hash(row.id))
                 domains = self._domains.setdefault(row.tag, {})
@@ -163,9 +166,20 @@ def repeated(ids: np.ndarray) -> np.ndarray:
     return again
 
 
-def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> PromptText:
-    """The text of `row` through the template of its tag."""
-    return render_prompt(tokenizer, row, plan.tag_templates.get(row.tag, plan.template))
+def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> tuple[PromptText, ...]:
+    """The texts of `row`, its prompt's and its answers', through the template of its tag."""
+    template = plan.tag_templates.get(row.tag, plan.template)
+    prompt = render_prompt(tokenizer, row, template)
+    return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[tuple[PromptText, ...]]
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """The tokens of each text of each row, int64."""
+    tokens = iter(tokenize(tokenizer, [text for texts in rows for text in texts]))
+    for texts in rows:
+        yield tuple(np.asarray(next(tokens), dtype=np.int64) for _ in texts)
 
 
 def fallback_id(file: RowFile, line: int) -> str:
@@ -173,10 +187,10 @@ def fallback_id(file: RowFile, line: int) -> str:
     return f"{file.path.stem}:{line}"
 
 
-def _identity(identity: str | None, tag: str, ground_truth: str | None, tokens: np.ndarray) -> bytes:
-    return repr((identity, tag, ground_truth, len(tokens))).encode() + tokens.tobytes()
+def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> bytes:
+    return repr((identity, tag, ground_truth, *map(len, parts))).encode() + b"".join(part.tobytes() for part in parts)
 
 
-def row_check(identity: str, tag: str, ground_truth: str | None, tokens: np.ndarray) -> int:
-    """A number that tells a prompt from what a changed row would give."""
-    return zlib.crc32(_identity(identity, tag, ground_truth, tokens))
+def row_check(identity: str, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> int:
+    """A number that tells a prompt and its answers from what a changed row would give."""
+    return zlib.crc32(_identity(identity, tag, ground_truth, parts))

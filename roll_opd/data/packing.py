@@ -1,6 +1,7 @@
 """Which sequence goes to which rank and micro-batch: balanced by tokens, deterministic, nothing padded."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roll_opd.config.plan import MicroBatchLimits
 
@@ -37,10 +38,20 @@ def micro_batches(lengths: Sequence[int], limits: MicroBatchLimits) -> list[list
         count += 1
 
 
-def assign(lengths: Sequence[int], ranks: int, limits: MicroBatchLimits) -> list[list[list[int]]]:
-    """Return, for each rank, its micro-batches of sequence numbers."""
+def assign(lengths: Sequence[int], ranks: int, limits: MicroBatchLimits, together: int = 1) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches of sequence numbers.
+
+    Each `together` sequences, from the first on, stay side by side in one micro-batch, even where they are more than
+    `limits` allow. ValueError where the sequences are no multiple of `together`.
+    """
+    if len(lengths) % together:
+        raise ValueError(f"{len(lengths)} sequences are no multiple of {together}, which belong together")
+    units = [sum(lengths[start : start + together]) for start in range(0, len(lengths), together)]
+    if limits.sequences:
+        limits = replace(limits, sequences=max(1, limits.sequences // together))
     assigned = []
-    for mine in split_balanced(lengths, ranks):
-        local = micro_batches([lengths[number] for number in mine], limits)
-        assigned.append([[mine[index] for index in part] for part in local])
+    for mine in split_balanced(units, ranks):
+        local = micro_batches([units[unit] for unit in mine], limits)
+        of_local = [[mine[index] for index in part] for part in local]
+        assigned.append([[unit * together + place for unit in part for place in range(together)] for part in of_local])
     return assigned

@@ -12,12 +12,13 @@ import numpy as np
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.answers import COLUMNS, parse_answered
 from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
-from roll_opd.data.indexing import Index, Indexer, fallback_id, render_row, row_check
-from roll_opd.data.report import EXAMPLES_PER_KIND, TOO_LONG, DataReport
-from roll_opd.data.rows import BadRow, DataError, Row, parse_row
-from roll_opd.data.templates import TEMPLATES, tokenize
+from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check
+from roll_opd.data.report import EXAMPLES_PER_KIND, TOO_LONG, WHOLE_TOO_LONG, DataReport
+from roll_opd.data.rows import BadRow, DataError, Row
+from roll_opd.data.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,7 @@ class Prompt:
     tokens: np.ndarray = field(compare=False)  # int64 [P]
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
+    answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each, of rows that bring them
 
 
 class PromptSet:
@@ -65,11 +67,12 @@ class PromptSet:
         except DataError as error:
             raise DataError(f"{error}; it was accepted when the run began, so its file has changed since") from error
         prompts: dict[int, Prompt] = {}
-        for number, row, tokens in zip(wanted.tolist(), rows, tokenize(self._tokenizer, texts), strict=True):
-            ids = np.asarray(tokens, dtype=np.int64)
-            if row_check(row.id, row.tag, row.ground_truth, ids) != self._index.checks[number]:
+        for number, row, parts in zip(wanted.tolist(), rows, encode(self._tokenizer, texts), strict=True):
+            if row_check(row.id, row.tag, row.ground_truth, parts) != self._index.checks[number]:
                 raise self._changed(number)
-            prompts[number] = Prompt(self._name(number, row.id), number, row.tag, ids, row.ground_truth, row.extra)
+            tokens, *answers = parts
+            name = self._name(number, row.id)
+            prompts[number] = Prompt(name, number, row.tag, tokens, row.ground_truth, row.extra, tuple(answers))
         return [prompts[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
@@ -121,7 +124,7 @@ class PromptSet:
         rows = []
         for number, value in zip(numbers.tolist(), values, strict=True):
             try:
-                rows.append(parse_row(value, fallback_id(file, self._index.lines[number]), self._plan.columns))
+                rows.append(parse_answered(value, fallback_id(file, self._index.lines[number]), self._plan))
             except BadRow as bad:
                 raise self._changed(number) from bad
         return rows
@@ -159,7 +162,8 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
     streams = {stream.name: prompts.members(stream) for stream in plan.streams}
     report = DataReport(
         files=reports,
-        prompt_length=plan.prompt_length,
+        length_key=plan.length_key,
+        most_tokens=plan.prompt_length,
         longest=longest,
         renamed=int(index.renamed.sum()),
         streams=FrozenDict({name: len(members) for name, members in streams.items()}),
@@ -185,7 +189,8 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
     missing = [name for name in plan.files if not Path(name).is_file()]
     if missing:
         raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
-    return [open_file(name, plan.columns.values()) for name in plan.files]
+    columns = {*plan.columns.values(), *COLUMNS[plan.schema]}
+    return [open_file(name, columns) for name in plan.files]
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
@@ -200,9 +205,9 @@ def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
 
 def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
     remedies = []
-    too_long = report.bad_counts[TOO_LONG]
+    too_long = report.bad_counts[TOO_LONG] + report.bad_counts[WHOLE_TOO_LONG]
     if too_long and plan.on_long_prompt == "refuse":
-        remedies.append(f"raise `prompt_length` (now {plan.prompt_length}) or set `on_long_prompt: drop`")
+        remedies.append(f"raise `{plan.length_key}` (now {plan.prompt_length}) or set `on_long_prompt: drop`")
     if report.bad > too_long and plan.on_bad_row == "refuse":
         remedies.append("correct the rows or set `on_bad_row: drop`")
     if remedies:
@@ -215,7 +220,7 @@ def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
             raise DataError(f"no usable row in {names}: the files are empty")
         raise DataError(
             f"no usable row in {names}; all {report.rows} rows are bad:\n{report.describe_bad()}\n"
-            "Check the files, the names of their columns in `data_args`, `prompt_length` and the template."
+            f"Check the files, the names of their columns, `{plan.length_key}` and the template."
         )
     empty = [stream.name for stream in plan.streams if stream.weight > 0 and not report.streams[stream.name]]
     if empty:

@@ -11,7 +11,8 @@ EXAMPLES_PER_KIND = 3  # bad rows named for each kind in each file; the rest are
 FILES_NAMED = 10  # files whose bad rows are listed; the rest are only counted
 
 # kinds of rows that can be read but are no prompt
-TOO_LONG = "longer than prompt_length"
+TOO_LONG = "longer than prompt_length"  # or, of rows with answers,
+WHOLE_TOO_LONG = "longer than sequence_length"
 NOT_ENCODABLE = "refused by the template"
 NO_TOKEN = "without a token"
 
@@ -52,7 +53,8 @@ class DataReport:
     """All files of a data set."""
 
     files: tuple[FileReport, ...]
-    prompt_length: int  # the limit, in tokens
+    length_key: str  # of the limit
+    most_tokens: int  # the limit itself
     longest: int  # tokens of the longest row, dropped ones included
     renamed: int = 0  # prompts whose id another one already had, and that were given `id@file:line`
     streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> its prompts
@@ -99,5 +101,7 @@ class DataReport:
         if self.renamed:
             lines.append(f"{self.renamed} prompts with an id that another one has were given a new one")
         if self.bad:
-            lines.append(f"{self.bad} rows dropped (prompt_length={self.prompt_length} tokens):\n{self.describe_bad()}")
+            lines.append(
+                f"{self.bad} rows dropped ({self.length_key}={self.most_tokens} tokens):\n{self.describe_bad()}"
+            )
         return "\n".join(lines)

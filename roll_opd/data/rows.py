@@ -44,6 +44,7 @@ class Row:
     messages: tuple[FrozenDict, ...] = ()  # {"role": str, "content": str, ...}
     prompt: str | None = None
     ground_truth: str | None = None
+    answers: tuple[FrozenDict, ...] = ()  # messages that may follow: one in schema sft; chosen and rejected in dpo
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
 
 
@@ -53,15 +54,7 @@ def parse_row(value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NA
     `messages` is a list, or a JSON string of one, of `{"role", "content"}`; without it `prompt` is a text. A
     missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
     """
-    if isinstance(value, BadRow):
-        raise value
-    if not isinstance(value, dict):
-        raise BadRow(NOT_AN_OBJECT, type(value).__name__)
-    # Parquet gives every row every column: an absent value is None there
-    value = {key: item for key, item in value.items() if item is not None}
-    if columns:
-        found = {key: value[name] for key, name in columns.items() if name in value}
-        value = {**{key: item for key, item in value.items() if key not in columns}, **found}
+    value = own_names(value, columns)
     messages, prompt = _parse_prompt(value)
     tag = value.get("tag", DEFAULT_TAG)
     if not isinstance(tag, str) or not tag:
@@ -76,9 +69,23 @@ def parse_row(value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NA
     )
 
 
+def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The values that are there, under our names for them; raises `BadRow` for what is no object."""
+    if isinstance(value, BadRow):
+        raise value
+    if not isinstance(value, dict):
+        raise BadRow(NOT_AN_OBJECT, type(value).__name__)
+    # Parquet gives every row every column: an absent value is None there
+    value = {key: item for key, item in value.items() if item is not None}
+    if columns:
+        found = {key: value[name] for key, name in columns.items() if name in value}
+        value = {**{key: item for key, item in value.items() if key not in columns}, **found}
+    return value
+
+
 def _parse_prompt(value: dict[str, Any]) -> tuple[tuple[FrozenDict, ...], str | None]:
     if "messages" in value:
-        return _parse_messages(value["messages"]), None
+        return parse_messages(value["messages"]), None
     if "prompt" not in value:
         raise BadRow(NO_PROMPT)
     prompt = value["prompt"]
@@ -89,7 +96,8 @@ def _parse_prompt(value: dict[str, Any]) -> tuple[tuple[FrozenDict, ...], str | 
     return (), _encodable(prompt, "prompt")
 
 
-def _parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
+def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
+    """The conversation in a list, or in a JSON string of one; raises `BadRow`."""
     if isinstance(messages, str):
         if not messages.strip():
             raise BadRow(EMPTY)

@@ -4,7 +4,7 @@ A conversation goes through the template; a row that brings a plain `prompt` has
 that text is tokenised as it is, whatever the template.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,16 @@ class NoChatTemplate(DataError):
     """The tokenizer has no chat template and the rows need one, which no other row can change."""
 
 
-Renderer = Callable[["PreTrainedTokenizerBase", Row], str]
+@dataclass(frozen=True)
+class Template:
+    """How a conversation becomes a text.
+
+    `prompt` ends where the answer begins; `whole` takes the answer, a message, too, and where it is None an answer
+    follows the prompt as it is, up to the end-of-sequence token.
+    """
+
+    prompt: Callable[["PreTrainedTokenizerBase", Row], str]
+    whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
@@ -61,14 +70,37 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
     `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not and where the template refuses the
     conversation, `NoChatTemplate` where one is needed.
     """
-    renderer = TEMPLATES.get(template)
-    if renderer is None:
+    if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
     if row.prompt is None:
-        return PromptText(renderer(tokenizer, row), add_special_tokens=False)
+        return PromptText(TEMPLATES[template].prompt(tokenizer, row), add_special_tokens=False)
     # A text that already begins with the beginning-of-sequence token must not get a second one
     has_bos = tokenizer.bos_token is not None and row.prompt.startswith(tokenizer.bos_token)
     return PromptText(row.prompt, add_special_tokens=not has_bos)
+
+
+def render_answer(
+    tokenizer: "PreTrainedTokenizerBase", row: Row, answer: Mapping[str, Any], prompt: PromptText, template: str
+) -> PromptText:
+    """The text of `answer`, from where `prompt` (of `render_prompt`) ends to where the student must stop.
+
+    Tokenised by itself, as an answer is that the student writes, so that the prompt's tokens are a prefix of the whole.
+    Raises `DataError` where the template writes the conversation so that the prompt is no prefix of it.
+    """
+    end = tokenizer.eos_token or ""
+    whole = TEMPLATES[template].whole
+    if row.prompt is not None or whole is None:
+        return PromptText(answer["content"] + end, add_special_tokens=False)
+    text = whole(tokenizer, row, answer)
+    if not text.startswith(prompt.text):
+        raise DataError(
+            f"row {row.id}: the template writes an answered conversation so that its prompt is no prefix of it, and the"
+            " student would be asked in another way than it has learned; use another template"
+        )
+    text = text[len(prompt.text) :]
+    # what a template writes behind the end of a turn is never sampled
+    text = text[: text.rindex(end) + len(end)] if end and end in text else text.removesuffix("\n")
+    return PromptText(text, add_special_tokens=False)
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
@@ -83,10 +115,10 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) 
     return tokens
 
 
-def _chat(chat_template: str | None = None, **variables: Any) -> Renderer:
-    """A renderer through `chat_template`, or through the tokenizer's own where that is None."""
+def _chat(chat_template: str | None = None, **variables: Any) -> Template:
+    """Through `chat_template`, or through the tokenizer's own where that is None."""
 
-    def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
+    def render(tokenizer: "PreTrainedTokenizerBase", row: Row, *answer: Mapping[str, Any]) -> str:
         import jinja2
 
         if chat_template is None and not tokenizer.chat_template:
@@ -96,30 +128,30 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Renderer:
             )
         try:
             return tokenizer.apply_chat_template(
-                [dict(message) for message in row.messages],
+                [dict(message) for message in (*row.messages, *answer)],
                 chat_template=chat_template,
-                add_generation_prompt=True,
+                add_generation_prompt=not answer,
                 tokenize=False,
                 **variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
 
-    return render
+    return Template(render, render)
 
 
-def _around(before: str, after: str) -> Renderer:
-    """A renderer that puts a fixed text around the one message of a user: for models that never saw a chat."""
+def _around(before: str, after: str) -> Template:
+    """Puts a fixed text around the one message of a user: for models that never saw a chat."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         if [message["role"] for message in row.messages] != ["user"]:
             raise DataError(f"row {row.id}: this template takes one message of role user and no other")
         return f"{before}{row.messages[0]['content']}{after}"
 
-    return render
+    return Template(render)
 
 
-TEMPLATES: dict[str, Renderer] = {
+TEMPLATES: dict[str, Template] = {
     "native": _chat(),
     "native_nonthinking": _chat(enable_thinking=False),
     "qwen2_5": _chat(),

@@ -1,6 +1,6 @@
 """What goes into a train step and what comes out: plain numpy, so that the driver need not import an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,18 @@ class ValueSample:
     action_mask: np.ndarray  # bool
     old_values: np.ndarray  # f32, before the step's updates
     returns: np.ndarray  # f32, what the values are to become
+
+
+def answered_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[TrainSample]:
+    """Samples of (prompt, answers) in tokens: one an answer, every token of which is learned from."""
+    samples = []
+    for prompt, answers in rows:
+        for answer in answers:
+            zeros = np.zeros(len(answer), np.float32)
+            mask = np.ones(len(answer), dtype=bool)
+            whole = np.concatenate([prompt, answer])
+            samples.append(TrainSample(whole, len(prompt), mask, zeros, zeros, zeros, old_logprobs=None))
+    return samples
 
 
 @dataclass(frozen=True)

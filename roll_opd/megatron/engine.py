@@ -125,11 +125,11 @@ class MegatronEngine:
             for number, values in zip(numbers, output, strict=True)
         }
 
-    def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits) -> list[list[int]]:
+    def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, together: int = 1) -> list[list[int]]:
         """This data-parallel rank's micro-batches, as sample numbers."""
         ranks = parallel_state.get_data_parallel_world_size()
         lengths = [len(sample.tokens) for sample in samples]
-        return assign(lengths, ranks, limits)[parallel_state.get_data_parallel_rank()]
+        return assign(lengths, ranks, limits, together)[parallel_state.get_data_parallel_rank()]
 
     def _run(
         self,

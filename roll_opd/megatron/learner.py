@@ -68,16 +68,17 @@ class MegatronLearner(MegatronEngine):
         # The token count that the schedule passes along is not needed: losses are divided already.
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
 
-    def _learn(self, samples: Sequence[Sample], loss: LossFunction, temperature: float) -> Update:
+    def _learn(self, samples: Sequence[Sample], loss: LossFunction, temperature: float, together: int = 1) -> Update:
         """Make one optimizer update from the whole mini-batch. Collective.
 
         `loss` returns a micro-batch's share of the loss, divided by the global count already, and a report: `sums` of
-        tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence.
+        tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence. Each `together` samples,
+        from the first on, share a micro-batch.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        mine = self._assigned(samples, self.plan.train_limits)
+        mine = self._assigned(samples, self.plan.train_limits, together)
         micro_batches = [[samples[n] for n in numbers] for numbers in mine]
         reports = self._run(micro_batches, temperature, loss, forward_only=False)
         if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient

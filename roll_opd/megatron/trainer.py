@@ -60,7 +60,7 @@ class MegatronTrainer(MegatronLearner):
             report["sums"]["weighted_loss"] = value.detach()
             return value, report
 
-        done = self._learn(_columns(samples, objective), loss, temperature)
+        done = self._learn(_columns(samples, objective), loss, temperature, together=2 if objective.paired else 1)
         return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:

@@ -1,10 +1,11 @@
 """Brings a plan's roles to life on the cluster."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -15,10 +16,12 @@ from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
 from roll_opd.rollout.scheduler import Scorers
 from roll_opd.workers.critic import Critic
+from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import CriticWorker, ScoreWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
+from roll_opd.workers.supervised import SupervisedStudent
 
 
 @dataclass(frozen=True)
@@ -62,33 +65,35 @@ class Cast:
 
 async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
     """Start every role but the judges, all at once, and wait until all are ready."""
-    engine = {"seed": plan.seed, "deterministic": plan.deterministic}
-    student = WorkerGroup(TrainWorker, plan.student, placement, _environment(plan))
-
-    def frozen(worker: MegatronPlan) -> WorkerGroup:
-        return WorkerGroup(ScoreWorker, worker, placement, _environment(plan))
-
-    teachers = tuple(Teacher(t.worker.name, frozen(t.worker), _vocab_size(t.worker), t) for t in plan.teachers)
-    reference = None
-    if plan.reference:
-        reference = Scorer(plan.reference.name, frozen(plan.reference), _vocab_size(plan.reference))
+    student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
+    teachers = tuple(
+        Teacher(t.worker.name, _frozen(plan, t.worker, placement), _vocab_size(t.worker), t) for t in plan.teachers
+    )
+    reference = _reference(plan, placement)
     critic = None
     if plan.critic:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
     sampler, *_ = await asyncio.gather(
         start_sampler(plan, plan.rollout, placement),
-        student.setup(**engine),
-        *[role.group.setup(**engine) for role in (*teachers, reference, critic) if role],
+        *_setups(plan, student, *teachers, reference, critic),
     )
-    learner, objective = Student(plan.student, student), plan.objective
+    objective = plan.objective
     if objective.opd_objective == "full":
         for teacher in teachers:
-            await learner.load_teacher_head(teacher)
+            await student.load_teacher_head(teacher)
     scorers = Scorers(teachers, judges, reference)
     if objective.opd_objective != "sampled":
         proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
-        scorers = replace(scorers, views_for=objective, student=learner if proposes else None)
-    return Cast(learner, sampler, scorers, critic)
+        scorers = replace(scorers, views_for=objective, student=student if proposes else None)
+    return Cast(student, sampler, scorers, critic)
+
+
+async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, Scorer | None]:
+    """Start the student that learns from rows, and the reference policy where there is one."""
+    student = SupervisedStudent(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
+    reference = _reference(plan, placement)
+    await asyncio.gather(*_setups(plan, student, reference))
+    return student, reference
 
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:
@@ -126,6 +131,20 @@ async def start_judges(plan: RunPlan) -> tuple[Judge, ...]:
 def _reward_workers(plan: RunPlan, reward: RewardPlan) -> list:
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
     return [RewardWorker.options(**options).remote() for _ in range(reward.world_size)]
+
+
+def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:
+    return WorkerGroup(ScoreWorker, worker, placement, _environment(plan))
+
+
+def _reference(plan: RunPlan, placement: Placement) -> Scorer | None:
+    if plan.reference is None:
+        return None
+    return Scorer(plan.reference.name, _frozen(plan, plan.reference, placement), _vocab_size(plan.reference))
+
+
+def _setups(plan: RunPlan, *roles: Learner | Scorer | None) -> list[Coroutine[Any, Any, Any]]:
+    return [role.group.setup(seed=plan.seed, deterministic=plan.deterministic) for role in roles if role]
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:

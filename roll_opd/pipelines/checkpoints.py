@@ -65,7 +65,7 @@ class Checkpoints:
         partial = self._partial(step)
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            (partial / "state").mkdir(parents=True)
+            partial.mkdir(parents=True)
             await save(partial)
             (partial / STATE_FILE).write_text(json.dumps({"step": step, "source": source_state}))
             _flush(partial)

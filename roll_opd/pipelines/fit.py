@@ -18,6 +18,8 @@ def misfits_of_machine(plan: RunPlan, gpus: int) -> list[str]:
         if plan.devices_per_node <= gpus:
             return []
         return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
+    if plan.rollout is None:
+        return []
     size = read_model(Path(plan.rollout.model.path)).head_dim
     if size in CPU_HEAD_SIZES:
         return []

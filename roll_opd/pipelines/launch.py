@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Literal
 
 from roll_opd.cli import add_config_arguments
 from roll_opd.config.algorithms import AlgorithmError
@@ -24,13 +25,19 @@ from roll_opd.pipelines.fit import misfits_of_checkpoint, misfits_of_machine
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 
-def main(description: str, *, pure: bool, arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for and return the exit code."""
+def main(
+    description: str,
+    *,
+    pure: bool | None = None,
+    schema: Literal["sft", "dpo"] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run what the command line asks for and return the exit code; `pure` and `schema` are those of `load_plan`."""
     parser = argparse.ArgumentParser(description=description)
     add_config_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
     try:
-        plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure)
+        plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure, schema=schema)
         return _launch(plan)
     except (ConfigError, CheckpointError) as error:
         return _refused(error)
@@ -83,15 +90,16 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
         resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
     objective = plan.objective
     policy_loss(objective.policy_loss, objective.policy_loss_arguments)
-    if plan.mode != "pure":
+    if plan.rollout and plan.mode != "pure":
         advantage(objective.adv_estimator, objective.advantage_arguments)
     for tracker in plan.trackers:
         if tracker != JSONL:
             find_tracker(tracker)
     tokenizer = load_tokenizer(plan.student.model.path)
     prompts, *validation = _prompts([plan.data, *([plan.validation.data] if plan.validation else [])], tokenizer)
-    held_out_tags = validation[0].by_tag() if validation else {}
-    check_coverage(plan.mode, plan.teachers, plan.rewards, prompts.by_tag(), held_out_tags)
+    if plan.rollout:
+        held_out_tags = validation[0].by_tag() if validation else {}
+        check_coverage(plan.mode, plan.teachers, plan.rewards, prompts.by_tag(), held_out_tags)
     source = PromptSource(prompts, plan.seed)
     held_out = validation[0].all() if validation else []
     if resume:
@@ -101,10 +109,12 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             return DONE
 
     from roll_opd.cluster.runtime import ClusterError, ray_cluster
+    from roll_opd.pipelines.dpo import run_dpo
     from roll_opd.pipelines.record import Record
     from roll_opd.pipelines.rlvr import run_rlvr
+    from roll_opd.pipelines.sft import run_sft
     from roll_opd.tracking.run_directory import RunDirectory
-    from roll_opd.workers.roles import RunError
+    from roll_opd.workers.errors import RunError
 
     run = _directory(plan, resume, RunDirectory)
     checkpoints = Checkpoints(run, plan.checkpoint, plan.max_steps)
@@ -116,7 +126,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     gc.freeze()
     try:
         with ray_cluster(plan.devices_per_node):
-            asyncio.run(run_rlvr(plan, source, held_out, record, checkpoints, resume))
+            run_pipeline = {"rlvr": run_rlvr, "sft": run_sft, "dpo": run_dpo}[plan.pipeline]
+            asyncio.run(run_pipeline(plan, source, held_out, record, checkpoints, resume))
     except (KeyboardInterrupt, CheckpointError):
         raise
     except (RunError, ClusterError, DataError) as error:

@@ -74,16 +74,20 @@ class Record:
         experiences: Sequence[Experience],
         metrics: Mapping[str, float],
     ) -> None:
-        """Log a finished step."""
+        """Log a finished step that rolled out."""
         row = {
             **metrics,
             "rollout/generated_tokens": float(batch.generated_tokens),
             "rollout/filtered_prompts": float(len(batch.filtered)),
-            **time_metrics(self.clock.lap()),
         }
-        self._run.append_jsonl(PROMPTS, [{"step": step, **_prompt_ids(batch)}])
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
+        self.log(step, _prompt_ids(batch), row)
+
+    def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
+        """Log a finished step: the ids it drew, and its metrics."""
+        row = {**metrics, **time_metrics(self.clock.lap())}
+        self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
         self._trackers.log(step, row)
         if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
             self._console.step(step, row)

@@ -21,7 +21,7 @@ from roll_opd.algorithms.table import advantage
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.tracking.metrics import statistics
-from roll_opd.workers.roles import RunError
+from roll_opd.workers.errors import RunError
 
 
 def external_advantages(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[Experience]:

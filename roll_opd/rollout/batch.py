@@ -7,7 +7,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt, PromptSource
 from roll_opd.rollout.scheduler import roll_out
 from roll_opd.rollout.selection import Keeps
-from roll_opd.workers.roles import RunError
+from roll_opd.workers.errors import RunError
 
 MOST_REJECTED = 20  # times the batch, and at least FEW_REJECTED: a filter that rejects more will not be satisfied
 FEW_REJECTED = 1000

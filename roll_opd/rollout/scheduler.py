@@ -17,7 +17,8 @@ from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.selection import Keeps, Selection
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.roles import Judge, RunError, Sampler, Scorer, Student, Teacher
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import Request
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from roll_opd.tracking.clock import PHASES
-from roll_opd.tracking.summary import ACCURACY, GENERATED_TOKENS, REVERSE_KL, STEP_SECONDS
+from roll_opd.tracking.summary import ACCURACY, GENERATED_TOKENS, LOSS, REVERSE_KL, STEP_SECONDS
 
 WIDTH = 110
 ETA_STEPS = 20  # the expected time is from the mean of so many last steps
@@ -61,6 +61,10 @@ def _line(step: int, total: int, metrics: Mapping[str, float], eta_seconds: floa
     seconds = metrics.get(STEP_SECONDS, 0.0)
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for label, name, form in (
+        ("loss", "sft/loss", ".4f"),
+        ("loss", "dpo/loss", ".4f"),
+        ("acc", "dpo/accuracy", ".3f"),
+        ("val", LOSS, ".4f"),
         ("acc", ACCURACY, ".3f"),
         ("reward", "critic/score/mean", ".3f"),
         ("kl", REVERSE_KL, ".4f"),
@@ -101,6 +105,9 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
         ),
         ("reverse KL", *map(_number, kl), "-", _ratio(kl[1], kl[0], "of first")),
     ]
+    if "val_loss_last" in summary:
+        losses = (summary["val_loss_first"], summary["val_loss_last"])
+        rows[1:] = [("validation loss", *map(_number, losses), "-", _ratio(losses[1], losses[0], "of first"))]
     lines = [
         f"{name:<22}{before:>10}{after:>10}{ref:>10}{ratio:>20}".rstrip() for name, before, after, ref, ratio in rows
     ]

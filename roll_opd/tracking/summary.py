@@ -17,6 +17,7 @@ from roll_opd.tracking.run_directory import RunDirectory, read_jsonl, write_atom
 
 ACCURACY = "val_correct/all/mean"
 TEACHER_ACCURACY = "val_correct/teacher/mean"
+LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
 GENERATED_TOKENS = "rollout/generated_tokens"
 STEP_SECONDS = "time/step"
@@ -66,6 +67,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     accuracies = _column(rows, ACCURACY)
     reverse_kls = _column(rows, REVERSE_KL)
     teacher = _column(rows, TEACHER_ACCURACY)
+    losses = _column(rows, LOSS)
     tenth = math.ceil(len(reverse_kls) / 10)
     phases = (*PHASES, "other")
     return {
@@ -74,6 +76,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "teacher_val_accuracy": teacher[-1] if teacher else None,
         "reverse_kl_first": _mean(reverse_kls[:tenth]),
         "reverse_kl_last": _mean(reverse_kls[-tenth:]),
+        **({"val_loss_first": losses[0], "val_loss_last": losses[-1]} if losses else {}),  # of runs without a rollout
         "steps": max((row["step"] for row in rows), default=0),
         "generated_tokens": int(sum(_column(rows, GENERATED_TOKENS))),
         "wall_seconds": sum(_column(rows, STEP_SECONDS)),

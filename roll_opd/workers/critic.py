@@ -1,29 +1,25 @@
 """The critic as the driver sees it: what it can do for a step's samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
-import ray
 
-from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.plan import CriticPlan
-from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TrainResult
 from roll_opd.tracking.metrics import statistics
-from roll_opd.workers.roles import SKIPS_ALLOWED, RunError, gathered
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.learner import Learner
+from roll_opd.workers.roles import gathered
 from roll_opd.workers.samples import value_samples
 
 
 @dataclass
-class Critic:
+class Critic(Learner):
     """The model that says what a state is worth."""
 
     plan: CriticPlan
-    group: WorkerGroup
-    _skipped: int = field(default=0, init=False)
 
     async def values(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Fill in `values`. RunError when they cannot be a working model's."""
@@ -41,27 +37,8 @@ class Critic:
         size = self.plan.mini_batch_sequences
         for _ in range(self.plan.epochs):
             for start in range(0, len(experiences), size):
-                batch = value_samples(experiences[start : start + size])
-                results.append(await self.group.call("update", ray.put(Compact(batch))))
-                self._count_skips(applied=results[-1][0].applied)
+                results.append(await self._update("update", value_samples(experiences[start : start + size])))
         return _update_metrics(results) | value_metrics(experiences)
-
-    async def save(self, directory: Path) -> None:
-        """Write training state and a Hugging Face model into `directory`."""
-        (directory / "state").mkdir(parents=True)
-        await self.group.call("save", directory)
-
-    async def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
-        await self.group.call("load", directory)
-
-    def _count_skips(self, applied: bool) -> None:
-        self._skipped = 0 if applied else self._skipped + 1
-        if self._skipped >= SKIPS_ALLOWED:
-            raise RunError(
-                f"{self._skipped} updates in a row of {self.plan.name} had a loss or gradient that was not finite and"
-                " were skipped; lower its learning_rate, or look for infinite rewards in samples.jsonl"
-            )
 
 
 def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import ray
 from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import ValueSample
+from roll_opd.data.training import TrainSample, ValueSample
 from roll_opd.workers.samples import train_samples
 
 
@@ -79,6 +79,10 @@ class TrainWorker(_Rank):
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
         """Take in what a teacher's `output_head` gave."""
         self._engine.load_teacher_head(name, ray.get(head[0]))
+
+    def fit(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Compact:
+        """One optimizer update from rows that brought their answers; see `MegatronTrainer.update`."""
+        return Compact(self._engine.update(samples, objective, temperature=1.0))
 
     def weights(self) -> list[ray.ObjectRef] | None:
         """All weights under Hugging Face names, as references to `WeightBucket`s, from rank 0; None elsewhere."""

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,27 +10,24 @@ import ray
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.config.plan import ObjectivePlan, RewardPlan, SamplingPlan, TeacherPlan, TrainPlan
+from roll_opd.config.plan import ObjectivePlan, RewardPlan, SamplingPlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.inference.completion import Completion
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.learner import Learner
 from roll_opd.workers.rollout import Request
-
-SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
-
-
-class RunError(RuntimeError):
-    """The run cannot go on; the message says why and what to look at."""
 
 
 async def gathered(
-    group: WorkerGroup, method: str, experiences: Sequence[Experience], *args: float, **wanted: Any
+    group: WorkerGroup, method: str, samples: Sequence[Experience | TrainSample], *args: float, **wanted: Any
 ) -> list[Any]:
-    """Every rank runs `method` on its share of the sequences; returns its answer for each experience, in order."""
-    sequences = Compact([(e.tokens, e.prompt_length) for e in experiences])
+    """Every rank runs `method` on its share of the sequences; returns its answer for each sample, in order."""
+    sequences = Compact([(sample.tokens, sample.prompt_length) for sample in samples])
     answers = await group.call(method, ray.put(sequences), *args, **wanted)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
-    return [merged[number] for number in range(len(experiences))]
+    return [merged[number] for number in range(len(samples))]
 
 
 @dataclass(frozen=True)
@@ -42,15 +38,15 @@ class Scorer:
     group: WorkerGroup
     vocab_size: int
 
-    async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+    async def score(self, samples: Sequence[Experience | TrainSample], temperature: float) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. RunError when they cannot be a working model's."""
-        self._check_tokens(experiences)
-        logprobs = await gathered(self.group, "logprobs", experiences, temperature)
+        self._check_tokens(samples)
+        logprobs = await gathered(self.group, "logprobs", samples, temperature)
         self._check_logprobs(logprobs)
         return logprobs
 
-    def _check_tokens(self, experiences: Sequence[Experience]) -> None:
-        largest = max((int(e.tokens.max()) for e in experiences), default=0)
+    def _check_tokens(self, samples: Sequence[Experience | TrainSample]) -> None:
+        largest = max((int(sample.tokens.max()) for sample in samples), default=0)
         if largest >= self.vocab_size:
             raise RunError(
                 f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
@@ -99,13 +95,8 @@ class Teacher(Scorer):
         return next(head for head in await self.group.call("output_head") if head)
 
 
-@dataclass
-class Student:
-    """The model that learns."""
-
-    plan: TrainPlan
-    group: WorkerGroup
-    _skipped: int = field(default=0, init=False)
+class Student(Learner):
+    """The policy that learns from what it sampled."""
 
     async def logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
@@ -142,10 +133,8 @@ class Student:
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                sent = ray.put(Compact(_for_training(batch)))
-                ranks = await self.group.call("update", sent, teachers, objective, temperature)
+                ranks = await self._update("update", _for_training(batch), teachers, objective, temperature)
                 results.append(ranks)
-                self._count_skips(applied=ranks[0].applied)
                 for number, values in (item for rank in ranks for item in rank.logprobs.items()):
                     if learned[start + number].old_logprobs is None:
                         learned[start + number] = replace(learned[start + number], old_logprobs=values)
@@ -156,30 +145,14 @@ class Student:
         answers = await self.group.call("weights")
         return next(references for references in answers if references)
 
-    async def save(self, directory: Path) -> None:
-        """Write training state and a Hugging Face model into `directory`."""
-        await self.group.call("save", directory)
-
-    async def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
-        await self.group.call("load", directory)
-
-    def _count_skips(self, applied: bool) -> None:
-        self._skipped = 0 if applied else self._skipped + 1
-        if self._skipped >= SKIPS_ALLOWED:
-            raise RunError(
-                f"{self._skipped} updates in a row had a loss or gradient that was not finite and were skipped; "
-                "lower learning_rate, or look for infinite log-probs in samples.jsonl"
-            )
-
 
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
     """Without what only rewards read: the test cases of a batch can be larger than all the rest of it."""
     return [replace(e, extra=FrozenDict()) if e.extra else e for e in experiences]
 
 
-def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:
-    """Metrics of a step's updates (each the list of its ranks' `TrainResult`s): means over tokens or updates."""
+def _actor_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:
+    """Metrics of a step's updates (each the list of its ranks' results): means over tokens or updates."""
     tokens = sum(rank.sums.get("tokens", 0.0) for ranks in results for rank in ranks) or 1.0
 
     def total(name: str) -> float:
@@ -195,6 +168,13 @@ def _actor_metrics(results: Sequence[Sequence]) -> dict[str, float]:
         "actor/clipfrac": total("clipped") / tokens,
         "actor/approx_kl": total("approx_kl") / tokens,
         "actor/kl_loss": total("kl_loss") / len(results),
+        **optimizer_metrics(results),
+    }
+
+
+def optimizer_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:
+    """What every student's optimizer says of a step's updates."""
+    return {
         "actor/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in results])),
         "actor/lr": results[-1][0].learning_rate,
         "actor/skipped_updates": float(sum(not ranks[0].applied for ranks in results)),

@@ -12,7 +12,7 @@ from roll_opd.algorithms.baselines import normalised_rewards
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantage_metrics, advantages, external_advantages, token_level_rewards
-from roll_opd.workers.roles import RunError
+from roll_opd.workers.errors import RunError
 
 GROUPS = ["a", "a", "b", "c", "c", "c", "a"]  # b stands alone
 

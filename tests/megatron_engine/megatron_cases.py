@@ -4,6 +4,7 @@ Shared by the workers and by the tests that compare their answers with Hugging F
 nothing here imports an engine.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
-from roll_opd.data.training import TrainSample, ValueSample
+from roll_opd.data.training import TrainSample, ValueSample, answered_samples
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
@@ -69,6 +70,16 @@ DISTILLING = [
 TEACHERS = {"wide": 0.7, "llama": 0.4}  # model -> coefficient; "wide" pads its vocabulary further than the student
 # layout of the student -> that of the teachers
 TEACHER_LAYOUTS = {"tp1": "tp1", "tp2": "pp2", "pp2": "tp2sp", "dp2": "tp2", "tp2pp2": "tp2dp2", "tp2dp2": "tp2pp2"}
+SUPERVISED = {
+    "sft": ObjectivePlan(policy_loss="sft", loss_agg_mode="token-mean"),
+    "dpo": ObjectivePlan(
+        policy_loss="dpo",
+        policy_loss_args={"beta": 0.3, "label_smoothing": 0.1},
+        paired=True,
+        kl_loss="k2",
+        loss_agg_mode="seq-mean-token-mean",
+    ),
+}
 UPDATES = 4
 SAVED_AFTER = 2
 
@@ -170,6 +181,20 @@ def looks_at(teacher: str, sample: int) -> bool:
     return sample % 3 != list(TEACHERS).index(teacher)
 
 
+def supervised_samples(schema: str) -> list[TrainSample]:
+    """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs."""
+    rng = np.random.default_rng(300)
+    rows = []
+    for _ in range(7):
+        prompt = rng.integers(0, VOCABULARY, size=int(rng.integers(1, 9)))
+        answers = [rng.integers(0, VOCABULARY, size=int(rng.integers(3, 30))) for _ in range(1 + (schema == "dpo"))]
+        rows.append((prompt, tuple(answers)))
+    samples = answered_samples(rows)
+    if schema == "sft":
+        return samples
+    return [replace(s, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32)) for s in samples]
+
+
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Hidden states, output embedding, targets, and the gradient that arrives."""
     rng = np.random.default_rng(7)
@@ -241,6 +266,10 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
         jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
+    if world == 4:
+        jobs += [
+            {"op": "supervised", "name": schema, "model": "qwen3_tied", "layout": "tp2dp2"} for schema in SUPERVISED
+        ]
     if world == 1:
         jobs.append(_critic_job("tp1", "qwen3"))
         jobs.append({"op": "memory", "layout": "tp1"})

@@ -194,6 +194,14 @@ def critic(job: Job, root: Path) -> None:
     save_critic_hf(model, root / f"{job['name']}.hf")
 
 
+def supervised(job: Job, root: Path) -> None:
+    """One update, in several micro-batches a rank."""
+    trainer = trainer_of(job, root, cases.optimizer_plan(True), MicroBatchLimits(tokens=70))
+    result = trainer.update(cases.supervised_samples(job["name"]), cases.SUPERVISED[job["name"]], 1.0)
+    write_json(root / f"{job['name']}.json", record(result))
+    save_hf(trainer, root / f"{job['name']}.hf")
+
+
 def write_json(path: Path, value: Any) -> None:
     if dist.get_rank() == 0:
         path.write_text(json.dumps(value))
@@ -404,6 +412,7 @@ OPERATIONS = {
     "frozen": frozen,
     "train": train,
     "distil": distil,
+    "supervised": supervised,
     "critic": critic,
     "poison": poison,
     "vocab": vocab,

@@ -32,7 +32,7 @@ from roll_opd.inference.completion import Completion
 from roll_opd.rollout.batch import Batch, fill_batch
 from roll_opd.rollout.scheduler import Scorers, roll_out
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.roles import RunError
+from roll_opd.workers.errors import RunError
 from roll_opd.workers.rollout import Request
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"

@@ -19,7 +19,7 @@ from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.workers.critic import value_metrics
 
 ROOT = Path(__file__).parents[2]
-GROUPS = "actor|critic|opd|tokens|rollout|time|val|val_correct"
+GROUPS = "actor|critic|opd|sft|dpo|tokens|rollout|time|val|val_correct"
 STEM = re.compile(rf"({GROUPS})/[\w/@*]+")
 ANY = "*"  # of an f-string's {value}
 

@@ -1,0 +1,11 @@
+"""Direct preference optimization on pairs of answers.
+
+python examples/start_dpo_pipeline.py --config_path DIR --config_name NAME [key=value ...]
+"""
+
+import sys
+
+from roll_opd.pipelines.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__.splitlines()[0], schema="dpo"))

@@ -1,0 +1,36 @@
+"""The loss on rows that nobody learns from, by the very function that is learned with."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.table import policy_loss
+from roll_opd.config.plan import ObjectivePlan, RunPlan
+from roll_opd.data.training import TrainSample
+
+
+def validation_due(plan: RunPlan, step: int) -> bool:
+    """Whether to validate after `step`: every `eval_steps` steps and after the last one."""
+    return plan.eval_steps > 0 and (step % plan.eval_steps == 0 or step == plan.max_steps)
+
+
+def loss_of(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
+    """The loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
+    masks = [torch.from_numpy(sample.action_mask) for sample in samples]
+    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
+    logprobs_M = torch.from_numpy(np.concatenate(logprobs)).double()
+    ref = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
+    batch = LossBatch(
+        logprobs_M,
+        logprobs_M,
+        torch.zeros_like(logprobs_M),
+        torch.cat(masks),
+        tuple(len(mask) for mask in masks),
+        ref_logprobs_M=torch.from_numpy(np.concatenate(ref)).double() if ref else None,
+    )
+    arguments = objective.policy_loss_arguments
+    loss_M = policy_loss(objective.policy_loss, arguments)(batch, **arguments)
+    return float((loss_M * torch.cat(weights)).sum())

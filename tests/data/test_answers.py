@@ -1,0 +1,145 @@
+"""Rows that bring their answers: every form they come in, what is wrong with some, and the tokens they become."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.answers import NO_ANSWER, OTHER_PROMPT, SAME_ANSWER, parse_answered
+from roll_opd.data.prompts import open_prompts
+from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.source import PromptSource
+from roll_opd.data.templates import load_tokenizer
+
+STUDENT = str(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")
+ASK, RIGHT, WRONG = (
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "assistant", "content": "3"},
+)
+SFT_ROWS = [
+    {"messages": [ASK, RIGHT]},
+    {"messages": json.dumps([ASK, RIGHT])},
+    {"messages": [ASK], "response": "2"},
+    {"prompt": [ASK], "completion": [RIGHT]},
+    {"instruction": "1+1=", "output": "2"},
+    {"instruction": "1+1=", "input": "not read, no query_key names it", "output": "2"},
+]
+DPO_ROWS = [
+    {"prompt": [ASK], "chosen": [RIGHT], "rejected": [WRONG]},
+    {"chosen": [ASK, RIGHT], "rejected": [ASK, WRONG]},
+    {"prompt": "1+1=", "chosen": [ASK, RIGHT], "rejected": [ASK, WRONG]},
+    {"instruction": "1+1=", "chosen": "2", "rejected": "3"},
+    {"messages": [ASK], "chosen": RIGHT, "rejected": WRONG},
+]
+
+
+def plan(schema: str, *files: Path, length: int = 128, **fields: object) -> DataPlan:
+    return DataPlan(tuple(map(str, files)), length, schema=schema, **fields)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("schema", "rows"), [("sft", SFT_ROWS), ("dpo", DPO_ROWS)])
+def test_every_form_of_a_row_gives_the_same_tokens(tmp_path: Path, schema: str, rows: list[dict]) -> None:
+    tokenizer = load_tokenizer(STUDENT)
+    prompts, _ = open_prompts(plan(schema, write(tmp_path / "rows.jsonl", rows)), tokenizer)
+    for prompt in prompts.all():
+        assert tokenizer.decode(prompt.tokens) == "<|user|>1+1=<|end|><|assistant|>"
+        assert [tokenizer.decode(answer) for answer in prompt.answers] == ["2<|end|>", "3<|end|>"][
+            : len(prompt.answers)
+        ]
+        assert len(prompt.answers) == {"sft": 1, "dpo": 2}[schema]
+
+
+def test_prompt_tokens_are_a_prefix_of_the_whole_conversation() -> None:
+    tokenizer = load_tokenizer(STUDENT)
+    prompts, _ = open_prompts(plan("sft", Path(STUDENT).parents[1] / "data" / "sft_val.jsonl", limit=20), tokenizer)
+    for prompt in prompts.all():
+        whole = np.concatenate([prompt.tokens, *prompt.answers])
+        text = tokenizer.decode(whole)
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == whole.tolist()
+        assert prompt.tokens[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+        assert (whole == tokenizer.eos_token_id).sum() == 2  # the user's turn and the answer
+
+
+def test_a_plain_prompt_is_followed_by_its_answer_and_the_end(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(STUDENT)
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "response": "2"}])
+    (prompt,) = open_prompts(plan("sft", rows), tokenizer)[0].all()
+    assert tokenizer.decode(np.concatenate([prompt.tokens, *prompt.answers])) == "1+1=2<|end|>"
+
+
+def test_what_a_template_writes_behind_the_end_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(STUDENT)
+    rows = write(tmp_path / "rows.jsonl", SFT_ROWS[:1])
+    (prompt,) = open_prompts(plan("sft", rows, template="chatml"), tokenizer)[0].all()
+    assert tokenizer.decode(prompt.answers[0]) == "2<|im_end|>"
+
+
+def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(STUDENT)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    with pytest.raises(DataError, match="no prefix"):
+        open_prompts(plan("sft", write(tmp_path / "rows.jsonl", SFT_ROWS[:1])), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "kind"),
+    [
+        ("sft", {"messages": [ASK]}, NO_ANSWER),
+        ("sft", {"messages": [ASK, {"role": "assistant", "content": " "}]}, "empty messages or prompt"),
+        ("sft", {"response": "2"}, "neither messages nor prompt"),
+        ("sft", {"prompt": "1+1=", "response": 2}, "a field of the wrong type"),
+        ("dpo", {"prompt": [ASK], "chosen": [RIGHT]}, NO_ANSWER),
+        ("dpo", {"prompt": [ASK], "chosen": [RIGHT], "rejected": [RIGHT]}, SAME_ANSWER),
+        ("dpo", {"chosen": [ASK, RIGHT], "rejected": [WRONG, ASK, WRONG]}, OTHER_PROMPT),
+        ("dpo", {"prompt": [ASK], "chosen": [ASK], "rejected": [WRONG]}, NO_ANSWER),
+    ],
+)
+def test_bad_rows(schema: str, row: dict, kind: str) -> None:
+    with pytest.raises(BadRow) as found:
+        parse_answered(row, "a", plan(schema))
+    assert found.value.kind == kind
+
+
+def test_columns_of_other_names() -> None:
+    columns = FrozenDict({"instruction": "q", "input": "more", "system": "who", "output": "a"})
+    row = parse_answered({"q": "1+1=", "more": "?", "who": "You add.", "a": "2"}, "x", plan("sft", columns=columns))
+    assert [dict(message) for message in row.messages] == [
+        {"role": "system", "content": "You add."},
+        {"role": "user", "content": "1+1=\n?"},
+    ]
+    assert row.answers[0]["content"] == "2"
+
+
+def test_the_longest_answer_counts_and_parquet_is_read(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": text} for text in ("3", "3" * 40)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prompts, report = open_prompts(plan("dpo", tmp_path / "rows.parquet", length=32), load_tokenizer(STUDENT))
+    assert (len(prompts), report.bad, report.longest) == (1, 1, 45)
+    assert "sequence_length=32" in report.summary()
+    with pytest.raises(DataError, match="sequence_length"):
+        open_prompts(
+            plan("dpo", tmp_path / "rows.parquet", length=32, on_long_prompt="refuse"), load_tokenizer(STUDENT)
+        )
+
+
+def test_a_run_does_not_go_on_with_other_answers(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", load_tokenizer(STUDENT)
+    write(path, [{"prompt": "1+1=", "response": "2"}])
+    state = PromptSource(open_prompts(plan("sft", path), tokenizer)[0], 0).state_dict()
+    write(path, [{"prompt": "1+1=", "response": "3"}])
+    with pytest.raises(DataError, match="not the ones this run was saved with"):
+        PromptSource(open_prompts(plan("sft", path), tokenizer)[0], 0).load_state_dict(state)
