@@ -64,7 +64,12 @@ class Cast:
 
 
 async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
-    """Start every role but the judges, all at once, and wait until all are ready."""
+    """Start every role but the judges, all at once, and wait until all are ready for the plan's objective."""
+    return await instruct(await start(plan, placement), plan, judges)
+
+
+async def start(plan: RunPlan, placement: Placement) -> Cast:
+    """Start every role but the judges, all at once, and wait until all are up."""
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     teachers = tuple(
         Teacher(t.worker.name, _frozen(plan, t.worker, placement), _vocab_size(t.worker), t) for t in plan.teachers
@@ -77,15 +82,20 @@ async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...
         start_sampler(plan, plan.rollout, placement),
         *_setups(plan, student, *teachers, reference, critic),
     )
-    objective = plan.objective
+    return Cast(student, sampler, Scorers(teachers, reference=reference), critic)
+
+
+async def instruct(cast: Cast, plan: RunPlan, judges: tuple[Judge, ...]) -> Cast:
+    """Give the roles what the plan's objective asks of them."""
+    objective, student = plan.objective, cast.student
+    scorers = replace(cast.scorers, judges=judges)
     if objective.opd_objective == "full":
-        for teacher in teachers:
+        for teacher in scorers.teachers:
             await student.load_teacher_head(teacher)
-    scorers = Scorers(teachers, judges, reference)
     if objective.opd_objective != "sampled":
         proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
         scorers = replace(scorers, views_for=objective, student=student if proposes else None)
-    return Cast(student, sampler, scorers, critic)
+    return replace(cast, scorers=scorers)
 
 
 async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, Scorer | None]:

@@ -17,7 +17,13 @@ STEPS, SAVED = 30, 28
 
 
 def launched(schema: str, place: Path, *overrides: str) -> Run:
-    settings = ("deterministic=true", "exp_name=demo", f"save_steps={SAVED}", "max_ckpt_to_keep=0", "eval_steps=0")
+    settings = (
+        "deterministic=true",
+        "exp_name=demo",
+        f"save_steps={SAVED}",
+        "max_ckpt_to_keep=0",
+        f"eval_steps={STEPS}",
+    )
     found = launch(place, *settings, *overrides, launcher=START[schema], config=("demo", schema))
     assert found.code == 0, found.output[-4000:]
     return found

@@ -1,0 +1,107 @@
+"""A stage: roles that start once and play many runs, for starting them takes far longer than a short run.
+
+A run goes the whole way that a launcher goes, from a command line to a run directory; only Ray and the roles are there
+already. Each begins with the weights and the optimizer state with which the roles began.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import REPOSITORY, Run
+
+from roll_opd.cluster import runtime
+from roll_opd.cluster.placement import Placement
+from roll_opd.config.build import load_plan
+from roll_opd.config.plan import RunPlan
+from roll_opd.pipelines import cast, launch, rlvr
+from roll_opd.pipelines.cast import Cast
+from roll_opd.workers.roles import Judge, Sampler
+
+
+class Stage:
+    """All roles of `plan`; a run's own plan says which of them take part."""
+
+    def __init__(self, plan: RunPlan, place: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self._plan, self._place = plan, place
+        self._judges = loop.run_until_complete(cast.start_judges(plan))
+        self.placement = Placement(plan.num_nodes, plan.devices_per_node)
+        self._cast = loop.run_until_complete(cast.start(plan, self.placement))
+        loop.run_until_complete(self._cast.save(place / "start"))
+
+    def run(self, *overrides: str, config: tuple[str, str], pure: bool = False) -> Run:
+        """Launch `config`; its name for a role may be another, its settings of a worker may not."""
+        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={self._place}", *overrides]
+        code = launch.main("a run on a stage", pure=pure, arguments=[*command, "exp_name=staged"])
+        return Run(code, "", (self._place / "staged" / "latest").resolve())
+
+    @property
+    def first_weights(self) -> Path:
+        """The student's, before every run."""
+        return self._place / "start/hf/model.safetensors"
+
+    async def judges(self, plan: RunPlan) -> tuple[Judge, ...]:
+        assert plan.rewards == self._plan.rewards
+        return self._judges
+
+    async def assemble(self, plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
+        there, scorers = self._cast, self._cast.scorers
+        for wanted, found in (
+            (plan.student, self._plan.student),
+            (plan.reference, self._plan.reference),
+            (plan.critic, self._plan.critic),
+            *[(t.worker, self._plan.teachers[0].worker) for t in plan.teachers],
+        ):
+            assert wanted is None or worker_settings(wanted) == worker_settings(found)
+        await there.load(self._place / "start")
+        taking_part = replace(
+            there,
+            student=replace(there.student, plan=plan.student),
+            sampler=Lasting(there.sampler.engines),
+            scorers=replace(
+                scorers,
+                teachers=tuple(replace(scorers.teachers[0], plan=teacher) for teacher in plan.teachers),
+                reference=scorers.reference if plan.reference else None,
+            ),
+            critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
+        )
+        return await cast.instruct(taking_part, plan, judges)
+
+
+class Lasting(Sampler):
+    """Stays for the next run."""
+
+    async def close(self) -> None:
+        pass
+
+
+def worker_settings(plan: Any) -> dict[str, Any]:
+    """What its processes were built with: not the name, nor what the driver alone reads or a run's length decides."""
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    of_the_driver = ("name", "mini_batch_sequences", "epochs", "warmup_steps")
+    values = {name: value for name, value in values.items() if name not in of_the_driver}
+    if "optimizer" in values:
+        values["optimizer"] = replace(values["optimizer"], total_steps=1)
+    return values
+
+
+@contextmanager
+def open_stage(place: Path, *overrides: str, config: tuple[str, str]) -> Iterator[Stage]:
+    """Start Ray and every role of `config`."""
+    loop = asyncio.new_event_loop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPOSITORY)
+        plan = load_plan(*config, list(overrides), pure=False)
+        with runtime.ray_cluster(plan.devices_per_node):
+            stage = Stage(plan, place, loop)
+            patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())
+            patch.setattr(launch.asyncio, "run", loop.run_until_complete)
+            patch.setattr(rlvr, "Placement", lambda *nodes: stage.placement)
+            patch.setattr(rlvr, "start_judges", stage.judges)
+            patch.setattr(rlvr, "assemble", stage.assemble)
+            yield stage
+    loop.close()
