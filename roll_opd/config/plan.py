@@ -342,6 +342,7 @@ class RunPlan:
         """The teachers whose part is an advantage; with a live gradient it is a part of the loss."""
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
+    @property
     def answers_per_prompt(self) -> int:
         """Sampled ones, or those of a row."""
         return self.rollout.sampling.n if self.rollout else 2 if self.objective.paired else 1
