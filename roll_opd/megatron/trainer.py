@@ -88,6 +88,8 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
         }
         if sample.old_logprobs is not None:
             columns["old_logprobs"] = sample.old_logprobs
+        if sample.importance_weights is not None:
+            columns["importance_weights"] = sample.importance_weights
         if sample.ref_logprobs is not None:
             columns["ref_logprobs"] = sample.ref_logprobs
         if sample.reward is not None:
@@ -107,7 +109,7 @@ def _loss(
     read = LossBatch(
         logprobs_M, old_M, advantages_M, mask_M, batch.lengths, rewards_M=columns.get("rewards"), ref_logprobs_M=ref_M
     )
-    policy = (function(read) * columns["weight"]).sum()
+    policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
     kl = _kl_loss(read, objective.kl_loss, columns["weight"])
     loss = policy + objective.kl_loss_coef * kl
     # a clamped ratio would hide what is infinite, and the weights would follow it; a loss of NaN skips the update

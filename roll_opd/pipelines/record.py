@@ -29,7 +29,6 @@ OF_THE_OBJECTIVE = (
     "opd_kl_discount",
     "reward_clip",
     "advantage_clip",
-    "init_kl_coef",
     "kl_penalty",
 )
 
@@ -160,6 +159,8 @@ class Record:
             "token_level_rewards": token_level_rewards,
             "external_advantages": experience.advantages,
             "advantages": advantages,
+            "loss_mask": experience.loss_mask,
+            "importance_weights": experience.importance_weights,
             **experience.metrics,
             **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }

@@ -34,13 +34,14 @@ def train_samples(
             TrainSample(
                 tokens=experience.tokens,
                 prompt_length=experience.prompt_length,
-                action_mask=mask,
+                action_mask=mask if experience.loss_mask is None else experience.loss_mask,
                 advantages=_advantages(experience),
                 opd_coefficients=total * mask.astype(np.float32),
                 # where, not a product: what lies under the mask may be infinite
                 opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
+                importance_weights=experience.importance_weights,
                 reward=experience.reward,
                 teachers={name: TeacherView(coefficients[name], arrays) for name, arrays in views.items()},
             )

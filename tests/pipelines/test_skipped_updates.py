@@ -45,7 +45,7 @@ def test_a_teacher_whose_logprobs_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_student_that_explodes(tmp_path: Path) -> None:
-    """Its own log-probs are the ones that are not finite, and the samples have them."""
+    """In SFT, too; the samples have the log-probs that the skipped update computed."""
     run = launch(
         tmp_path / "run",
         "exp_name=demo",
@@ -58,4 +58,6 @@ def test_a_student_that_explodes(tmp_path: Path) -> None:
     assert run.rows("metrics.jsonl")[-1]["actor/skipped_updates"] == 1
     samples = run.rows("skipped_samples.jsonl")
     assert str((run.path / "skipped_samples.jsonl").resolve()) in run.output
-    assert samples and all(sample["not_finite"]["student_logprobs"] for sample in samples)
+    assert samples
+    for sample in samples:
+        assert len(sample["student_logprobs"]) == len(sample["tokens"]) - sample["prompt_length"]
