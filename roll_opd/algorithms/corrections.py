@@ -67,7 +67,7 @@ def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_boun
 
 
 def icepop_weights(
-    mismatch: Mismatch, *, level: Level = "token", low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH
+    mismatch: Mismatch, *, level: Level = "token", low: float | None = ICEPOP_LOW, high: float | None = ICEPOP_HIGH
 ) -> Tensor:
     """The ratio where low <= ratio <= high, else 0, [M]; 1 off the mask. IcePop, arXiv 2510.18855."""
     return mismatch.ratio(level) * ratio_within(mismatch, level=level, low=low, high=high)

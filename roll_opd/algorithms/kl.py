@@ -3,6 +3,7 @@
 All take log-probs under the student (`logprobs`) and under the other model, f32 of one shape, and return that shape.
 """
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -53,8 +54,10 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     """Return the KL coefficient of the next step: more where `kl` is above `target`, less below. arXiv 1909.08593.
 
     coefficient · (1 + clip(kl/target - 1, ±0.2) · samples/horizon); `samples` are those of the step, and the
-    coefficient moves by at most a fifth in `horizon` of them.
+    coefficient moves by at most a fifth in `horizon` of them. A `kl` that is not finite leaves it as it is.
     """
+    if not math.isfinite(kl):
+        return coefficient
     error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
     return coefficient * (1 + error * samples / horizon)
 

@@ -3,7 +3,15 @@
 from dataclasses import asdict
 from typing import Any
 
-from roll_opd.config.plan import CriticPlan, EnvironmentsPlan, FilterPlan, MegatronPlan, ObjectivePlan, RunPlan
+from roll_opd.config.plan import (
+    CorrectionPlan,
+    CriticPlan,
+    EnvironmentsPlan,
+    FilterPlan,
+    MegatronPlan,
+    ObjectivePlan,
+    RunPlan,
+)
 from roll_opd.config.ranges import short_devices
 
 MODES = {
@@ -265,6 +273,7 @@ def _objective_lines(plan: RunPlan) -> list[str]:
         f" {objective.opd_kl_discount:g}; old log-probs {again}",
         *_distillation_lines(plan),
         *_reference_lines(objective),
+        *_correction_lines(objective.correction),
         *_critic_lines(plan.critic),
     ]
     arguments = ", ".join(f"{name} {value}" for name, value in objective.policy_loss_args.items())
@@ -321,8 +330,32 @@ def _reference_lines(objective: ObjectivePlan) -> list[str]:
     if objective.kl_loss_coef:
         lines.append(f"  loss + {objective.kl_loss_coef:g} * KL to the reference policy")
     if objective.init_kl_coef:
-        lines.append(f"  token reward - {objective.init_kl_coef:g} * {objective.kl_penalty} to the reference policy")
+        adapts = f", which adapts towards {objective.target_kl:g}" if objective.target_kl else ""
+        lines.append(
+            f"  token reward - {objective.init_kl_coef:g} * {objective.kl_penalty} to the reference policy{adapts}"
+        )
     return lines
+
+
+def _correction_lines(correction: CorrectionPlan | None) -> list[str]:
+    if correction is None:
+        return []
+    lines = []
+    if correction.weight:
+        bounds = _bounds(correction.low, correction.high)
+        lines.append(f"  policy loss * {correction.weight} weight, train / infer of each {correction.level}{bounds}")
+    lines += [
+        f"  without tokens whose {rule.measure} of train and infer, by {rule.level}, is not"
+        f"{_bounds(rule.low, rule.high)}"
+        for rule in correction.filters
+    ]
+    if correction.negatives_delta:
+        lines.append(f"  without negative advantages where infer - train is above {correction.negatives_delta:g}")
+    return lines
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    return ("" if low is None else f" from {low:g}") + ("" if high is None else f" up to {high:g}")
 
 
 def _critic_lines(critic: CriticPlan | None) -> list[str]:

@@ -16,7 +16,7 @@ from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
-from roll_opd.config.objective import check_baseline, check_objective
+from roll_opd.config.objective import check_baseline, check_kl_horizon, check_objective
 from roll_opd.config.plan import AgenticPlan, DataPlan, RewardPlan
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
@@ -97,6 +97,8 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
             findings.warn("validation: is left out, there is no reward to score the answers; write rewards.math_rule")
     group = environments.train.group_size if environments else n
     check_baseline(top, mode, group, findings)
+    if mode != "pure":
+        check_kl_horizon(top, top.rollout_batch_size * n, findings)
     rewards = read_rewards(sections.rewards, mode, group, findings)
     if mode != "pure" and not agentic and not sections.rewards:
         switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"

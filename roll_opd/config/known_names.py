@@ -22,8 +22,8 @@ IGNORED_TOP = _names("""
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
     generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
     deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward reward_model l2
-    target_kl kl_horizon use_reward_scaling add_len_reward use_reward_norm enable_reference
-    force_disable_old_logprobs_recompute train_infer_correction infer_correction dataset_filter vlm_filter
+    use_reward_scaling add_len_reward use_reward_norm enable_reference
+    force_disable_old_logprobs_recompute dataset_filter vlm_filter
     save_logging_board_dir difficulty_loss_weight length_loss_weight use_policy_loss_type rl_loss_coef
     val_greedy val_n_sample max_len_mask mask_type difficulty_mask balance_length minibatch_data_iter_num
     difficulty_low_threshold difficulty_high_threshold error_max_len_clip error_max_len_threshold

@@ -11,6 +11,7 @@ from roll_opd.config.algorithms import (
     LossFacts,
     check_combination,
 )
+from roll_opd.config.correction import check_correction, read_correction
 from roll_opd.config.distillation import check_distillation
 from roll_opd.config.errors import Findings
 from roll_opd.config.frozen import FrozenDict
@@ -39,12 +40,15 @@ REWARD_ONLY = (
     "advantage_clip",
     "kl_loss_coef",
     "kl_penalty",
+    "target_kl",
+    "kl_horizon",
     "entropy_loss_coef",
     *CRITIC_ONLY,
 )
 # keys that change what is learnt and that nothing here computes yet -> the values that change nothing
 LATER: dict[str, tuple[object, ...]] = {
     "opsd_mode": (False,),
+    "infer_correction": (False,),
     "opd_token_kld_clip": (None,),
     "importance_sampling": (None, "token", "seq"),
     "use_topr_neg_loss_coef": (0,),
@@ -53,8 +57,12 @@ LATER: dict[str, tuple[object, ...]] = {
     "reward_shift": (False,),
     "reward_scale": (False,),
 }
-INSTEAD = dict.fromkeys(("reward_norm", "reward_shift", "reward_scale"), "write norm_mean_type and norm_std_type")
+INSTEAD = {
+    **dict.fromkeys(("reward_norm", "reward_shift", "reward_scale"), "write norm_mean_type and norm_std_type"),
+    "infer_correction": "write train_infer_correction",
+}
 ROLL_INIT_KL_COEF = 0.2
+FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
 ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}  # of kl_penalty
 
 
@@ -66,6 +74,7 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
             findings.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
     _check_functions(top, mode, findings)
     check_distillation(top, mode, findings)
+    check_correction(top, mode, findings)
     if mode == "pure":
         _check_pure(top, findings)
         return
@@ -90,6 +99,29 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
         findings.warn("use_kl_loss: true has no effect while kl_loss_coef is 0 (ROLL's default)")
     if top.add_token_level_kl and top.init_kl_coef == 0:
         findings.warn("add_token_level_kl: true has no effect while init_kl_coef is 0")
+    _check_adaptive_kl(top, findings)
+
+
+def _check_adaptive_kl(top: Top, findings: Findings) -> None:
+    if top.target_kl is None or not top.add_token_level_kl:
+        for key in ("target_kl", "kl_horizon"):
+            if _value(top, key) is not None:
+                findings.ignore(key)
+    elif top.init_kl_coef == 0:
+        findings.problem(
+            "target_kl", "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; give one above 0"
+        )
+
+
+def check_kl_horizon(top: Top, samples: int, findings: Findings) -> None:
+    """Refuse a horizon in which a step of `samples` could take the whole coefficient away, or more."""
+    horizon = top.kl_horizon or ObjectivePlan.kl_horizon
+    if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * horizon:
+        findings.problem(
+            "kl_horizon",
+            f"{horizon} samples are too few for {samples} a step: the coefficient changes by up to a fifth in as many,"
+            f" and would fall to 0 or below it; give more than {samples // FEWEST_STEPS}",
+        )
 
 
 def _check_functions(top: Top, mode: Mode, findings: Findings) -> None:
@@ -172,6 +204,7 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int, vocab_size
     dual = top.dual_clip_loss
     if isinstance(dual, bool):
         dual = 1 + 2 * top.pg_clip if dual else None  # ROLL's factor
+    correction = read_correction(top)
     common = {
         "policy_loss": top.policy_loss or ("importance_sampling" if pure else "ppo"),
         "policy_loss_args": FrozenDict(top.policy_loss_fn_args),
@@ -182,7 +215,9 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int, vocab_size
         "loss_normaliser": float(response),
         "opd_kl_discount": top.opd_kl_discount,
         "ppo_epochs": top.ppo_epochs,
-        "recompute_old_logprobs": updates > 1 or top.enable_old_logprobs_recompute,
+        "correction": correction,
+        # a correction is of the weights that sampled, before the update
+        "recompute_old_logprobs": updates > 1 or top.enable_old_logprobs_recompute or correction is not None,
     }
     if mode != "rl" and top.opd_objective != "sampled":
         common |= {
@@ -219,5 +254,7 @@ def read_objective(top: Top, mode: Mode, updates: int, response: int, vocab_size
         "kl_penalty": ALIASES.get(penalty, penalty),
         "entropy_loss_coef": top.entropy_loss_coef,
         "init_kl_coef": token_kl,
+        "target_kl": top.target_kl if token_kl else None,
+        "kl_horizon": top.kl_horizon if token_kl and top.target_kl else None,
     }
     return ObjectivePlan(**{key: value for key, value in written.items() if value is not None}, **common)

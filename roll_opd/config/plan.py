@@ -232,6 +232,31 @@ class AgenticPlan:
     reward_method: str = "identity"
 
 
+Level = Literal["token", "segment", "geometric", "sequence"]
+
+
+@dataclass(frozen=True)
+class TokenFilterPlan:
+    """Tokens outside low <= measure <= high are not learned from; a bound of None is none."""
+
+    measure: Literal["ratio", "difference"]  # of train and infer probabilities
+    level: Level
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class CorrectionPlan:
+    """What is done about log-probs of training and inference engine being apart: `algorithms.corrections`."""
+
+    weight: Literal["tis", "icepop"] | None = None  # of the policy loss; None: no weights
+    level: Level = "token"  # of the weights
+    low: float | None = None  # of icepop
+    high: float | None = None
+    filters: tuple[TokenFilterPlan, ...] = ()
+    negatives_delta: float | None = None  # of `negatives_near`; None: off
+
+
 @dataclass(frozen=True)
 class ObjectivePlan:
     """What is optimised; the formulas are in `roll_opd.algorithms`.
@@ -256,6 +281,8 @@ class ObjectivePlan:
     kl_penalty: str = "kl"  # estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3)
     entropy_loss_coef: float = 0.0
     init_kl_coef: float = 0.0  # of the KL to the reference policy in each token's reward; 0 unless switched on
+    target_kl: float | None = None  # of that KL, towards which its coefficient adapts; None: it stays
+    kl_horizon: int = 10000  # samples in which the coefficient changes by a fifth at most
     kl_loss: str = "k3"  # estimator of the KL loss
     policy_loss: str = "importance_sampling"  # of `algorithms.LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # beyond those that other fields decide
@@ -274,6 +301,7 @@ class ObjectivePlan:
     opd_vocab_size: int | None = None  # token ids that student and teachers all have; None: the student's
     opd_kl_discount: float = 0.0
     ppo_epochs: int = 1
+    correction: CorrectionPlan | None = None
     # False only where one update follows one rollout: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
 

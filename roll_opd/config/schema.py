@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from roll_opd.config import known_names as names
+from roll_opd.config.plan import Level
 
 
 def _number(value: Any) -> Any:
@@ -217,6 +218,38 @@ class Validation(Section):
     measure_teacher: bool = False
 
 
+class ImportanceWeight(Section):
+    """`is_weight`. `method` and `lower_bound` are ours; a bound of null is none. See `correction.py` for defaults."""
+
+    enabled: bool = False
+    method: Literal["tis", "icepop"] = "tis"
+    weight_type: Level = "token"
+    lower_bound: NotNegative | None = None
+    upper_bound: AboveZero | None = None
+    detach: bool = True
+
+
+class TokenFilter(Section):
+    """An entry of `filters`: tokens outside its bounds are left out. A bound of null is none."""
+
+    enabled: bool = False
+    agg_type: Level = "token"
+    ratio_enabled: bool = True
+    ratio_low: NotNegative | None = None
+    ratio_high: NotNegative | None = None
+    diff_enabled: bool = False
+    diff_low: Number | None = None
+    diff_high: Number | None = None
+
+
+class TrainInferCorrection(Section):
+    """`train_infer_correction`. `negatives_delta` is ours."""
+
+    is_weight: ImportanceWeight = ImportanceWeight()
+    filters: tuple[TokenFilter, ...] = ()
+    negatives_delta: AboveZero | None = None
+
+
 class Run(Section):
     """What every run has, whatever it learns from."""
 
@@ -285,6 +318,7 @@ class Top(Run):
     pg_clip_high: NotNegative | None = None
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = False
     enable_old_logprobs_recompute: bool = False
+    train_infer_correction: TrainInferCorrection = TrainInferCorrection()
     samples_per_step: Count = 4
     # of the reward's part; fixed or without meaning in pure distillation. None: not written
     adv_estimator: Literal[names.ADV_ESTIMATORS] | None = None  # type: ignore[valid-type]
@@ -302,6 +336,8 @@ class Top(Run):
     entropy_loss_coef: Number | None = None
     add_token_level_kl: bool | None = None
     init_kl_coef: NotNegative | None = None
+    target_kl: AboveZero | None = None
+    kl_horizon: Positive | None = None
     critic_warmup: Count | None = None
     critic_epochs: Positive | None = None
     value_clip: AboveZero | None = None
@@ -317,6 +353,7 @@ class Top(Run):
     reward_normalization: RewardNormalization = RewardNormalization()
     # change what is learnt, and are not available yet where they are on
     opsd_mode: bool = False
+    infer_correction: bool = False  # ROLL's older form of train_infer_correction
     opd_token_kld_clip: Number | None = None
     pg_variant: str | None = None
     importance_sampling: str | None = None

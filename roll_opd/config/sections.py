@@ -144,6 +144,11 @@ def _sieve(
             section = _section_type(model.model_fields[key].annotation)
             if section is not None and isinstance(value, dict):
                 value = _sieve(section, value, dotted, findings, set())
+            elif section is not None and isinstance(value, list):
+                value = [
+                    _sieve(section, item, f"{dotted}.{number}", findings, set()) if isinstance(item, dict) else item
+                    for number, item in enumerate(value)
+                ]
             if value == "None":
                 value = None  # Python's null, as ROLL's own YAML write it
             # null asks for the default, as leaving the key out does; a null default still counts as written
@@ -163,8 +168,8 @@ def _unknown_key(key: str, known: set[str]) -> str:
 
 
 def _section_type(annotation: Any) -> type[Section] | None:
-    """Return the section class in `X` or `X | None`."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    """Return the section class in `X`, `X | None` or `tuple[X, ...]`."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, tuple) else (annotation,)
     for option in options:
         if isinstance(option, type) and issubclass(option, Section):
             return option

@@ -35,6 +35,8 @@ class Experience:
     values: np.ndarray | None = None  # f32 [T-P], of the state before each token, from the critic
     returns: np.ndarray | None = None  # f64 [T-P], what the values are to become; 0 off the action mask
     advantages: np.ndarray | None = None  # f64 [T-P], of the external reward alone; 0 off the action mask
+    loss_mask: np.ndarray | None = None  # bool [T-P], action tokens that a correction keeps; None: all
+    importance_weights: np.ndarray | None = None  # f32 [T-P], of the policy loss; None: 1
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases; for rewards
     metrics: dict[str, float] = field(default_factory=dict)

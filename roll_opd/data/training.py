@@ -24,12 +24,13 @@ class TrainSample:
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int
-    action_mask: np.ndarray  # bool
+    action_mask: np.ndarray  # bool, tokens to learn from
     advantages: np.ndarray  # f32, of the external reward (0 in pure distillation)
     opd_coefficients: np.ndarray  # f32, see algorithms.opd
     opd_teacher: np.ndarray  # f32
     old_logprobs: np.ndarray | None  # f32; None: the weights being trained are still those that sampled
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
+    importance_weights: np.ndarray | None = None  # f32, of the policy loss, without a gradient; None: 1
     reward: float | None = None  # the external reward; None: there is none
     teachers: Mapping[str, TeacherView] = field(default_factory=dict)  # none where the objective is `sampled`
 

@@ -50,6 +50,8 @@ def save_state(learner: MegatronLearner, directory: Path) -> None:
 
     Raises on every rank when one of them cannot write.
     """
+    if not all(optimizer.optimizer.state for optimizer in learner.optimizer.chained_optimizers):
+        _allocate_optimizer_state(learner)  # no update has been applied yet, and Megatron wants to save a state
     strategy = _InProcessSave("torch_dist", 1)
     dist_checkpointing.save(_state(learner, is_loading=False), str(directory), strategy)
 
@@ -57,6 +59,9 @@ def save_state(learner: MegatronLearner, directory: Path) -> None:
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Put back what `save_state` wrote. Collective."""
     _allocate_optimizer_state(learner)
+    for optimizer in learner.optimizer.chained_optimizers:
+        if isinstance(optimizer, DistributedOptimizer):
+            _let_step_pass(optimizer)
     state = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)])
@@ -76,7 +81,7 @@ def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
 
 
 def _allocate_optimizer_state(learner: MegatronLearner) -> None:
-    """Give Adam its (zero) moments: loading needs tensors to load into, and a fresh optimizer has none yet."""
+    """Give Adam its (zero) moments of step 0: loading needs tensors to load into, and a fresh optimizer has none."""
     for optimizer in learner.optimizer.chained_optimizers:
         inner = optimizer.optimizer
         rates = [group["lr"] for group in inner.param_groups]
@@ -88,8 +93,11 @@ def _allocate_optimizer_state(learner: MegatronLearner) -> None:
         inner.zero_grad()
         for group, rate in zip(inner.param_groups, rates, strict=True):
             group["lr"] = rate
-        if isinstance(optimizer, DistributedOptimizer):
-            _let_step_pass(optimizer)
+            if "step" in group:  # Transformer Engine's Adam counts here, torch's with the moments
+                group["step"] = 0
+        for moments in inner.state.values():
+            if "step" in moments:
+                moments["step"].zero_()
 
 
 def _let_step_pass(optimizer: DistributedOptimizer) -> None:

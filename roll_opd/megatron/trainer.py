@@ -1,8 +1,9 @@
 """The student's training engine: policy-gradient updates.
 
-Legend: M scored tokens of a pack.
+Legend: M scored tokens of a pack, X whatever is stacked.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -87,6 +88,8 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
         }
         if sample.old_logprobs is not None:
             columns["old_logprobs"] = sample.old_logprobs
+        if sample.importance_weights is not None:
+            columns["importance_weights"] = sample.importance_weights
         if sample.ref_logprobs is not None:
             columns["ref_logprobs"] = sample.ref_logprobs
         if sample.reward is not None:
@@ -106,9 +109,11 @@ def _loss(
     read = LossBatch(
         logprobs_M, old_M, advantages_M, mask_M, batch.lengths, rewards_M=columns.get("rewards"), ref_logprobs_M=ref_M
     )
-    policy = (function(read) * columns["weight"]).sum()
+    policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
     kl = _kl_loss(read, objective.kl_loss, columns["weight"])
     loss = policy + objective.kl_loss_coef * kl
+    # a clamped ratio would hide what is infinite, and the weights would follow it; a loss of NaN skips the update
+    loss = torch.where(_finite(read), loss, math.nan)
 
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[mask_M]
     clip = {"clip_low": objective.pg_clip_low, "clip_high": objective.pg_clip_high} | objective.policy_loss_arguments
@@ -124,6 +129,13 @@ def _loss(
     }
     pieces = logprobs_M.detach().float().cpu().split(list(batch.lengths))
     return loss, {"sums": sums, "logprobs": [piece.numpy() for piece in pieces]}
+
+
+def _finite(batch: LossBatch) -> Tensor:
+    """Whether all that the loss reads of the mask's tokens is finite, bool []."""
+    found = (batch.logprobs_M, batch.old_logprobs_M, batch.advantages_M, batch.ref_logprobs_M)
+    read_XM = torch.stack([values_M.detach() for values_M in found if values_M is not None])
+    return (torch.isfinite(read_XM) | ~batch.mask_M).all()
 
 
 def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Checkpoint:
     path: Path
     step: int
     source_state: dict[str, Any]  # of the prompt source
+    kl_coef: float | None = None  # of the next step's token-level KL
 
     @property
     def run(self) -> Path:
@@ -44,7 +45,7 @@ class Checkpoint:
             ) from error
         if not {"step", "source"} <= state.keys() or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
-        return cls(path.resolve(), state["step"], state["source"])
+        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"))
 
 
 class Checkpoints:
@@ -60,14 +61,21 @@ class Checkpoints:
         every = self._plan.save_steps
         return step == self._last_step or (every > 0 and step % every == 0)
 
-    async def write(self, step: int, save: Callable[[Path], Awaitable[None]], source_state: dict[str, Any]) -> None:
+    async def write(
+        self,
+        step: int,
+        save: Callable[[Path], Awaitable[None]],
+        source_state: dict[str, Any],
+        kl_coef: float | None = None,
+    ) -> None:
         """Write everything aside; `commit` makes it count. CheckpointError when the disk refuses."""
         partial = self._partial(step)
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             await save(partial)
-            (partial / STATE_FILE).write_text(json.dumps({"step": step, "source": source_state}))
+            state = {"step": step, "source": source_state, "kl_coef": kl_coef}
+            (partial / STATE_FILE).write_text(json.dumps(state))
             _flush(partial)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)

@@ -114,12 +114,12 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.pipelines.rlvr import run_rlvr
     from roll_opd.pipelines.sft import run_sft
     from roll_opd.tracking.run_directory import RunDirectory
-    from roll_opd.workers.errors import RunError
+    from roll_opd.workers.errors import RunError, SkippedUpdates
 
     run = _directory(plan, resume, RunDirectory)
     checkpoints = Checkpoints(run, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, run, resume.step if resume else None, plan.tracker_args)
-    record = Record(plan, run, trackers, tokenizer)
+    record = Record(plan, run, trackers, tokenizer, resume.step if resume else 0)
     record.note(f"Run directory: {run.path}" + (f", resumed after step {resume.step}" if resume else ""))
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
     gc.collect()
@@ -130,6 +130,9 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
             asyncio.run(run_pipeline(plan, source, held_out, record, checkpoints, resume))
     except (KeyboardInterrupt, CheckpointError):
         raise
+    except SkippedUpdates as error:
+        print(f"roll-opd: {error}: {record.skipped(error.samples)}", file=sys.stderr)
+        return FAILED
     except (RunError, ClusterError, DataError) as error:
         print(f"roll-opd: {error}", file=sys.stderr)
         return FAILED

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
+from roll_opd.data.training import TrainSample
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console
-from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, RunDirectory
+from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, RunDirectory
 from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
 from roll_opd.tracking.trackers import Trackers
 
@@ -26,7 +29,6 @@ OF_THE_OBJECTIVE = (
     "opd_kl_discount",
     "reward_clip",
     "advantage_clip",
-    "init_kl_coef",
     "kl_penalty",
 )
 
@@ -40,8 +42,11 @@ class Record:
         run: RunDirectory,
         trackers: Trackers,
         tokenizer: PreTrainedTokenizerBase,
+        done: int = 0,
     ) -> None:
+        """`done` are the steps that were logged before: those of the checkpoint that a run resumes from."""
         self.clock = PhaseClock()
+        self._done = done
         self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
         self._console = Console(plan.max_steps)
         self._teachers: dict[str, float] = {}
@@ -89,13 +94,36 @@ class Record:
         row = {**metrics, **time_metrics(self.clock.lap())}
         self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
         self._trackers.log(step, row)
+        self._done = step
         if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
             self._console.step(step, row)
+
+    def skipped(self, samples: Sequence[Experience | TrainSample]) -> Path:
+        """Write down, whole, the mini-batch of an update that was skipped; returns the file."""
+        step = self._done + 1
+        if isinstance(samples[0], Experience):
+            rows = self._samples(step, samples)
+        else:
+            rows = [self._given_sample(step, sample) for sample in samples]
+        self._run.append_jsonl(SKIPPED_SAMPLES, [{**row, "not_finite": not_finite(row)} for row in rows])
+        return self._run.path / SKIPPED_SAMPLES
 
     def finish(self) -> None:
         """Write `summary.json` and print the before/after table."""
         self._console.finish(write_summary(self._run, seed=self._plan.seed))
         self.note(f"Run directory: {self._run.path}")
+
+    def _given_sample(self, step: int, sample: TrainSample) -> dict:
+        return {
+            "step": step,
+            "prompt": self._tokenizer.decode(sample.tokens[: sample.prompt_length]),
+            "response": self._tokenizer.decode(sample.tokens[sample.prompt_length :]),
+            "tokens": sample.tokens,
+            "prompt_length": sample.prompt_length,
+            "action_mask": sample.action_mask,
+            "student_logprobs": sample.old_logprobs,
+            "ref_logprobs": sample.ref_logprobs,
+        }
 
     def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
         teachers, objective = self._plan.advantage_teachers, self._plan.objective
@@ -131,9 +159,25 @@ class Record:
             "token_level_rewards": token_level_rewards,
             "external_advantages": experience.advantages,
             "advantages": advantages,
+            "loss_mask": experience.loss_mask,
+            "importance_weights": experience.importance_weights,
             **experience.metrics,
             **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }
+
+
+def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Name of an array -> where on the action mask it is NaN or infinite, which JSON has no numbers for."""
+    arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
+    for name, value in row.get("teacher_logprobs", {}).items():
+        arrays[f"teacher_logprobs.{name}"] = value
+    acted = np.asarray(row["action_mask"])
+    places = {
+        name: np.flatnonzero(acted & ~np.isfinite(array)).tolist()
+        for name, array in arrays.items()
+        if array.shape == acted.shape
+    }
+    return {name: found for name, found in places.items() if found}
 
 
 def _prompt_ids(batch: Batch) -> dict[str, list[str]]:

@@ -1,5 +1,8 @@
 """The on-policy loop: the student writes, the teachers score every token, the student learns, and writes again."""
 
+import math
+
+from roll_opd.algorithms.kl import adaptive_kl_coefficient
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.source import Prompt, PromptSource
@@ -8,7 +11,7 @@ from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.record import Record
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.batch import fill_batch
-from roll_opd.rollout.mismatch import train_infer_metrics
+from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import by_reward
 from roll_opd.rollout.validation import validate
 from roll_opd.tracking.metrics import opd_metrics
@@ -27,6 +30,9 @@ async def run_rlvr(
     clock, temperature = record.clock, plan.rollout.sampling.temperature
     judges = await start_judges(plan)
     done = resume.step if resume else 0
+    kl_coef = plan.objective.init_kl_coef
+    if resume and plan.objective.target_kl:
+        kl_coef = resume.kl_coef or kl_coef  # none of a run without it
 
     if not resume and held_out and plan.validation.measure_teacher:
         record.note("Measuring the teacher on the validation prompts ...")
@@ -65,7 +71,9 @@ async def run_rlvr(
             with clock.phase("values"):
                 experiences = await cast.critic.values(experiences)
         if plan.mode != "pure":
-            experiences = external_advantages(experiences, plan.objective)
+            experiences = external_advantages(experiences, plan.objective, kl_coef)
+        if plan.objective.correction:
+            experiences = corrected(experiences, plan.advantage_teachers, plan.objective)
         with clock.phase("train"):
             experiences, metrics = await cast.learn(plan, experiences, step)
         with clock.phase("weight_sync"):
@@ -76,11 +84,19 @@ async def run_rlvr(
             | opd_metrics(experiences)
             | advantage_metrics(experiences, plan.advantage_teachers, plan.objective)
         )
+        if plan.objective.target_kl:
+            kl_coef = adaptive_kl_coefficient(
+                kl_coef,
+                metrics.get("critic/reference_kl", math.nan),
+                target=plan.objective.target_kl,
+                horizon=plan.objective.kl_horizon,
+                samples=len(experiences),
+            )
         if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)
         if checkpoints.due(step):
             with clock.phase("checkpoint"):
-                await checkpoints.write(step, cast.save, source.state_dict())
+                await checkpoints.write(step, cast.save, source.state_dict(), kl_coef)
         record.step(step, batch, experiences, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record

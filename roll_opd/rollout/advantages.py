@@ -1,6 +1,6 @@
 """Token rewards and advantages of a step's samples: the external reward's part, the teachers' part, and their sum.
 
-    token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - init_kl_coef · KL(student, reference)
+    token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k}
 
 The sums over teachers are over those that scored the sample. In pure distillation there is no external part.
@@ -24,12 +24,16 @@ from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.errors import RunError
 
 
-def external_advantages(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[Experience]:
+def external_advantages(
+    experiences: Sequence[Experience], objective: ObjectivePlan, kl_coef: float | None = None
+) -> list[Experience]:
     """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
-    That is `reward_mean` and `reward_scale` of the normalisation, and of the two whitenings `token_reward_mean`,
-    `token_reward_scale`, `advantage_mean` and `advantage_scale`. RunError for a sample that no reward worker scored.
+    That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
+    `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
+    not adapted. RunError for a sample that no reward worker scored.
     """
+    kl_coef = objective.init_kl_coef if kl_coef is None else kl_coef
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
     masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
@@ -42,7 +46,7 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
     )
     rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
-        rewards_M = rewards_M - torch.cat([_reference_penalty(e, objective) for e in experiences])
+        rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
     critic = objective.adv_estimator == "gae"
     found = token_advantages(
         rewards_M,
@@ -69,6 +73,7 @@ def external_advantages(experiences: Sequence[Experience], objective: ObjectiveP
                 "token_reward_scale": found.reward_scale,
                 "advantage_mean": found.mean,
                 "advantage_scale": found.scale,
+                "kl_coef": kl_coef,
             },
         )
         for number, (experience, advantages, returns) in enumerate(
@@ -84,7 +89,7 @@ def token_level_rewards(
     rewards = [-penalty for penalty in _penalties(experiences, teachers)]
     for experience, mine in zip(experiences, rewards, strict=True):
         if objective.init_kl_coef:
-            mine -= _reference_penalty(experience, objective).numpy()
+            mine -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
         if experience.advantages is not None and experience.action_mask.any():
             mine[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
     return rewards
@@ -107,7 +112,10 @@ def advantages(
 def advantage_metrics(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
 ) -> dict[str, float]:
-    """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min."""
+    """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min.
+
+    With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean over samples of token means.
+    """
     rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
     every = advantages(experiences, teachers, objective.opd_kl_discount)
     acted = [mine[e.action_mask] for e, mine in zip(experiences, every, strict=True)]
@@ -115,7 +123,16 @@ def advantage_metrics(
     return {
         **statistics("critic/rewards", rewards, kinds),
         **statistics("critic/advantages", np.concatenate(acted) if acted else [], kinds),
+        **(_reference_metrics(experiences, objective) if objective.init_kl_coef else {}),
     }
+
+
+def _reference_metrics(experiences: Sequence[Experience], objective: ObjectivePlan) -> dict[str, float]:
+    acted = [e for e in experiences if e.action_mask.any()]
+    if not acted:
+        return {}
+    kl = np.mean([_reference_kl(e, objective.kl_penalty).sum() / e.action_mask.sum() for e in acted])
+    return {"critic/kl_coef": acted[0].metrics["kl_coef"], "critic/reference_kl": float(kl)}
 
 
 def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[np.ndarray]:
@@ -143,13 +160,12 @@ def _reward(experience: Experience) -> float:
     return experience.reward
 
 
-def _reference_penalty(experience: Experience, objective: ObjectivePlan) -> Tensor:
-    """init_kl_coef · KL, f64 [T-P], 0 off the action mask."""
+def _reference_kl(experience: Experience, kl_penalty: str) -> Tensor:
+    """Estimates of KL(student || reference), f64 [T-P], 0 off the action mask."""
     student, reference = (
         torch.tensor(x, dtype=torch.float64) for x in (experience.old_logprobs, experience.ref_logprobs)
     )
-    penalty = objective.init_kl_coef * KL_ESTIMATORS[objective.kl_penalty](student, reference)
-    return torch.where(torch.tensor(experience.action_mask), penalty, 0.0)
+    return torch.where(torch.tensor(experience.action_mask), KL_ESTIMATORS[kl_penalty](student, reference), 0.0)
 
 
 def _action_logprobs(experiences: Sequence[Experience]) -> list[Tensor]:

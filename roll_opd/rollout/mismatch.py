@@ -1,13 +1,26 @@
 """How far training and inference are apart, over a step's samples: measured whether or not it is corrected."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.corrections import Mismatch, mismatch_metrics
+from roll_opd.algorithms.corrections import (
+    Mismatch,
+    difference_within,
+    icepop_weights,
+    importance_weights,
+    mismatch_metrics,
+    negatives_near,
+    ratio_within,
+)
+from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
+from roll_opd.rollout.advantages import advantages
+
+_WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}
 
 
 def mismatch_of(experiences: Sequence[Experience]) -> Mismatch:
@@ -21,9 +34,56 @@ def mismatch_of(experiences: Sequence[Experience]) -> Mismatch:
     )
 
 
+def corrected(
+    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> list[Experience]:
+    """Fill in `loss_mask` and `importance_weights`, from `old_logprobs`, which all must have, and `rollout_logprobs`.
+
+    Every rule sees all action tokens, whatever the others leave out. A token without finite log-probs stays, with a
+    weight of NaN: left out, it would hide what is wrong.
+    """
+    plan = objective.correction
+    assert plan is not None
+    mismatch = mismatch_of(experiences)
+    kept_M = mismatch.mask_M.clone()
+    for rule in plan.filters:
+        kept_M &= _WITHIN[rule.measure](mismatch, level=rule.level, low=rule.low, high=rule.high)
+    if plan.negatives_delta is not None:
+        advantages_M = _joined(advantages(experiences, teachers, objective.opd_kl_discount), np.float64)
+        kept_M &= negatives_near(mismatch, advantages_M, delta=plan.negatives_delta)
+    broken_M = mismatch.mask_M & ~torch.isfinite(mismatch.train_M - mismatch.infer_M)
+    weights_M = torch.where(broken_M, torch.nan, _weights(mismatch, plan)).float()
+    masks, weights = ((kept_M | broken_M).split(mismatch.lengths), weights_M.split(mismatch.lengths))
+    return [
+        replace(experience, loss_mask=mask.numpy(), importance_weights=weight.numpy())
+        for experience, mask, weight in zip(experiences, masks, weights, strict=True)
+    ]
+
+
 def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """`rollout/mismatch/*`, see `mismatch_metrics`."""
-    return {f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(experiences)).items()}
+    """`rollout/mismatch/*`, see `mismatch_metrics`, and what a correction did: `rollout/correction/*`."""
+    return {
+        **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(experiences)).items()},
+        **_correction_metrics([e for e in experiences if e.loss_mask is not None]),
+    }
+
+
+def _correction_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Share of the action tokens that are left out, and the mean weight of the others."""
+    acted = sum(int(e.action_mask.sum()) for e in experiences)
+    kept = np.concatenate([np.zeros(0), *[e.importance_weights[e.loss_mask] for e in experiences]])
+    if not acted:
+        return {}
+    metrics = {"rollout/correction/masked_rate": 1 - len(kept) / acted}
+    return metrics | ({"rollout/correction/weight_mean": float(kept.mean())} if len(kept) else {})
+
+
+def _weights(mismatch: Mismatch, plan: CorrectionPlan) -> Tensor:
+    if plan.weight == "tis":
+        return importance_weights(mismatch, level=plan.level, upper_bound=plan.high)
+    if plan.weight == "icepop":
+        return icepop_weights(mismatch, level=plan.level, low=plan.low, high=plan.high)
+    return torch.ones_like(mismatch.train_M)
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:

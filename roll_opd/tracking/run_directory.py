@@ -21,7 +21,8 @@ import yaml
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
-STEP_FILES = (METRICS, SAMPLES, PROMPTS)  # JSON lines whose rows carry a `step`
+SKIPPED_SAMPLES = "skipped_samples.jsonl"
+STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES)  # JSON lines whose rows carry a `step`
 
 
 @dataclass(frozen=True)

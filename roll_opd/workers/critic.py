@@ -37,7 +37,9 @@ class Critic(Learner):
         size = self.plan.mini_batch_sequences
         for _ in range(self.plan.epochs):
             for start in range(0, len(experiences), size):
-                results.append(await self._update("update", value_samples(experiences[start : start + size])))
+                batch = experiences[start : start + size]
+                results.append(await self._update("update", value_samples(batch)))
+                self._check_applied(results[-1], batch)
         return _update_metrics(results) | value_metrics(experiences)
 
 

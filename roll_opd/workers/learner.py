@@ -11,7 +11,7 @@ from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.plan import TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.training import TrainResult
-from roll_opd.workers.errors import RunError
+from roll_opd.workers.errors import SkippedUpdates
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
 
@@ -34,15 +34,16 @@ class Learner:
         await self.group.call("load", directory)
 
     async def _update(self, method: str, samples: Sequence[Any], *args: Any) -> list[TrainResult]:
-        """Run one optimizer update from one mini-batch; returns what each rank says of it.
+        """Run one optimizer update from one mini-batch; returns what each rank says of it."""
+        return await self.group.call(method, ray.put(Compact(samples)), *args)
 
-        RunError after `SKIPS_ALLOWED` in a row that were skipped.
-        """
-        ranks = await self.group.call(method, ray.put(Compact(samples)), *args)
+    def _check_applied(self, ranks: Sequence[TrainResult], samples: Sequence[Any]) -> None:
+        """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""
         self._skipped = 0 if ranks[0].applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
-            raise RunError(
-                f"{self._skipped} updates in a row of {self.plan.name} had a loss or gradient that was not finite and"
-                " were skipped; lower its learning_rate, or look for infinite log-probs or rewards in the run directory"
+            raise SkippedUpdates(
+                f"{self._skipped} updates in a row of {self.plan.name} had log-probs, a loss or a gradient that were"
+                " not finite, and were skipped; its weights are those before them. Lower its learning_rate, or look"
+                " for what is not finite in the samples of the last one",
+                samples,
             )
-        return ranks

@@ -39,11 +39,12 @@ class Scorer:
     vocab_size: int
 
     async def score(self, samples: Sequence[Experience | TrainSample], temperature: float) -> list[np.ndarray]:
-        """Return log-probs, f32 [T-P] each. RunError when they cannot be a working model's."""
+        """Return log-probs, f32 [T-P] each. Where one is not finite, the update that was to learn from it is skipped.
+
+        RunError for tokens that the model does not have.
+        """
         self._check_tokens(samples)
-        logprobs = await gathered(self.group, "logprobs", samples, temperature)
-        self._check_logprobs(logprobs)
-        return logprobs
+        return await gathered(self.group, "logprobs", samples, temperature)
 
     def _check_tokens(self, samples: Sequence[Experience | TrainSample]) -> None:
         largest = max((int(sample.tokens.max()) for sample in samples), default=0)
@@ -52,11 +53,6 @@ class Scorer:
                 f"token {largest} is outside {self.name}'s vocabulary of {self.vocab_size}: the student's "
                 "vocabulary is padded further and it sampled from the padding; use a teacher of the same vocabulary"
             )
-
-    def _check_logprobs(self, logprobs: Sequence[np.ndarray]) -> None:
-        every = np.concatenate(logprobs) if logprobs else np.zeros(0)
-        if not np.isfinite(every).all():
-            raise RunError(f"{self.name}: {(~np.isfinite(every)).sum()} log-probs are not finite")
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,7 @@ class Teacher(Scorer):
         else:
             wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
         answers = await gathered(self.group, "score", experiences, temperature, **wanted)
-        logprobs = [answer["logprobs"] for answer in answers]
-        self._check_logprobs(logprobs)
-        views = [{name: array for name, array in answer.items() if name != "logprobs"} for answer in answers]
-        return list(zip(logprobs, views, strict=True))
+        return [(answer.pop("logprobs"), answer) for answer in answers]
 
     async def output_head(self) -> list[ray.ObjectRef]:
         """A reference to the whole output embedding."""
@@ -138,6 +131,7 @@ class Student(Learner):
                 for number, values in (item for rank in ranks for item in rank.logprobs.items()):
                     if learned[start + number].old_logprobs is None:
                         learned[start + number] = replace(learned[start + number], old_logprobs=values)
+                self._check_applied(ranks, learned[start : start + size])
         return learned, _actor_metrics(results)
 
     async def weights(self) -> list[ray.ObjectRef]:

@@ -17,29 +17,31 @@ def train_samples(
     Where the teachers' part is an advantage, they are merged into two numbers a token (see algorithms.opd); where it is
     a part of the loss, each comes along with what it says, and the numbers are 0.
     """
-    coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
     sampled = objective.opd_objective == "sampled"
+    coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
+    # not left out where they are 0: what is not finite then still shows, as 0 times it is NaN
+    of_advantages = {name: np.float32(value if sampled else 0) for name, value in coefficients.items()}
     samples = []
     for experience in experiences:
-        mask = experience.action_mask
-        scored = experience.teacher_logprobs if sampled else {}
+        mask, scored = experience.action_mask, experience.teacher_logprobs
         views = {} if sampled else experience.teacher_views
-        total = np.float32(sum(coefficients[name] for name in scored))
-        weighted = sum(
-            (np.float32(coefficients[name]) * logprobs for name, logprobs in scored.items()),
-            np.zeros(len(mask), np.float32),
-        )
+        total = np.float32(sum(of_advantages[name] for name in scored))
+        with np.errstate(invalid="ignore"):
+            weighted = sum(
+                (of_advantages[name] * logprobs for name, logprobs in scored.items()), np.zeros(len(mask), np.float32)
+            )
         samples.append(
             TrainSample(
                 tokens=experience.tokens,
                 prompt_length=experience.prompt_length,
-                action_mask=mask,
+                action_mask=mask if experience.loss_mask is None else experience.loss_mask,
                 advantages=_advantages(experience),
                 opd_coefficients=total * mask.astype(np.float32),
                 # where, not a product: what lies under the mask may be infinite
                 opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
+                importance_weights=experience.importance_weights,
                 reward=experience.reward,
                 teachers={name: TeacherView(coefficients[name], arrays) for name, arrays in views.items()},
             )

@@ -1,6 +1,7 @@
 """The student of a run over rows that bring their answers, as the driver sees it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,5 +33,7 @@ class SupervisedStudent(Learner):
             ranks = await self._update("fit", samples[start : start + size], objective)
             results.append(ranks)
             logprobs |= {start + number: values for rank in ranks for number, values in rank.logprobs.items()}
+            numbers = range(start, min(start + size, len(samples)))
+            self._check_applied(ranks, [replace(samples[n], old_logprobs=logprobs[n]) for n in numbers])
         loss = sum(rank.sums.get("weighted_loss", 0.0) for ranks in results for rank in ranks) / len(results)
         return [logprobs[number] for number in range(len(samples))], loss, optimizer_metrics(results)

@@ -188,3 +188,27 @@ def test_a_sample_without_a_reward_is_named() -> None:
     made = [replace(e, reward=None) if e.id == "c/4" else e for e in samples(1)]
     with pytest.raises(RunError, match=r"sample c/4, tagged t, has no reward: .*tag_included"):
         external_advantages(made, ObjectivePlan(adv_estimator="reinforce"))
+
+
+def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:
+    objective = ObjectivePlan(adv_estimator="reinforce", gamma=1.0, init_kl_coef=0.3, kl_penalty="mse")
+    made = samples(5)
+    found = external_advantages(made, objective, 0.05)
+    other = external_advantages(made, replace(objective, init_kl_coef=0.05))
+    for one, same in zip(found, other, strict=True):
+        assert one.advantages.tolist() == same.advantages.tolist()
+        assert one.metrics == same.metrics and one.metrics["kl_coef"] == 0.05
+    for one, same in zip(*(token_level_rewards(each, [], objective) for each in (found, other)), strict=True):
+        assert one.tolist() == same.tolist()
+    means = []
+    for e in made:
+        gaps = [
+            (float(e.old_logprobs[t]) - float(e.ref_logprobs[t])) ** 2 / 2
+            for t in range(len(e.action_mask))
+            if e.action_mask[t]
+        ]
+        means += [sum(gaps) / len(gaps)] if gaps else []
+    metrics = advantage_metrics(found, [], objective)
+    assert metrics["critic/kl_coef"] == 0.05
+    assert metrics["critic/reference_kl"] == pytest.approx(sum(means) / len(means), rel=1e-9)
+    assert "critic/kl_coef" not in advantage_metrics(found, [], replace(objective, init_kl_coef=0.0))

@@ -88,3 +88,8 @@ def test_values_estimate_the_reverse_kl() -> None:
 )
 def test_adaptive_coefficient(kl: float, wanted: float) -> None:
     assert adaptive_kl_coefficient(0.1, kl, target=6.0, horizon=1024, samples=256) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_adaptive_coefficient_stays_where_the_kl_is_not_finite(kl: float) -> None:
+    assert adaptive_kl_coefficient(0.1, kl, target=6.0, horizon=1024, samples=256) == 0.1

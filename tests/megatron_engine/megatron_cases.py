@@ -156,6 +156,7 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
                 opd_coefficients=(0.5 * mask).astype(np.float32),
                 opd_teacher=(0.5 * rng.normal(-4, 1, size=response) * mask).astype(np.float32),
                 old_logprobs=rng.normal(-4.6, 0.5, size=response).astype(np.float32) if ppo else None,
+                importance_weights=rng.uniform(0, 1.5, size=response).astype(np.float32) if ppo else None,
             )
         )
     return samples

@@ -120,6 +120,8 @@ def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample],
                 loss = max(loss, -advantage * clipped)
                 if advantage < 0:
                     loss = min(loss, torch.tensor(-advantage * objective.dual_clip))
+            if sample.importance_weights is not None:
+                loss = loss * float(sample.importance_weights[t])
             if objective.loss_agg_mode == "token-mean":
                 total = total + loss / sum(counts)
             else:  # seq-mean-token-mean

@@ -208,20 +208,27 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def poison(job: Job, root: Path) -> None:
-    """A bad update, then a good one; and in a second trainer the good one alone."""
+    """Bad updates, then a good one; and in a second trainer the good one alone.
+
+    Infinite log-probs of the sampling weights or of the reference policy would be clamped by a ratio and an estimator.
+    """
     job = {**job, "model": "qwen3_tied"}
     objective = cases.OBJECTIVES["opd"]
     optimizer = OptimizerPlan(learning_rate=1e-3)  # constant: the bad update's place in the schedule shows nowhere
     good = cases.train_samples(0, "opd")
-    teacher = good[7].opd_teacher.copy()
-    teacher[np.flatnonzero(good[7].action_mask)[2]] = float(job["value"])
-    bad = [*good[:7], replace(good[7], opd_teacher=teacher), *good[8:]]
+    referred = replace(objective, kl_loss_coef=0.1)
+    place, value = np.flatnonzero(good[7].action_mask)[2], -float(job["value"])
+    bad = []
+    for name in ("opd_teacher", "old_logprobs", "ref_logprobs"):
+        batch = [replace(sample, **{name: sample.opd_teacher.copy()}) for sample in good]
+        getattr(batch[7], name)[place] = value
+        bad.append(batch)
 
     trainer = trainer_of(job, root, optimizer, MicroBatchLimits(tokens=70))
     start = weights(trainer)
-    skipped = trainer.update(bad, objective, 1.0)
+    applied = [trainer.update(batch, referred, 1.0).applied for batch in bad]
     after_bad = weights(trainer)
-    applied = trainer.update(good, objective, 1.0)
+    applied.append(trainer.update(good, objective, 1.0).applied)
     after_both = weights(trainer)
     parallel.shutdown()
 
@@ -229,8 +236,7 @@ def poison(job: Job, root: Path) -> None:
     trainer = trainer_of(job, root, optimizer, MicroBatchLimits(tokens=70))
     trainer.update(good, objective, 1.0)
     facts = {
-        "bad_applied": skipped.applied,
-        "good_applied": applied.applied,
+        "applied": applied,
         "untouched": identical(start, after_bad),
         "moved": not identical(start, after_both),
         "no_trace": identical(after_both, weights(trainer)),

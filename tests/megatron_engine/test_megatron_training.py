@@ -150,8 +150,7 @@ def test_update_that_is_not_finite_is_skipped(launches: Launches, layout: str, v
     assert len(ranks) == 2
     for facts in ranks:
         assert facts == {
-            "bad_applied": False,
-            "good_applied": True,
+            "applied": [False, False, False, True],
             "untouched": True,
             "moved": True,
             "no_trace": True,
