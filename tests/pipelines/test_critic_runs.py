@@ -18,6 +18,9 @@ STEPS, WARMUP, SAVED = 10, 2, 9
 SETTINGS = (
     "deterministic=true",
     "exp_name=demo",
+    # so that a longer run has the same schedule
+    "actor_train.training_args.lr_scheduler_type=constant",
+    "+critic.training_args.lr_scheduler_type=constant",
     f"max_steps={STEPS}",
     f"critic_warmup={WARMUP}",
     f"save_steps={SAVED}",
@@ -88,16 +91,20 @@ def advantages_of(row: dict) -> np.ndarray:
     return np.array(result[::-1])
 
 
-def test_resumed_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
-    """Student and critic go on as if nothing had happened."""
-    saved = run.path / "checkpoints" / f"step_{SAVED}"
-    again = ppo(tmp_path / "run", f"resume_from_checkpoint={saved}")
+def test_resumed_and_prolonged_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
+    """Student and critic go on as if nothing had happened, and the earlier part of the record stays."""
+    experiment = tmp_path / "run" / "demo"
+    shutil.copytree(run.path.resolve().parent, experiment, symlinks=True)
+    for later in experiment.glob(f"*/checkpoints/step_{STEPS}"):
+        shutil.rmtree(later)
+    again = ppo(tmp_path / "run", "resume_from_checkpoint=true", f"max_steps={STEPS + 1}")
     assert again.code == 0, again.output[-4000:]
-    straight, resumed = run.rows("metrics.jsonl")[SAVED + 1 :], again.rows("metrics.jsonl")
-    assert len(straight) == len(resumed) == STEPS - SAVED
-    for before, after in zip(straight, resumed, strict=True):
-        names = {name for name in before if not name.startswith("time/") and name != "timestamp"}
-        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+    straight, resumed = run.rows("metrics.jsonl"), again.rows("metrics.jsonl")
+    assert [row["step"] for row in resumed] == list(range(STEPS + 2))
+    assert resumed[: SAVED + 1] == straight[: SAVED + 1]
+    before, after = straight[STEPS], resumed[STEPS]
+    names = {name for name in before if not name.startswith("time/") and name != "timestamp"}
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
 def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> None:
