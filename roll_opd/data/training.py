@@ -32,6 +32,7 @@ class TrainSample:
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
     reward: float | None = None  # the external reward; None: there is none
     teachers: Mapping[str, TeacherView] = field(default_factory=dict)  # none where the objective is `sampled`
+    expert: bool = False  # an expert wrote it; no advantages, no reward and no log-probs but those of the update
 
 
 @dataclass(frozen=True)
