@@ -8,6 +8,7 @@ from typing import Any
 from roll_opd.config.algorithms import (
     ADVANTAGE_FUNCTIONS,
     ADVANTAGES,
+    EXPERT_DATA_RATIO,
     FUNCTION_ALIASES,
     KL_LOSS_COEF,
     LOSSES,
@@ -15,6 +16,7 @@ from roll_opd.config.algorithms import (
     AdvantageFacts,
     Algorithm,
     AlgorithmError,
+    LossFacts,
     algorithm,
     located,
     merged_arguments,
@@ -43,6 +45,7 @@ def expand(top: Top, repeats: bool, findings: Findings) -> Top:
     written: dict[str, Any] = {}
     _take_loss(top, row, written, findings)
     _take_advantage(top, row, written, findings)
+    written["expert_data_ratio"] = _expert_data_ratio(row, written.get("policy_loss"))
     if row is not None:
         written["num_return_sequences_in_group"] = None if repeats else row.repeat
         if row.kl_loss is not None and top.use_kl_loss is not False:
@@ -75,6 +78,13 @@ def _row(top: Top, findings: Findings) -> Algorithm | None:
             " available in this pipeline yet; use an algorithm that rolls out",
         )
     return row
+
+
+def _expert_data_ratio(row: Algorithm | None, policy_loss: str | None) -> float | None:
+    """The row's, or what a loss that reads an expert's rows needs without a row."""
+    if row is not None and row.expert_data_ratio:
+        return row.expert_data_ratio
+    return EXPERT_DATA_RATIO if LOSSES.get(policy_loss, LossFacts()).needs == "expert rows" else None
 
 
 def _take_loss(top: Top, row: Algorithm | None, written: dict[str, Any], findings: Findings) -> None:

@@ -66,6 +66,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
 }
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
+EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads an expert's rows
 
 
 def algorithm(name: str) -> Algorithm:
@@ -293,6 +294,8 @@ def check_combination(
             f"{name} is made of an expert's part and the student's own, and with expert_data_ratio"
             f" {expert_data_ratio:g} one of them is empty; choose one between 0 and 1"
         )
-    if facts.needs != "expert rows" and expert_data_ratio:
+    if expert_data_ratio and critic:
+        wrong.append("nobody sampled an expert's rows, so a critic has no values to learn from them; use no critic")
+    if policy_loss in LOSSES and facts.needs != "expert rows" and expert_data_ratio:
         wrong.append(f"{name} would take an expert's rows for the student's own samples; use mix or mix_chord")
     return wrong

@@ -34,7 +34,8 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
     top, roles = checked.top, checked.roles
     longest = top.prompt_length + checked.response
     # agentic runs may leave a remainder, which is one more update
-    updates = top.ppo_epochs * -(-top.rollout_batch_size * checked.n // checked.mini_batch)
+    samples = checked.mini_batch - (checked.expert.rows_per_update if checked.expert else 0)
+    updates = top.ppo_epochs * -(-top.rollout_batch_size * checked.n // samples)
     warmup = top.critic_warmup or 0 if roles.critic else 0
     learning_steps = top.max_steps - warmup
     student = TrainPlan(
@@ -85,6 +86,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
         reference=reference,
         critic=critic,
+        expert=checked.expert,
         extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
         async_generation_ratio=top.async_generation_ratio,
         agentic=checked.agentic,

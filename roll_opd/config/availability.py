@@ -9,8 +9,7 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.config.trackers import lacking
 
 RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-# what they need is not there yet: runs of several steps; and ROLL's own
-ESTIMATORS_LATER = ("step_wise_grpo", "skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce")
+ESTIMATORS_LATER = ("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce")
 RUNNABLE_ESTIMATORS = tuple(name for name in ADVANTAGES if name != "on_policy_distill" and name not in ESTIMATORS_LATER)
 RUNNABLE_KL_PENALTIES = ("kl", "abs", "mse", "low_var_kl")
 RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
@@ -44,7 +43,7 @@ def _unavailable_objective(plan: RunPlan) -> list[str]:
         known = " or ".join(RUNNABLE_ESTIMATORS)
         sentences.append(f"adv_estimator: {objective.adv_estimator!r} is not available yet; use {known}")
     needs = LOSSES.get(objective.policy_loss, LossFacts()).needs
-    if needs and not (needs == "pairs" and objective.paired):
+    if needs == "pairs" and not objective.paired:
         sentences.append(
             f"policy_loss: {objective.policy_loss!r} reads {needs}, and those are not available in this pipeline yet;"
             " use another loss"

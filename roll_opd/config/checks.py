@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from roll_opd.config.errors import Findings
+from roll_opd.config.expert import check_share, expert_rows
 from roll_opd.config.models import ModelFacts
 from roll_opd.config.plan import Layout, MicroBatchLimits
 from roll_opd.config.ranges import short_devices
@@ -215,30 +216,39 @@ def check_sampling(args: GeneratingArgs, key: str, findings: Findings) -> None:
         )
 
 
-def mini_batch(top: Top, train: Role, n: int, agentic: bool, findings: Findings) -> int | None:
+def mini_batch(
+    top: Top, train: Role, n: int, agentic: bool, findings: Findings, expert_share: float = 0.0
+) -> int | None:
     """Return the sequences behind one optimizer update, over all data-parallel ranks.
 
-    Agentic runs do not know how many samples their trajectories give, so there a remainder is only a warning.
+    `expert_share` of them are rows of an expert's, and the step's samples fill the rest. Agentic runs do not know how
+    many samples their trajectories give, so there a remainder is only a warning.
     """
     if train.megatron is None or train.megatron.layout is None:
         return None
     args, dp = train.worker.training_args, train.megatron.layout.dp
     mini = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp
     sequences = top.rollout_batch_size * n
+    arithmetic = (
+        f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps"
+        f" {args.gradient_accumulation_steps} x data-parallel size {dp}"
+    )
+    if not check_share(mini, expert_share, arithmetic, findings):
+        return None
+    expert = expert_rows(mini, expert_share)
     if agentic and sequences % mini:
         findings.warn(
             f"rollout_batch_size: {sequences} trajectories a step are no multiple of the mini-batch of {mini}; the"
             " last update of a step is smaller"
         )
         return min(mini, sequences)
-    if sequences % mini:
+    if sequences % (mini - expert):
+        left = f"the {mini - expert} that {expert} rows of an expert's leave in " if expert else ""
+        advice = "change one of them" if expert else _fitting(sequences, args.per_device_train_batch_size * dp)
         findings.problem(
             "rollout_batch_size",
-            f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no"
-            f" multiple of {train.path}'s"
-            f" mini-batch of {mini} (per_device_train_batch_size {args.per_device_train_batch_size} x"
-            f" gradient_accumulation_steps {args.gradient_accumulation_steps} x data-parallel size {dp});"
-            f" {_fitting(sequences, args.per_device_train_batch_size * dp)}",
+            f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no multiple of"
+            f" {left}{train.path}'s mini-batch of {mini} ({arithmetic}); {advice}",
         )
         return None
     return mini

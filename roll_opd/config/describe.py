@@ -144,6 +144,7 @@ def _batch(plan: RunPlan) -> dict[str, int | None]:
         "prompts_per_step": plan.rollout_batch_size,
         "responses_per_prompt": plan.answers_per_prompt,
         "sequences_per_step": plan.sequences_per_step,
+        "expert_rows_per_step": plan.expert.rows_per_step if plan.expert else 0,
         "sequences_per_update": plan.student.mini_batch_sequences,
         "updates_per_step": updates,
         "steps": plan.max_steps,
@@ -218,6 +219,12 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
         f"  micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",
         f"  {batch['steps']} steps, {batch['updates']} updates; {longest}",
     ]
+    if plan.expert:
+        lines.insert(
+            1,
+            f"  beside them {plan.expert.rows_per_step} rows of an expert's a step,"
+            f" {plan.expert.rows_per_update} in each update",
+        )
     if plan.extra_prompts:
         lines.append(f"  up to {plan.extra_prompts} more prompts under way; what is not needed is aborted")
     if plan.rollout and plan.rollout.max_running_requests:

@@ -12,12 +12,13 @@ from roll_opd.config.agentic import read_agentic, turn_lengths
 from roll_opd.config.algorithm_keys import expand
 from roll_opd.config.distillation import check_topk
 from roll_opd.config.errors import ConfigError, Findings
+from roll_opd.config.expert import expert_rows, read_expert
 from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
 from roll_opd.config.objective import check_baseline, check_kl_horizon, check_objective
-from roll_opd.config.plan import AgenticPlan, DataPlan, RewardPlan
+from roll_opd.config.plan import AgenticPlan, DataPlan, ExpertPlan, RewardPlan
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
 from roll_opd.config.schema import Top
@@ -40,6 +41,7 @@ class Checked:
     critic_mini_batch: int | None
     data: DataPlan
     validation_data: DataPlan | None
+    expert: ExpertPlan | None
     rewards: tuple[RewardPlan, ...]
     trackers: dict[str, dict[str, Any]]
     resume: bool | str
@@ -77,7 +79,8 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     checks.check_devices(roles.all(), top, findings)
     n = _responses_per_prompt(top, roles.infer, findings)
     response = _check_lengths(top, roles, findings)
-    mini = checks.mini_batch(top, roles.train, n, agentic, findings) if roles.train else None
+    share = top.expert_data_ratio or 0.0
+    mini = checks.mini_batch(top, roles.train, n, agentic, findings, share) if roles.train else None
     critic_mini = checks.mini_batch(top, roles.critic, n, agentic, findings) if roles.critic else None
     environments = read_agentic(top, findings) if agentic else None
     data = DataPlan((), top.prompt_length) if agentic else None  # environments make their own prompts
@@ -95,6 +98,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
             )
         elif mode == "pure":
             findings.warn("validation: is left out, there is no reward to score the answers; write rewards.math_rule")
+    expert = read_expert(top, top.prompt_length + (response or 0), agentic, findings)
     group = environments.train.group_size if environments else n
     check_baseline(top, mode, group, findings)
     if mode != "pure":
@@ -128,12 +132,20 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         critic_mini_batch=critic_mini,
         data=data,
         validation_data=validation,
+        expert=_expert(expert, mini, share, top.rollout_batch_size * n),
         rewards=rewards,
         trackers=trackers,
         resume=resume,
         num_nodes=checks.nodes(roles.all(), top),
         agentic=environments,
     )
+
+
+def _expert(data: DataPlan | None, mini: int, share: float, samples: int) -> ExpertPlan | None:
+    if data is None:
+        return None
+    rows = expert_rows(mini, share)
+    return ExpertPlan(data, rows, updates=samples // (mini - rows))
 
 
 def _responses_per_prompt(top: Top, infer: Role | None, findings: Findings) -> int:

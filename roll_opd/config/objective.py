@@ -88,10 +88,10 @@ def check_objective(top: Top, mode: Mode, findings: Findings) -> None:
             "adv_estimator",
             "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
         )
-    levels = {"norm_mean_type": "mean_cal_level", "norm_std_type": "std_cal_level"}
+    levels = {"mean_cal_level", "std_cal_level"}  # only where a function has both are they these keys' business
     facts = ADVANTAGES.get(top.adv_estimator or "gae")
-    for key, level in levels.items():
-        if _value(top, key) is not None and facts is not None and level not in facts.defaults:
+    for key in ("norm_mean_type", "norm_std_type"):
+        if _value(top, key) is not None and facts is not None and not levels <= facts.defaults.keys():
             findings.ignore(key)
         if _value(top, key) == "running":
             findings.block(key, "'running' is not available yet; use batch or group")
@@ -134,12 +134,12 @@ def _check_functions(top: Top, mode: Mode, findings: Findings) -> None:
         policy_loss=policy_loss,
         advantage=advantage if facts.reads_advantages else None,
         kl_loss=(top.kl_loss_fn or "k3") if measures_kl else None,
-        # whether there is a reference policy, a critic or a share of an expert's rows has checks of its own
+        # whether there is a reference policy or a critic has checks of its own
         reference=True,
         critic=advantage == "gae",
         teachers=mode != "rl" or advantage == "on_policy_distill",
         loss_agg_mode=top.loss_agg_mode,
-        expert_data_ratio=0.5 if facts.needs == "expert rows" else 0.0,
+        expert_data_ratio=top.expert_data_ratio or 0.0,
         opd_objective=top.opd_objective,
     ):
         findings.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)

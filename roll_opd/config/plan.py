@@ -329,6 +329,19 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
+class ExpertPlan:
+    """Rows that an expert wrote, prompts with answers; they join the student's samples, a share of each update."""
+
+    data: DataPlan
+    rows_per_update: int
+    updates: int  # of one pass over a step's samples
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.rows_per_update * self.updates
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """A whole run."""
 
@@ -353,6 +366,7 @@ class RunPlan:
     checkpoint: CheckpointPlan
     reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
     critic: CriticPlan | None = None  # of adv_estimator gae
+    expert: ExpertPlan | None = None  # of policy losses mix and mix_chord
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
     async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
     agentic: AgenticPlan | None = None

@@ -250,6 +250,16 @@ class TrainInferCorrection(Section):
     negatives_delta: AboveZero | None = None
 
 
+class Expert(Section):
+    """`expert` (ours): rows with an expert's answers, for policy losses mix and mix_chord; `*_key` name columns."""
+
+    data_args: DataArgs = DataArgs()
+    prompt_key: Name | None = None
+    query_key: Name | None = None
+    system_key: Name | None = None
+    response_key: Name | None = None
+
+
 class Run(Section):
     """What every run has, whatever it learns from."""
 
@@ -292,6 +302,8 @@ class Top(Run):
     num_return_sequences_in_group: Positive | None = None
     ppo_epochs: Positive = 1
     validation: Validation | None = None
+    expert: Expert | None = None
+    expert_data_ratio: Fraction | None = None  # Trinity-RFT's; None: the algorithm's
     is_pure_opd: bool = False
     use_opd: bool = False
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] = "rlvr"

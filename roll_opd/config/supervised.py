@@ -32,15 +32,6 @@ from roll_opd.config.trackers import read_trackers, without_secrets
 Schema = Literal["sft", "dpo"]
 ROLE = {"sft": "sft_train", "dpo": "actor_train"}
 TOP: dict[str, type[Supervised]] = {"sft": Sft, "dpo": Dpo}
-# our names for columns that a key of the configuration may name otherwise
-KEYS = {
-    "prompt_key": "instruction",
-    "query_key": "input",
-    "system_key": "system",
-    "response_key": "output",
-    "chosen_key": "chosen",
-    "rejected_key": "rejected",
-}
 OF_DPO = ("chosen_key", "rejected_key", "beta", "label_smoothing", "ipo", "use_reference_model")
 
 
@@ -160,8 +151,7 @@ def _data(
     data = surroundings.read_data(args, path, top, top.sequence_length, findings, training)
     if data is None:
         return None
-    named = {own: name for key, own in KEYS.items() if (name := getattr(top, key, None))}
-    return replace(data, schema=schema, columns=FrozenDict({**data.columns, **named}))
+    return replace(data, schema=schema, columns=surroundings.answer_columns(data, top))
 
 
 def _objective(top: Supervised, schema: Schema, findings: Findings) -> ObjectivePlan:

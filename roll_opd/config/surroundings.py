@@ -15,8 +15,17 @@ from roll_opd.config.known_names import TEMPLATES
 from roll_opd.config.models import ModelFacts, find_path
 from roll_opd.config.plan import DataPlan, Mode, RewardPlan
 from roll_opd.config.prompt_files import find_prompt_files, tags_in
-from roll_opd.config.schema import DataArgs, Run
+from roll_opd.config.schema import DataArgs, Run, Section
 
+# our names for columns of rows with answers, which a key of the configuration may name otherwise
+ANSWER_KEYS = {
+    "prompt_key": "instruction",
+    "query_key": "input",
+    "system_key": "system",
+    "response_key": "output",
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+}
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 
 
@@ -66,6 +75,12 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
             columns["messages"] = ""  # as in ROLL: who names the prompt means it, whatever else the rows have
         columns |= written
     return FrozenDict({key: name for key, name in columns.items() if name != key})
+
+
+def answer_columns(data: DataPlan, keys: Section) -> FrozenDict:
+    """The columns of `data`, and those that `keys` name for rows with answers."""
+    named = {own: name for key, own in ANSWER_KEYS.items() if (name := getattr(keys, key, None))}
+    return FrozenDict({**data.columns, **named})
 
 
 def _template(args: DataArgs, path: str, top: Run, findings: Findings) -> str:

@@ -23,10 +23,13 @@ class Experience:
     domain: str
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P
-    action_mask: np.ndarray  # bool [T-P], True where the student chose the token
-    rollout_logprobs: np.ndarray  # f32 [T-P], of the sampling distribution, from the inference engine
+    action_mask: np.ndarray  # bool [T-P], True where the student (or the expert) chose the token
+    rollout_logprobs: (
+        np.ndarray | None
+    )  # f32 [T-P], of the sampling distribution, from the engine; None: nobody sampled
     finish_reason: str  # stop | length | abort
-    weights_version: int  # which weights sampled it
+    weights_version: int | None  # which weights sampled it
+    expert: bool = False  # an expert wrote it: a row that brought its answer, sampled and scored by nobody
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
     teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]
     teacher_views: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # teacher -> `TeacherView.arrays`

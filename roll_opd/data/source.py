@@ -71,7 +71,10 @@ class PromptSource:
         """
         own = self.state_dict()
         if state.keys() != own.keys():
-            raise DataError("the position in the data was saved by another version of roll_opd. Start a new run.")
+            raise DataError(
+                "the position in the data was saved by another version of roll_opd, or by a run of which an `expert`"
+                f" section was, or was not, a part. {_NEW_RUN}"
+            )
         if difference := _files_differ(state["files"], own["files"]):
             raise DataError(
                 f"the prompts are not the ones this run was saved with ({difference}), so it cannot go on from where "
@@ -89,6 +92,26 @@ class PromptSource:
                 f"`tag_included` of the rewards. {_NEW_RUN}"
             )
         self._order.taken = np.array([stream["taken"] for stream in state["streams"]], dtype=np.int64)
+
+
+class MixedSource(PromptSource):
+    """Prompts, and beside them `expert`: rows that bring their answers, in an order and at a position of their own."""
+
+    def __init__(self, prompts: PromptSet, expert: PromptSet, seed: int) -> None:
+        super().__init__(prompts, seed)
+        self.expert = PromptSource(expert, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of both."""
+        return {**super().state_dict(), "expert": self.expert.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue both from `state` exactly; `DataError` as with one."""
+        super().load_state_dict(state)
+        try:
+            self.expert.load_state_dict(state["expert"])
+        except DataError as error:
+            raise DataError(f"expert: {error}") from error
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:

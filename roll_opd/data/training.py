@@ -33,6 +33,7 @@ class TrainSample:
     importance_weights: np.ndarray | None = None  # f32, of the policy loss, without a gradient; None: 1
     reward: float | None = None  # the external reward; None: there is none
     teachers: Mapping[str, TeacherView] = field(default_factory=dict)  # none where the objective is `sampled`
+    expert: bool = False  # an expert wrote it; no advantages, no reward and no log-probs but those of the update
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Legend: M scored tokens of a pack, X whatever is stacked.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,22 +37,26 @@ class MegatronTrainer(MegatronLearner):
         super().__init__(plan, seed=seed, deterministic=deterministic)
         self.teacher_heads: dict[str, TeacherHead] = {}
 
-    def update(self, samples: Sequence[TrainSample], objective: ObjectivePlan, temperature: float) -> TrainResult:
-        """Make one optimizer update from the whole mini-batch `samples`.
+    def update(
+        self, samples: Sequence[TrainSample], objective: ObjectivePlan, temperature: float, step: int = 0
+    ) -> TrainResult:
+        """Make one optimizer update from the whole mini-batch `samples`, in step `step` of the run (from 0).
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
         `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
         is, before its coefficient), `ratio`, `clipped` (ratios outside the clip range) and `approx_kl` (k3 of old
         against new); where there is such a part of the loss, `opd_loss` (divergence from the teachers, with their
-        coefficients) and `entropy` (before its coefficient), both weighted as the loss is.
+        coefficients) and `entropy` (before its coefficient), both weighted as the loss is. An expert's tokens are in
+        the loss alone; where there are any, `expert_tokens` counts them, and `expert_loss` is their -logprobs, weighted
+        as the loss is, whatever the policy loss makes of them.
         """
         arguments = objective.policy_loss_arguments
         function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
 
         def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
-            value, report = _loss(head.logprobs(), batch, objective=objective, function=function)
+            value, report = _loss(head.logprobs(), batch, objective=objective, function=function, step=step)
             if objective.entropy_loss_coef:
-                entropy = (head.entropy() * batch.columns["weight"]).sum()
+                entropy = (head.entropy() * batch.columns["weight"] * _own(batch)).sum()
                 value = value - objective.entropy_loss_coef * entropy
                 report["sums"]["entropy"] = entropy.detach()
             if objective.opd_objective != "sampled":
@@ -76,9 +81,12 @@ class MegatronTrainer(MegatronLearner):
 def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[Sample]:
     """Attach to each sample the arrays that the loss reads, each token's share of the global mean among them."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
-    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
+    experts = [sample.expert for sample in samples]
+    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser, families=experts)
+    optional = [_optional(sample) for sample in samples]
+    names = {name for found in optional for name in found}
     result = []
-    for sample, weight, said in zip(samples, weights, teacher_columns(samples), strict=True):
+    for sample, weight, found, said in zip(samples, weights, optional, teacher_columns(samples), strict=True):
         columns = {
             "mask": sample.action_mask,
             "weight": weight.numpy(),
@@ -86,40 +94,60 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
             "opd_coefficients": sample.opd_coefficients,
             "opd_teacher": sample.opd_teacher,
         }
-        if sample.old_logprobs is not None:
-            columns["old_logprobs"] = sample.old_logprobs
-        if sample.importance_weights is not None:
-            columns["importance_weights"] = sample.importance_weights
-        if sample.ref_logprobs is not None:
-            columns["ref_logprobs"] = sample.ref_logprobs
-        if sample.reward is not None:
-            columns["rewards"] = np.full(len(sample.action_mask), sample.reward, np.float32)
-        result.append(Sample(sample.tokens, sample.prompt_length, columns | said))
+        if any(experts):
+            columns["expert"] = np.full(len(sample.action_mask), sample.expert)
+        if sample.expert:  # what others have and nobody reads of it, and a weight of 1
+            columns |= {n: np.full(len(sample.action_mask), n == "importance_weights", np.float32) for n in names}
+        result.append(Sample(sample.tokens, sample.prompt_length, columns | found | said))
     return result
 
 
+def _optional(sample: TrainSample) -> dict[str, np.ndarray]:
+    reward = None if sample.reward is None else np.full(len(sample.action_mask), sample.reward, np.float32)
+    arrays = {"old_logprobs": sample.old_logprobs, "ref_logprobs": sample.ref_logprobs, "rewards": reward}
+    arrays["importance_weights"] = sample.importance_weights
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _own(batch: PackedBatch) -> Tensor:
+    """bool [M]: the action tokens that the student sampled itself."""
+    mask_M, expert_M = batch.columns["mask"], batch.columns.get("expert")
+    return mask_M if expert_M is None else mask_M & ~expert_M
+
+
 def _loss(
-    logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, function: PolicyLoss
+    logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, function: PolicyLoss, step: int
 ) -> tuple[Tensor, dict]:
     columns = batch.columns
+    own_M, expert_M = _own(batch), columns.get("expert")
     old_M = columns.get("old_logprobs", logprobs_M.detach())
+    if expert_M is not None:  # nobody sampled these: the update starts from what it finds
+        old_M = torch.where(expert_M, logprobs_M.detach(), old_M)
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
     mask_M, ref_M = columns["mask"], columns.get("ref_logprobs")
     read = LossBatch(
-        logprobs_M, old_M, advantages_M, mask_M, batch.lengths, rewards_M=columns.get("rewards"), ref_logprobs_M=ref_M
+        logprobs_M,
+        old_M,
+        advantages_M,
+        mask_M,
+        batch.lengths,
+        rewards_M=columns.get("rewards"),
+        ref_logprobs_M=ref_M,
+        expert_M=expert_M,
+        step=step,
     )
     policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
-    kl = _kl_loss(read, objective.kl_loss, columns["weight"])
+    kl = _kl_loss(replace(read, mask_M=own_M), objective.kl_loss, columns["weight"])
     loss = policy + objective.kl_loss_coef * kl
     # a clamped ratio would hide what is infinite, and the weights would follow it; a loss of NaN skips the update
     loss = torch.where(_finite(read), loss, math.nan)
 
-    ratio_M = probability_ratio(logprobs_M.detach(), old_M)[mask_M]
+    ratio_M = probability_ratio(logprobs_M.detach(), old_M)[own_M]
     clip = {"clip_low": objective.pg_clip_low, "clip_high": objective.pg_clip_high} | objective.policy_loss_arguments
     outside_M = (ratio_M < 1 - clip["clip_low"]) | (ratio_M > 1 + clip["clip_high"])
     sums = {
-        "tokens": mask_M.sum(),
+        "tokens": own_M.sum(),
         "weighted_loss": loss.detach(),
         "policy_loss": policy.detach(),
         "ratio": ratio_M.sum(),
@@ -127,6 +155,10 @@ def _loss(
         "approx_kl": (1 / ratio_M - 1 + ratio_M.log()).sum(),
         "kl_loss": kl.detach(),
     }
+    if expert_M is not None:
+        learned_M = mask_M & expert_M
+        sums["expert_tokens"] = learned_M.sum()
+        sums["expert_loss"] = -(logprobs_M.detach() * columns["weight"])[learned_M].sum()
     pieces = logprobs_M.detach().float().cpu().split(list(batch.lengths))
     return loss, {"sums": sums, "logprobs": [piece.numpy() for piece in pieces]}
 

@@ -40,7 +40,7 @@ class Cast:
 
         Returns what `Student.learn` does, with the critic's metrics.
         """
-        student = (experiences, plan.teachers, plan.objective, plan.rollout.sampling.temperature)
+        student = (experiences, plan.teachers, plan.objective, plan.rollout.sampling.temperature, step - 1)
         if self.critic is None:
             return await self.student.learn(*student)
         if step <= self.critic.plan.warmup_steps:

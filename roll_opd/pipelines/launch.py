@@ -80,7 +80,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.algorithms.table import advantage, policy_loss
     from roll_opd.data.coverage import check_coverage
     from roll_opd.data.rows import DataError
-    from roll_opd.data.source import PromptSource
+    from roll_opd.data.source import MixedSource, PromptSource
     from roll_opd.data.templates import load_tokenizer
     from roll_opd.rewards.registry import resolve
     from roll_opd.tracking.registry import find as find_tracker
@@ -96,12 +96,18 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
         if tracker != JSONL:
             find_tracker(tracker)
     tokenizer = load_tokenizer(plan.student.model.path)
-    prompts, *validation = _prompts([plan.data, *([plan.validation.data] if plan.validation else [])], tokenizer)
+    data_sets = {
+        "training": plan.data,
+        **({"validation": plan.validation.data} if plan.validation else {}),
+        **({"expert": plan.expert.data} if plan.expert else {}),
+    }
+    prompts = dict(zip(data_sets, _prompts(list(data_sets.values()), tokenizer), strict=True))
+    training, validation = prompts["training"], prompts.get("validation")
     if plan.rollout:
-        held_out_tags = validation[0].by_tag() if validation else {}
-        check_coverage(plan.mode, plan.teachers, plan.rewards, prompts.by_tag(), held_out_tags)
-    source = PromptSource(prompts, plan.seed)
-    held_out = validation[0].all() if validation else []
+        held_out_tags = validation.by_tag() if validation else {}
+        check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags)
+    source = MixedSource(training, prompts["expert"], plan.seed) if plan.expert else PromptSource(training, plan.seed)
+    held_out = validation.all() if validation else []
     if resume:
         source.load_state_dict(resume.source_state)
         if resume.step >= plan.max_steps:

@@ -141,6 +141,7 @@ class Record:
             "id": experience.id,
             "group_id": experience.group_id,
             "tag": experience.tag,
+            "expert": experience.expert,
             "prompt": self._tokenizer.decode(prompt),
             "response": self._tokenizer.decode(experience.response_tokens),
             "ground_truth": experience.ground_truth,
@@ -181,4 +182,5 @@ def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _prompt_ids(batch: Batch) -> dict[str, list[str]]:
-    return {"ids": [prompt.id for prompt in batch.prompts], "filtered": [prompt.id for prompt in batch.filtered]}
+    drawn = {"ids": batch.prompts, "filtered": batch.filtered, **({"expert": batch.expert} if batch.expert else {})}
+    return {name: [prompt.id for prompt in prompts] for name, prompts in drawn.items()}

@@ -1,16 +1,18 @@
 """The on-policy loop: the student writes, the teachers score every token, the student learns, and writes again."""
 
 import math
+from dataclasses import replace
 
 from roll_opd.algorithms.kl import adaptive_kl_coefficient
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.source import Prompt, PromptSource
+from roll_opd.data.source import MixedSource, Prompt, PromptSource
 from roll_opd.pipelines.cast import Cast, assemble, start_judges, teacher_as_sampler
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.record import Record
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.batch import fill_batch
+from roll_opd.rollout.expert import expert_experiences, mixed
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import by_reward
 from roll_opd.rollout.validation import validate
@@ -19,7 +21,7 @@ from roll_opd.tracking.metrics import opd_metrics
 
 async def run_rlvr(
     plan: RunPlan,
-    source: PromptSource,
+    source: PromptSource | MixedSource,
     held_out: list[Prompt],
     record: Record,
     checkpoints: Checkpoints,
@@ -74,15 +76,21 @@ async def run_rlvr(
             experiences = external_advantages(experiences, plan.objective, kl_coef)
         if plan.objective.correction:
             experiences = corrected(experiences, plan.advantage_teachers, plan.objective)
+        if plan.expert:
+            draw = source.expert.position
+            batch = replace(batch, expert=source.expert.take(plan.expert.rows_per_step))
+            expert = expert_experiences(batch.expert, draw)
+            experiences = mixed(experiences, expert, plan.expert.updates)
         with clock.phase("train"):
             experiences, metrics = await cast.learn(plan, experiences, step)
         with clock.phase("weight_sync"):
             await _send_weights(cast, version=step)
 
+        own = [experience for experience in experiences if not experience.expert]
         metrics |= (
-            train_infer_metrics(experiences)
-            | opd_metrics(experiences)
-            | advantage_metrics(experiences, plan.advantage_teachers, plan.objective)
+            train_infer_metrics(own)
+            | opd_metrics(own)
+            | advantage_metrics(own, plan.advantage_teachers, plan.objective)
         )
         if plan.objective.target_kl:
             kl_coef = adaptive_kl_coefficient(
@@ -90,7 +98,7 @@ async def run_rlvr(
                 metrics.get("critic/reference_kl", math.nan),
                 target=plan.objective.target_kl,
                 horizon=plan.objective.kl_horizon,
-                samples=len(experiences),
+                samples=len(own),
             )
         if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)

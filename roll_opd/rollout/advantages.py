@@ -88,7 +88,7 @@ def token_level_rewards(
     """f64 [T-P] a sample, 0 off the action mask."""
     rewards = [-penalty for penalty in _penalties(experiences, teachers)]
     for experience, mine in zip(experiences, rewards, strict=True):
-        if objective.init_kl_coef:
+        if objective.init_kl_coef and not experience.expert:
             mine -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
         if experience.advantages is not None and experience.action_mask.any():
             mine[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
@@ -98,7 +98,7 @@ def token_level_rewards(
 def advantages(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], opd_kl_discount: float
 ) -> list[np.ndarray]:
-    """f64 [T-P] a sample, 0 off the action mask: what its update was weighted with."""
+    """f64 [T-P] a sample, 0 off the action mask and of an expert's: what its update was weighted with."""
     penalties = _penalties(experiences, teachers)
     lengths = [len(penalty) for penalty in penalties]
     penalty_M = torch.from_numpy(np.concatenate(penalties)) if penalties else torch.zeros(0)

@@ -1,6 +1,6 @@
 """One step's batch: enough groups that pass the filters, from as many prompts as that takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.data.experience import Experience
@@ -21,6 +21,7 @@ class Batch:
     experiences: list[Experience]  # the samples of each prompt, in the prompts' order
     filtered: list[Prompt]
     generated_tokens: int  # of both
+    expert: list[Prompt] = field(default_factory=list)  # rows that an expert answered, learned from beside them
 
 
 async def fill_batch(source: PromptSource, wanted: int, *, extra: int, keeps: Keeps | None, **rollout: Any) -> Batch:

@@ -72,9 +72,11 @@ class TrainWorker(_Rank):
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
+        step: int,
     ) -> Compact:
         """One optimizer update from one mini-batch; see `MegatronTrainer.update`, whose answer it is."""
-        return Compact(self._engine.update(train_samples(experiences, teachers, objective), objective, temperature))
+        samples = train_samples(experiences, teachers, objective)
+        return Compact(self._engine.update(samples, objective, temperature, step))
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
         """Take in what a teacher's `output_head` gave."""

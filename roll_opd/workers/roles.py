@@ -114,8 +114,9 @@ class Student(Learner):
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
+        step: int,
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Run all updates of one step.
+        """Run all updates of step `step` of the run, counted from 0.
 
         Returns the experiences with `old_logprobs` filled in (where they were not, the update computed them on its
         way), and `actor/*` metrics.
@@ -126,7 +127,7 @@ class Student(Learner):
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                ranks = await self._update("update", _for_training(batch), teachers, objective, temperature)
+                ranks = await self._update("update", _for_training(batch), teachers, objective, temperature, step)
                 results.append(ranks)
                 for number, values in (item for rank in ranks for item in rank.logprobs.items()):
                     if learned[start + number].old_logprobs is None:
@@ -153,7 +154,12 @@ def _actor_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]
         return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
 
     reported = {name for ranks in results for rank in ranks for name in rank.sums}
-    parts = {"actor/opd_loss": "opd_loss", "actor/entropy": "entropy"}
+    parts = {
+        "actor/opd_loss": "opd_loss",
+        "actor/entropy": "entropy",
+        "actor/expert_loss": "expert_loss",
+        "actor/expert_tokens": "expert_tokens",
+    }
     return {
         **{metric: total(name) / len(results) for metric, name in parts.items() if name in reported},
         "actor/pg_loss": total("policy_loss") / len(results),

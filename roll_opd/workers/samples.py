@@ -44,6 +44,7 @@ def train_samples(
                 importance_weights=experience.importance_weights,
                 reward=experience.reward,
                 teachers={name: TeacherView(coefficients[name], arrays) for name, arrays in views.items()},
+                expert=experience.expert,
             )
         )
     return samples
@@ -58,6 +59,6 @@ def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
 
 
 def _advantages(experience: Experience) -> np.ndarray:
-    if experience.advantages is None:  # nothing but the teacher speaks
+    if experience.advantages is None:  # nothing but the teacher, or an expert, speaks
         return np.zeros(experience.response_length, np.float32)
     return experience.advantages.astype(np.float32)

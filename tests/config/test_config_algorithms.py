@@ -17,9 +17,6 @@ REFERENCE = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mappi
 LATER = {
     "sft": "learns from rows of schema sft, not from rollouts",
     "dpo": "learns from rows of schema dpo, not from rollouts",
-    "mix": "policy_loss: 'mix' reads expert rows",
-    "mix_chord": "policy_loss: 'mix_chord' reads expert rows",
-    "multi_step_grpo": "adv_estimator: 'step_wise_grpo' is not available yet",
 }
 
 
@@ -40,7 +37,10 @@ def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, proble
     changes = {"algorithm_type": name} | ({"reference": REFERENCE} if row.use_reference else {})
     if row.use_critic:
         changes["critic"] = {**rl["actor_train"], "data_args": None}
+    if row.expert_data_ratio:
+        changes["expert"] = {"data_args": rl["actor_train"]["data_args"]}
     run = plan(changes, pure=False, runnable=False)
+    assert bool(row.expert_data_ratio) == (run.expert is not None)
     objective = run.objective
     assert run.rollout.sampling.n == (row.repeat or 1)
     assert objective.policy_loss == row.policy_loss

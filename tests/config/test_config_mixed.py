@@ -209,7 +209,6 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
             "kl_penalty: 'full' is not available yet; use one of kl, abs, mse, low_var_kl",
         ),
         ({"norm_mean_type": "running"}, "norm_mean_type: 'running' is not available yet; use batch or group"),
-        ({"policy_loss": "mix"}, "policy_loss: 'mix' reads expert rows, and those are not available"),
         ({"importance_sampling": "manual_on_policy"}, "importance_sampling: manual_on_policy is not available yet"),
         ({"opd_token_kld_clip": 2.0}, "opd_token_kld_clip: 2.0 is not available yet"),
         (

@@ -16,7 +16,7 @@ from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.order import DrawOrder
 from roll_opd.data.prompts import Prompt, open_prompts
 from roll_opd.data.rows import DataError
-from roll_opd.data.source import PromptSource
+from roll_opd.data.source import MixedSource, PromptSource
 
 NewSource = Callable[..., PromptSource]
 
@@ -162,6 +162,39 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
         source(5, seed=1).load_state_dict({"position": 3, "seed": 1})
     moved = write(tmp_path / "moved.jsonl", *rows(5))
     source(files=(moved,)).load_state_dict(state)
+
+
+def test_an_experts_rows_keep_their_own_position(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    answered = [{**row, "response": "1"} for row in rows(5, name="e")]
+    files = {
+        "experience": write(tmp_path / "prompts.jsonl", *rows(7)),
+        "sft": write(tmp_path / "expert.jsonl", *answered),
+    }
+
+    def mixed() -> MixedSource:
+        plans = [DataPlan((str(file),), 64, schema=schema) for schema, file in files.items()]
+        return MixedSource(*(open_prompts(plan, tokenizer)[0] for plan in plans), seed=1)
+
+    def steps(source: MixedSource, count: int) -> list[list[str]]:
+        return [ids(source.take(2)) + ids(source.expert.take(3)) for _ in range(count)]
+
+    whole, before = steps(mixed(), 9), mixed()
+    assert all(name.startswith("p") for step in whole for name in step[:2])
+    assert all(name.startswith("e") for step in whole for name in step[2:])
+    assert steps(before, 4) == whole[:4]
+    state = json.loads(json.dumps(before.state_dict()))
+    after = mixed()
+    after.load_state_dict(state)
+    assert steps(after, 5) == whole[4:]
+    assert (after.position, after.expert.position) == (18, 27)
+
+    alone = PromptSource(open_prompts(DataPlan((str(files["experience"]),), 64), tokenizer)[0], 1)
+    for source, saved in ((mixed(), alone.state_dict()), (alone, state)):
+        with pytest.raises(DataError, match="a run of which an `expert` section was, or was not, a part"):
+            source.load_state_dict(saved)
+    write(files["sft"], *answered[:4])
+    with pytest.raises(DataError, match="expert: the prompts are not the ones"):
+        mixed().load_state_dict(state)
 
 
 def test_rows_without_ids_may_be_renamed_and_must_be_the_same(source: NewSource, tmp_path: Path) -> None:

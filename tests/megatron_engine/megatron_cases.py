@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
 from roll_opd.data.training import TrainSample, ValueSample, answered_samples
 
@@ -70,6 +71,7 @@ DISTILLING = [
 TEACHERS = {"wide": 0.7, "llama": 0.4}  # model -> coefficient; "wide" pads its vocabulary further than the student
 # layout of the student -> that of the teachers
 TEACHER_LAYOUTS = {"tp1": "tp1", "tp2": "pp2", "pp2": "tp2sp", "dp2": "tp2", "tp2pp2": "tp2dp2", "tp2dp2": "tp2pp2"}
+# one update each, from rows with answers; in the last one these are a part of the batch
 SUPERVISED = {
     "sft": ObjectivePlan(policy_loss="sft", loss_agg_mode="token-mean"),
     "dpo": ObjectivePlan(
@@ -79,7 +81,20 @@ SUPERVISED = {
         kl_loss="k2",
         loss_agg_mode="seq-mean-token-mean",
     ),
+    "mix_chord": ObjectivePlan(
+        policy_loss="mix_chord",
+        policy_loss_args=FrozenDict({"mu_warmup_steps": 10, "mu_peak": 0.9}),
+        adv_estimator="grpo",
+        pg_clip_low=0.1,
+        pg_clip_high=0.3,
+        dual_clip=1.2,
+        kl_loss="k2",
+        kl_loss_coef=0.2,
+        entropy_loss_coef=0.02,
+        loss_agg_mode="seq-mean-token-mean",
+    ),
 }
+SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
 UPDATES = 4
 SAVED_AFTER = 2
 
@@ -183,7 +198,10 @@ def looks_at(teacher: str, sample: int) -> bool:
 
 
 def supervised_samples(schema: str) -> list[TrainSample]:
-    """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs."""
+    """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs.
+
+    Of mix_chord an expert's, between samples of the student's own with all that those have.
+    """
     rng = np.random.default_rng(300)
     rows = []
     for _ in range(7):
@@ -193,6 +211,13 @@ def supervised_samples(schema: str) -> list[TrainSample]:
     samples = answered_samples(rows)
     if schema == "sft":
         return samples
+    if schema == "mix_chord":
+        experts = [replace(sample, expert=True) for sample in samples]
+        own = [
+            replace(s, reward=1.0, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32))
+            for s in train_samples(3, "ppo", len(experts))
+        ]
+        return [sample for pair in zip(own, experts, strict=True) for sample in pair]
     return [replace(s, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32)) for s in samples]
 
 

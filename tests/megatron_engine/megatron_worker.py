@@ -197,7 +197,9 @@ def critic(job: Job, root: Path) -> None:
 def supervised(job: Job, root: Path) -> None:
     """One update, in several micro-batches a rank."""
     trainer = trainer_of(job, root, cases.optimizer_plan(True), MicroBatchLimits(tokens=70))
-    result = trainer.update(cases.supervised_samples(job["name"]), cases.SUPERVISED[job["name"]], 1.0)
+    result = trainer.update(
+        cases.supervised_samples(job["name"]), cases.SUPERVISED[job["name"]], 1.0, cases.SUPERVISED_STEP
+    )
     write_json(root / f"{job['name']}.json", record(result))
     save_hf(trainer, root / f"{job['name']}.hf")
 

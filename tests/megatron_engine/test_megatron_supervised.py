@@ -1,21 +1,32 @@
-"""One update of SFT and of DPO over tensor and data parallelism, against Hugging Face, autograd and the formulas."""
+"""One update of SFT, of DPO and of an expert's rows among the student's samples, over tensor and data parallelism,
+against Hugging Face, autograd and the formulas.
+"""
 
 import json
 import math
 
 import megatron_cases as cases
 import megatron_reference as reference
+import numpy as np
 import pytest
 import torch
 from conftest import Launches
+from transformers import PreTrainedModel
 
 
-def naive_sft(logprobs: list[torch.Tensor]) -> torch.Tensor:
+def logprobs_of(model: PreTrainedModel, schema: str) -> list[torch.Tensor]:
+    samples = cases.supervised_samples(schema)
+    return [reference.token_logprobs(model, s.tokens, s.prompt_length, 1.0) for s in samples]
+
+
+def naive_sft(model: PreTrainedModel) -> torch.Tensor:
+    logprobs = logprobs_of(model, "sft")
     return -sum(values.sum() for values in logprobs) / sum(len(values) for values in logprobs)
 
 
-def naive_dpo(logprobs: list[torch.Tensor], beta: float = 0.3, smoothing: float = 0.1) -> torch.Tensor:
+def naive_dpo(model: PreTrainedModel, beta: float = 0.3, smoothing: float = 0.1) -> torch.Tensor:
     """arXiv 2305.18290, equation 7, with the label smoothing of its conservative variant."""
+    logprobs = logprobs_of(model, "dpo")
     refs = [torch.from_numpy(sample.ref_logprobs) for sample in cases.supervised_samples("dpo")]
     losses = []
     for pair in range(0, len(logprobs), 2):
@@ -26,17 +37,50 @@ def naive_dpo(logprobs: list[torch.Tensor], beta: float = 0.3, smoothing: float 
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize(("schema", "loss_of"), [("sft", naive_sft), ("dpo", naive_dpo)])
+def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
+    """(1-mu) · PPO, KL and entropy of the own samples, mu · -p(1-p) log p of the expert's; each a mean of its own."""
+    mu = 0.9 * 4 / 10
+    samples = cases.supervised_samples("mix_chord")
+    acted = {kind: sum(bool(s.action_mask.any()) for s in samples if s.expert == kind) for kind in (False, True)}
+    total = torch.zeros(())
+    for sample, new in zip(samples, logprobs_of(model, "mix_chord"), strict=True):
+        table = reference.all_logprobs(model, sample.tokens, 1.0)
+        for t in np.flatnonzero(sample.action_mask):
+            if sample.expert:
+                p = new[t].detach().exp()
+                value = -mu * p * (1 - p) * new[t]
+            else:
+                old, ref, a = (float(x[t]) for x in (sample.old_logprobs, sample.ref_logprobs, sample.advantages))
+                a -= float(sample.opd_coefficients[t]) * old - float(sample.opd_teacher[t])
+                ratio = (new[t] - old).exp()
+                surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.9, 1.3))
+                surrogate = surrogate.clamp(max=-a * 1.2) if a < 0 else surrogate
+                row = table[sample.prompt_length + int(t) - 1]
+                value = (1 - mu) * surrogate + 0.2 * (new[t] - ref) ** 2 / 2 + 0.02 * (row.exp() * row).sum()
+            total = total + value / int(sample.action_mask.sum()) / acted[sample.expert]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("schema", "loss_of"), [("sft", naive_sft), ("dpo", naive_dpo), ("mix_chord", naive_mix_chord)]
+)
 def test_an_update_equals_the_naive_one(launches: Launches, schema: str, loss_of) -> None:
     found = json.loads((launches.run("4").root / f"{schema}.json").read_text())
     model = reference.load(cases.model_path(launches.root, "qwen3_tied"))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    samples = cases.supervised_samples(schema)
-    loss = loss_of([reference.token_logprobs(model, s.tokens, s.prompt_length, 1.0) for s in samples])
+    loss = loss_of(model)
     loss.backward()
     norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
     assert found["weighted_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert found["grad_norms"] == pytest.approx([norm] * 4, rel=1e-5)
+
+    if schema == "mix_chord":  # what is counted of each part
+        samples = cases.supervised_samples(schema)
+        for name, kind in (("tokens", False), ("expert_tokens", True)):
+            assert found[name] == sum(int(s.action_mask.sum()) for s in samples if s.expert == kind)
+        of_experts = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.expert]
+        mean = sum(-float(new.detach().mean()) for new in of_experts) / len(of_experts)
+        assert found["expert_loss"] == pytest.approx(mean, rel=1e-5)
 
     plan = cases.optimizer_plan(True)
     groups = [

@@ -53,6 +53,8 @@ CRITIC = role(
     " use_dynamic_batching_in_train: true, max_tokens_per_microbatch_in_train: 4096,",
 )
 
+EXPERT = "++expert={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
+
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
@@ -81,7 +83,7 @@ def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
     if name == "on_policy_distill":
         run = pure(stage)
     else:
-        roles = [REFERENCE] * row.use_reference + [CRITIC] * row.use_critic
+        roles = [REFERENCE] * row.use_reference + [CRITIC] * row.use_critic + [EXPERT] * bool(row.expert_data_ratio)
         run = rewarded(stage, "~adv_estimator", f"+algorithm_type={name}", *roles)
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
