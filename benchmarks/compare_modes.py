@@ -1,7 +1,9 @@
-"""Pure distillation, mixed mode and plain GRPO on the demo task: same models, prompts, batches and generated tokens.
+"""Modes and objectives on the demo task: same models, prompts, batches and generated tokens.
 
-    python benchmarks/compare_modes.py [--seeds 42 43 44] [--modes pure mixed grpo] [--learning_rate LR]
-        [--json OUT] [key=value ...]
+    python benchmarks/compare_modes.py [--seeds 42 43 44] [--modes pure mixed grpo topk full] [--learning_rate LR]
+        [--eval_steps 2] [--json OUT] [key=value ...]
+
+`pure` learns from sampled tokens, `topk` and `full` are pure distillation with those objectives.
 
 Every run is the real launcher; the table is made of the runs' summary.json and metrics.jsonl.
 """
@@ -18,29 +20,32 @@ from typing import Any
 from roll_opd.tracking.summary import ACCURACY
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MODES = {
-    "pure": ("start_onpolicy_distill_pipeline.py", "onpolicy_distill", "student_train"),
-    "mixed": ("start_rlvr_pipeline.py", "rlvr_opd", "actor_train"),
-    "grpo": ("start_rlvr_pipeline.py", "rlvr", "actor_train"),
+PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
+MODES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # launcher, configuration, the role that learns, overrides
+    "pure": (PURE, "onpolicy_distill", "student_train", ()),
+    "mixed": (RLVR, "rlvr_opd", "actor_train", ()),
+    "grpo": (RLVR, "rlvr", "actor_train", ()),
+    "topk": (PURE, "onpolicy_distill", "student_train", ("opd_objective=topk", "opd_topk=8")),
+    "full": (PURE, "onpolicy_distill", "student_train", ("opd_objective=full",)),
 }
-GOAL = 0.8  # validation accuracy; the table says after how many generated tokens it was first seen
+GOAL = 0.8  # of the teacher's validation accuracy, which is 1; the table says when it was first seen
 BUDGETS = (30_000, 60_000, 120_000)  # generated tokens at which the modes are compared
-EVAL_STEPS = 2  # how finely that is seen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run every mode with every seed and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["pure", "mixed", "grpo"])
     parser.add_argument("--learning_rate", type=float, help="instead of the configurations' own")
+    parser.add_argument("--eval_steps", type=int, default=2, help="how finely the goal is seen (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every run here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configurations")
     options = parser.parse_intermixed_args(arguments)
     results = []
     for mode in options.modes:
         for seed in options.seeds:
-            results.append(run(mode, seed, options.learning_rate, options.overrides))
+            results.append(run(mode, seed, options.eval_steps, options.learning_rate, options.overrides))
             print(json.dumps(results[-1]), flush=True)
             if options.json:
                 options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -49,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(mode: str, seed: int, learning_rate: float | None, overrides: Sequence[str]) -> dict[str, Any]:
+def run(mode: str, seed: int, eval_steps: int, learning_rate: float | None, overrides: Sequence[str]) -> dict[str, Any]:
     """One run of the launcher: what its record says."""
-    script, config, trained = MODES[mode]
+    script, config, trained, own = MODES[mode]
     with tempfile.TemporaryDirectory(prefix="compare_modes-") as directory:
         command = [sys.executable, str(EXAMPLES / script), "--config_path", "demo", "--config_name", config]
-        settings = [f"seed={seed}", f"output_dir={directory}", "exp_name=run", f"eval_steps={EVAL_STEPS}"]
-        settings += ["validation.measure_teacher=false"]
+        settings = [f"seed={seed}", f"output_dir={directory}", "exp_name=run", f"eval_steps={eval_steps}"]
+        settings += ["validation.measure_teacher=false", *own]
         if learning_rate is not None:
             settings.append(f"{trained}.training_args.learning_rate={learning_rate}")
         log = Path(directory) / "log"
@@ -66,17 +71,19 @@ def run(mode: str, seed: int, learning_rate: float | None, overrides: Sequence[s
         latest = Path(directory) / "run" / "latest"
         summary = json.loads((latest / "summary.json").read_text())
         rows = [json.loads(line) for line in (latest / "metrics.jsonl").read_text().splitlines()]
-    tokens, curve = 0.0, []
+    tokens, seconds, curve = 0.0, 0.0, []
     for row in rows:
         tokens += row.get("rollout/generated_tokens", 0.0)
+        if row["step"]:
+            seconds += row["time/step"] - row.get("time/validate", 0.0) - row.get("time/checkpoint", 0.0)
         if ACCURACY in row:
-            curve.append((int(tokens), row[ACCURACY]))
+            curve.append((row["step"], int(tokens), round(seconds, 2), row[ACCURACY]))
     return {
         "mode": mode,
         "seed": seed,
         "accuracy_first": summary["val_accuracy_first"],
         "accuracy_last": summary["val_accuracy_last"],
-        "curve": curve,  # (tokens generated for training so far, validation accuracy)
+        "curve": curve,  # (steps, tokens generated and seconds so far, without validation; validation accuracy)
         "steps": summary["steps"],
         "generated_tokens": summary["generated_tokens"],
     }
@@ -86,12 +93,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """A Markdown table, a line a run; between two validations accuracy counts as that of the earlier one."""
     lines = [
         f"| mode | seed | before | {' | '.join(f'at {budget:,} tokens' for budget in BUDGETS)} "
-        f"| at the end | tokens to {GOAL:g} | tokens in all |",
-        "|---" * (len(BUDGETS) + 6) + "|",
+        f"| at the end | steps to {GOAL:g} | tokens | seconds | tokens in all |",
+        "|---" * (len(BUDGETS) + 8) + "|",
     ]
     for r in results:
-        at = [max(point for point in r["curve"] if point[0] <= budget)[1] for budget in BUDGETS]
-        reached = next((f"{tokens:,}" for tokens, accuracy in r["curve"] if accuracy >= GOAL), "not reached")
+        at = [max(point for point in r["curve"] if point[1] <= budget)[-1] for budget in BUDGETS]
+        first = next((point for point in r["curve"] if point[-1] >= GOAL), None)
+        reached = f"{first[0]} | {first[1]:,} | {first[2]:.1f}" if first else "not reached | - | -"
         lines.append(
             f"| {r['mode']} | {r['seed']} | {r['accuracy_first']:.3f} | {' | '.join(f'{value:.3f}' for value in at)} "
             f"| {r['accuracy_last']:.3f} | {reached} | {r['generated_tokens']:,} |"
