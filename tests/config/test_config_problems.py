@@ -331,6 +331,7 @@ def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any]) -> N
     values["student_infer"]["generating_args"]["max_new_tokens"] = 48  # nothing resolves ${...} here
     values |= {key: field.default for key, field in Top.model_fields.items() if key not in values}
     values |= {"tracker_kwargs": {}, "reward_normalization": {}, "validation": None}
+    values["train_infer_correction"] = {"is_weight": {"enabled": True}, "filters": [{"enabled": True}]}
     outcomes = {True: 0, False: 0}
     for key in _dotted(values):
         for junk in JUNK:

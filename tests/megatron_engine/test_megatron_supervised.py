@@ -56,6 +56,7 @@ def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
                 surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.9, 1.3))
                 surrogate = surrogate.clamp(max=-a * 1.2) if a < 0 else surrogate
                 row = table[sample.prompt_length + int(t) - 1]
+                surrogate = surrogate * float(sample.importance_weights[t])
                 value = (1 - mu) * surrogate + 0.2 * (new[t] - ref) ** 2 / 2 + 0.02 * (row.exp() * row).sum()
             total = total + value / int(sample.action_mask.sum()) / acted[sample.expert]
     return total
