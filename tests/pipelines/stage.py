@@ -22,27 +22,57 @@ from roll_opd.pipelines import cast, launch, rlvr
 from roll_opd.pipelines.cast import Cast
 from roll_opd.workers.roles import Judge, Sampler
 
+WITH_REWARD, WITH_CRITIC, PURE = ("demo", "rlvr"), ("demo", "ppo"), ("demo", "onpolicy_distill")
+SHORT = (
+    "deterministic=true",
+    "rollout_batch_size=16",
+    "num_return_sequences_in_group=4",
+    "validation=null",
+    "eval_steps=0",
+    "save_steps=0",
+    "samples_per_step=64",
+)
+
+
+def optimizer_of(role: str) -> tuple[str, ...]:
+    schedule = {"learning_rate": "3e-4", "warmup_steps": "0", "lr_scheduler_type": "constant"}
+    settings = {**schedule, "gradient_accumulation_steps": "1"}
+    return tuple(f"{role}.training_args.{name}={value}" for name, value in settings.items())
+
+
+def frozen(name: str, model: str, devices: str, more: str = "") -> str:
+    return (
+        f"++{name}={{model_args: {{model_name_or_path: examples/demo/models/{model}, dtype: fp32}}, "
+        f'device_mapping: "{devices}", strategy_args: {{strategy_name: megatron_infer{more}}}, '
+        "use_dynamic_batching_in_infer: true, max_tokens_per_microbatch_in_infer: 12288}"
+    )
+
+
+TEACHER = frozen("teacher", "teacher", "[0,1]", ", strategy_config: {tensor_model_parallel_size: 2}")
+REFERENCE = frozen("reference", "student", "[1]")
+CRITIC_SCHEDULE = "+critic.training_args.lr_scheduler_type=constant"
+
 
 class Stage:
     """All roles of `plan`; a run's own plan says which of them take part."""
 
     def __init__(self, plan: RunPlan, place: Path, loop: asyncio.AbstractEventLoop) -> None:
-        self._plan, self._place = plan, place
+        self._plan, self.place = plan, place
         self._judges = loop.run_until_complete(cast.start_judges(plan))
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
         self._cast = loop.run_until_complete(cast.start(plan, self.placement))
         loop.run_until_complete(self._cast.save(place / "start"))
 
-    def run(self, *overrides: str, config: tuple[str, str], pure: bool = False) -> Run:
+    def run(self, *overrides: str, config: tuple[str, str], pure: bool = False, name: str = "staged") -> Run:
         """Launch `config`; its name for a role may be another, its settings of a worker may not."""
-        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={self._place}", *overrides]
-        code = launch.main("a run on a stage", pure=pure, arguments=[*command, "exp_name=staged"])
-        return Run(code, "", (self._place / "staged" / "latest").resolve())
+        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={self.place}", *overrides]
+        code = launch.main("a run on a stage", pure=pure, arguments=[*command, f"exp_name={name}"])
+        return Run(code, "", (self.place / name / "latest").resolve())
 
     @property
     def first_weights(self) -> Path:
         """The student's, before every run."""
-        return self._place / "start/hf/model.safetensors"
+        return self.place / "start/hf/model.safetensors"
 
     async def judges(self, plan: RunPlan) -> tuple[Judge, ...]:
         assert plan.rewards == self._plan.rewards
@@ -57,7 +87,7 @@ class Stage:
             *[(t.worker, self._plan.teachers[0].worker) for t in plan.teachers],
         ):
             assert wanted is None or worker_settings(wanted) == worker_settings(found)
-        await there.load(self._place / "start")
+        await there.load(self.place / "start")
         taking_part = replace(
             there,
             student=replace(there.student, plan=plan.student),
@@ -90,12 +120,13 @@ def worker_settings(plan: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def open_stage(place: Path, *overrides: str, config: tuple[str, str]) -> Iterator[Stage]:
-    """Start Ray and every role of `config`."""
+def open_stage(place: Path) -> Iterator[Stage]:
+    """Start Ray and every role that a run may have: student, sampler, judge, critic, reference policy and teacher."""
+    everyone = (TEACHER, REFERENCE, CRITIC_SCHEDULE, "use_opd=true", "opd_kl_coef=1", "use_kl_loss=true")
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
-        plan = load_plan(*config, list(overrides), pure=False)
+        plan = load_plan(*WITH_CRITIC, [*SHORT, *optimizer_of("actor_train"), *everyone], pure=False)
         with runtime.ray_cluster(plan.devices_per_node):
             stage = Stage(plan, place, loop)
             patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())

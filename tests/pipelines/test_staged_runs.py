@@ -1,6 +1,5 @@
 """Runs of every algorithm and objective by the same roles: they move the weights, and what is to teach teaches."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,64 +7,18 @@ import pytest
 import torch
 from runs import Run
 from safetensors.torch import load_file
-from stage import Stage, open_stage
+from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.config.algorithms import ALGORITHMS
+from roll_opd.workers.roles import Teacher
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
 STEPS = 3
-
-WITH_REWARD, PURE = ("demo", "rlvr"), ("demo", "onpolicy_distill")
-SHORT = (
-    "deterministic=true",
-    "rollout_batch_size=16",
-    "validation=null",
-    "eval_steps=0",
-    "save_steps=0",
-    "samples_per_step=64",
-)
-
-
-def optimizer_of(role: str) -> tuple[str, ...]:
-    schedule = {"learning_rate": "3e-4", "warmup_steps": "0", "lr_scheduler_type": "constant"}
-    settings = {**schedule, "gradient_accumulation_steps": "1"}
-    return tuple(f"{role}.training_args.{name}={value}" for name, value in settings.items())
-
-
-def role(name: str, model: str, devices: str, strategy: str, more: str = "") -> str:
-    return (
-        f"++{name}={{model_args: {{model_name_or_path: examples/demo/models/{model}, dtype: fp32}}, {more} "
-        f'device_mapping: "{devices}", strategy_args: {{{strategy}}}, '
-        "use_dynamic_batching_in_infer: true, max_tokens_per_microbatch_in_infer: 12288}"
-    )
-
-
-TEACHER = role(
-    "teacher", "teacher", "[0,1]", "strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}"
-)
-REFERENCE = role("reference", "student", "[1]", "strategy_name: megatron_infer")
-CRITIC = role(
-    "critic",
-    "student",
-    "[1]",
-    "strategy_name: megatron_train",
-    "training_args: {learning_rate: 1e-3, weight_decay: 0, per_device_train_batch_size: 64},"
-    " use_dynamic_batching_in_train: true, max_tokens_per_microbatch_in_train: 4096,",
-)
-
 EXPERT = "++expert={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    everyone = (TEACHER, REFERENCE, CRITIC, "use_opd=true", "opd_kl_coef=1", "adv_estimator=gae", "use_kl_loss=true")
-    place = tmp_path_factory.mktemp("stage")
-    with open_stage(place, *SHORT, *optimizer_of("actor_train"), *everyone, config=WITH_REWARD) as opened:
-        yield opened
-
-
-def rewarded(stage: Stage, *overrides: str) -> Run:
-    return stage.run(*SHORT, *optimizer_of("actor_train"), f"max_steps={STEPS}", *overrides, config=WITH_REWARD)
+def rewarded(stage: Stage, *overrides: str, config: tuple[str, str] = WITH_REWARD) -> Run:
+    return stage.run(*SHORT, *optimizer_of("actor_train"), f"max_steps={STEPS}", *overrides, config=config)
 
 
 def pure(stage: Stage, *overrides: str) -> Run:
@@ -83,8 +36,9 @@ def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
     if name == "on_policy_distill":
         run = pure(stage)
     else:
-        roles = [REFERENCE] * row.use_reference + [CRITIC] * row.use_critic + [EXPERT] * bool(row.expert_data_ratio)
-        run = rewarded(stage, "~adv_estimator", f"+algorithm_type={name}", *roles)
+        roles = [REFERENCE] * row.use_reference + [EXPERT] * bool(row.expert_data_ratio)
+        settings, config = ((CRITIC_SCHEDULE, "critic_warmup=0"), WITH_CRITIC) if row.use_critic else ((), WITH_REWARD)
+        run = rewarded(stage, "~adv_estimator", f"+algorithm_type={name}", *roles, *settings, config=config)
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -151,3 +105,50 @@ def test_distillation_brings_the_student_closer(stage: Stage, objective: str) ->
         first = [np.array(row["student_logprobs"]) - row["teacher_logprobs"]["teacher"] for row in samples[:64]]
         spread = np.concatenate(first).std() / np.sqrt(sum(len(gaps) for gaps in first))
         assert losses[0] == pytest.approx(rows[0]["opd/reverse_kl/mean"], abs=5 * spread)
+
+
+def test_a_kl_coefficient_that_adapts_and_a_correction(stage: Stage) -> None:
+    """Both on record, step by step; arXiv 1909.08593 for the coefficient."""
+    token_level = ("add_token_level_kl=true", "init_kl_coef=0.05", "target_kl=0.01", "kl_horizon=640")
+    tight = "+train_infer_correction={is_weight: {enabled: true}, filters: [{enabled: true, ratio_low: 0.9999999}]}"
+    run = rewarded(stage, REFERENCE, *token_level, tight)
+    assert run.code == 0
+    rows, coefficient = run.rows("metrics.jsonl")[1:], 0.05
+    for row in rows:
+        assert row["critic/kl_coef"] == pytest.approx(coefficient, rel=1e-9)
+        error = np.clip(row["critic/reference_kl"] / 0.01 - 1, -0.2, 0.2)
+        coefficient *= 1 + error * 64 / 640
+        assert 0 < row["rollout/correction/masked_rate"] < 1
+        assert row["rollout/correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+    assert coefficient != 0.05
+    for row in run.rows("samples.jsonl"):
+        assert row["kl_coef"] == pytest.approx(rows[row["step"] - 1]["critic/kl_coef"])
+        ratio = np.exp(np.array(row["student_logprobs"]) - np.array(row["rollout_logprobs"]))
+        clear = np.abs(ratio - 0.9999999) > 1e-7
+        assert np.array_equal(np.array(row["loss_mask"])[clear], (ratio >= 0.9999999)[clear])
+
+
+def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Updates are skipped and counted, the weights stay, and the samples are there to be looked at."""
+    honest = Teacher.score
+
+    async def broken(self: Teacher, *arguments: object) -> list[np.ndarray]:
+        return [logprobs * np.float32(np.nan) for logprobs in await honest(self, *arguments)]
+
+    monkeypatch.setattr(Teacher, "score", broken)
+    run = pure(stage, "max_steps=4", "save_steps=2", "max_ckpt_to_keep=0")
+    assert run.code == 1
+    rows = run.rows("metrics.jsonl")
+    assert [(row["step"], row.get("actor/skipped_updates")) for row in rows] == [(0, None), (1, 1.0), (2, 1.0)]
+    before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_2/hf/model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    said = capsys.readouterr().err
+    assert str(run.path / "skipped_samples.jsonl") in said and "3 updates in a row" in said
+    samples = run.rows("skipped_samples.jsonl")
+    assert len(samples) == 64 and {sample["step"] for sample in samples} == {3}
+    for sample in samples:
+        acted = np.flatnonzero(sample["action_mask"]).tolist()
+        assert sample["not_finite"]["teacher_logprobs.teacher"] == acted
+        assert "student_logprobs" not in sample["not_finite"] and None not in sample["student_logprobs"]

@@ -100,3 +100,22 @@ def test_what_cannot_work_is_refused(
     assert launcher.main("test", schema=schema, arguments=arguments) == 2
     assert not (tmp_path / "out").exists()
     assert expected in capsys.readouterr().err
+
+
+def test_a_student_that_explodes_leaves_the_samples_on_record(tmp_path: Path) -> None:
+    """With the log-probs that the skipped update computed."""
+    run = launch(
+        tmp_path / "run",
+        "exp_name=demo",
+        "eval_steps=0",
+        "sft_train.training_args.learning_rate=1e30",
+        launcher="start_sft_pipeline.py",
+        config=("demo", "sft"),
+    )
+    assert run.code == 1, run.output[-4000:]
+    assert run.rows("metrics.jsonl")[-1]["actor/skipped_updates"] == 1
+    samples = run.rows("skipped_samples.jsonl")
+    assert str((run.path / "skipped_samples.jsonl").resolve()) in run.output
+    assert samples
+    for sample in samples:
+        assert len(sample["student_logprobs"]) == len(sample["tokens"]) - sample["prompt_length"]

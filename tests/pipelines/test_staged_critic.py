@@ -1,4 +1,4 @@
-"""A whole run of PPO: the critic's part of the record, of the checkpoint, and of what the student learns."""
+"""A run of PPO: the critic's part of the record, of the checkpoint, and of what the student learns."""
 
 import json
 import shutil
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import REPOSITORY, RLVR, Run, launch
+from runs import REPOSITORY, Run
+from stage import CRITIC_SCHEDULE, SHORT, WITH_CRITIC, Stage, optimizer_of
 
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import ModelPlan
@@ -16,30 +17,29 @@ from roll_opd.pipelines.fit import misfits_of_checkpoint
 
 STEPS, WARMUP, SAVED = 10, 2, 9
 SETTINGS = (
-    "deterministic=true",
-    "exp_name=demo",
-    # so that a longer run has the same schedule
-    "actor_train.training_args.lr_scheduler_type=constant",
-    "+critic.training_args.lr_scheduler_type=constant",
+    *SHORT,
+    *optimizer_of("actor_train"),
+    CRITIC_SCHEDULE,
+    "rollout_batch_size=256",
+    "num_return_sequences_in_group=1",
+    "actor_train.training_args.gradient_accumulation_steps=4",
     f"max_steps={STEPS}",
     f"critic_warmup={WARMUP}",
     f"save_steps={SAVED}",
     "max_ckpt_to_keep=0",
-    "validation=null",
-    "eval_steps=0",
     "samples_per_step=256",
 )
 
 
-def ppo(place: Path, *overrides: str) -> Run:
-    return launch(place, *SETTINGS, *overrides, launcher=RLVR, config=("demo", "ppo"))
+def ppo(stage: Stage, *overrides: str, name: str) -> Run:
+    done = stage.run(*SETTINGS, *overrides, config=WITH_CRITIC, name=name)
+    assert done.code == 0
+    return done
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    done = ppo(tmp_path_factory.mktemp("critic") / "run")
-    assert done.code == 0, done.output[-4000:]
-    return done
+def run(stage: Stage) -> Run:
+    return ppo(stage, name="ppo")
 
 
 def test_the_student_learns_the_task(run: Run) -> None:
@@ -91,14 +91,13 @@ def advantages_of(row: dict) -> np.ndarray:
     return np.array(result[::-1])
 
 
-def test_resumed_and_prolonged_equals_uninterrupted(run: Run, tmp_path: Path) -> None:
+def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> None:
     """Student and critic go on as if nothing had happened, and the earlier part of the record stays."""
-    experiment = tmp_path / "run" / "demo"
-    shutil.copytree(run.path.resolve().parent, experiment, symlinks=True)
+    experiment = stage.place / "prolonged"
+    shutil.copytree(run.path.parent, experiment, symlinks=True)
     for later in experiment.glob(f"*/checkpoints/step_{STEPS}"):
         shutil.rmtree(later)
-    again = ppo(tmp_path / "run", "resume_from_checkpoint=true", f"max_steps={STEPS + 1}")
-    assert again.code == 0, again.output[-4000:]
+    again = ppo(stage, "resume_from_checkpoint=true", f"max_steps={STEPS + 1}", name="prolonged")
     straight, resumed = run.rows("metrics.jsonl"), again.rows("metrics.jsonl")
     assert [row["step"] for row in resumed] == list(range(STEPS + 2))
     assert resumed[: SAVED + 1] == straight[: SAVED + 1]
