@@ -8,11 +8,10 @@ is immutable, picklable and free of torch. Lengths are in tokens, counts of prom
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, LossFacts
+from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, Answered, LossFacts, Schema
 from roll_opd.config.frozen import FrozenDict
 
-Mode = Literal["pure", "mixed", "rl", "sft", "dpo"]
-Schema = Literal["experience", "sft", "dpo"]  # what a row holds: a prompt, one with its answer, one with two
+Mode = Literal["pure", "mixed", "rl", Answered]
 
 
 @dataclass(frozen=True)
@@ -346,7 +345,7 @@ class RunPlan:
     """A whole run."""
 
     mode: Mode
-    pipeline: Literal["rlvr", "agentic", "sft", "dpo"]
+    pipeline: Literal["rlvr", "agentic", Answered]
     exp_name: str
     output_dir: str
     seed: int

@@ -3,10 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from roll_opd.config import checks, memory, surroundings
-from roll_opd.config.algorithms import LOSSES, POLICY_LOSS_FUNCTIONS, AlgorithmError, LossFacts, algorithm, located
+from roll_opd.config.algorithms import (
+    LOSSES,
+    POLICY_LOSS_FUNCTIONS,
+    AlgorithmError,
+    Answered,
+    LossFacts,
+    algorithm,
+    located,
+)
 from roll_opd.config.assemble import environment, megatron_fields, train_fields
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.examine import check_vocabulary, compare_tokenizers
@@ -29,13 +37,12 @@ from roll_opd.config.schema import DataArgs, Dpo, Sft, Supervised, SupervisedWor
 from roll_opd.config.sections import REFERENCE, read_section
 from roll_opd.config.trackers import read_trackers, without_secrets
 
-Schema = Literal["sft", "dpo"]
 ROLE = {"sft": "sft_train", "dpo": "actor_train"}
-TOP: dict[str, type[Supervised]] = {"sft": Sft, "dpo": Dpo}
+TOP: dict[Answered, type[Supervised]] = {"sft": Sft, "dpo": Dpo}
 OF_DPO = ("chosen_key", "rejected_key", "beta", "label_smoothing", "ipo", "use_reference_model")
 
 
-def schema_of(values: Mapping[str, Any]) -> Schema | None:
+def schema_of(values: Mapping[str, Any]) -> Answered | None:
     """Tell from a configuration whether SFT or DPO is meant; None: something that rolls out."""
     if values.get("algorithm_type") == "sft" or ROLE["sft"] in values:
         return "sft"
@@ -44,7 +51,7 @@ def schema_of(values: Mapping[str, Any]) -> Schema | None:
     return None
 
 
-def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) -> RunPlan:
+def plan_supervised(loaded: LoadedConfig, schema: Answered, findings: Findings) -> RunPlan:
     """Return the plan, its warnings from `findings`. Raises ConfigError with every problem that could be found."""
     top, worker, held = _sections(loaded, schema, findings)
     if top is None or worker is None:
@@ -125,7 +132,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) ->
 
 
 def _sections(
-    loaded: LoadedConfig, schema: Schema, findings: Findings
+    loaded: LoadedConfig, schema: Answered, findings: Findings
 ) -> tuple[Supervised | None, SupervisedWorker | None, Worker | None]:
     """Return the top level, the role that learns, and the reference policy where it is written."""
     roles = {ROLE[schema], *({REFERENCE} if schema == "dpo" else set())}
@@ -144,7 +151,7 @@ def _data(
     top: Supervised,
     args: DataArgs,
     path: str,
-    schema: Schema,
+    schema: Answered,
     findings: Findings,
     training: DataArgs | None = None,
 ) -> DataPlan | None:
@@ -154,7 +161,7 @@ def _data(
     return replace(data, schema=schema, columns=surroundings.answer_columns(data, top))
 
 
-def _objective(top: Supervised, schema: Schema, findings: Findings) -> ObjectivePlan:
+def _objective(top: Supervised, schema: Answered, findings: Findings) -> ObjectivePlan:
     name = top.algorithm_type or schema
     objective = ObjectivePlan(policy_loss=schema, paired=schema == "dpo", kl_loss="k2")
     try:

@@ -11,10 +11,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Literal
 
 from roll_opd.cli import add_config_arguments
-from roll_opd.config.algorithms import AlgorithmError
+from roll_opd.config.algorithms import AlgorithmError, Answered
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.models import ModelFilesError
@@ -29,7 +28,7 @@ def main(
     description: str,
     *,
     pure: bool | None = None,
-    schema: Literal["sft", "dpo"] | None = None,
+    schema: Answered | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run what the command line asks for and return the exit code; `pure` and `schema` are those of `load_plan`."""
