@@ -366,6 +366,7 @@ class RunPlan:
     reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
     critic: CriticPlan | None = None  # of adv_estimator gae
     expert: ExpertPlan | None = None  # of policy losses mix and mix_chord
+    epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
     async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
     agentic: AgenticPlan | None = None

@@ -91,7 +91,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Answered, findings: Findings) 
     for role in roles:
         checks.micro_batch(role, False, longest, findings)
     rows, update = _rows(top, train, findings)
-    steps = _steps(top, train, data, rows, findings)
+    steps, epochs = _steps(top, train, data, rows, findings)
     findings.warn_ignored()
     findings.raise_if_any()
     student = TrainPlan(
@@ -120,6 +120,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Answered, findings: Findings) 
         objective=objective,
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, resume),
         reference=scorer,
+        epochs=epochs,
         validation=ValidationPlan(validation) if validation else None,
         trackers=tuple(trackers),
         tracker_args=FrozenDict(trackers),
@@ -211,24 +212,44 @@ def _rows(top: Supervised, train: Role, findings: Findings) -> tuple[int, int]:
     return rows, update
 
 
-def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int, findings: Findings) -> int:
-    """Return max_steps, or as many as num_train_epochs take, the last incomplete batch left out."""
+def _steps(
+    top: Supervised, train: Role, data: DataPlan | None, rows: int, findings: Findings
+) -> tuple[int, float | None]:
+    """Return max_steps, or as many as num_train_epochs take, and those epochs where they were counted."""
     epochs, key = train.worker.training_args.num_train_epochs, f"{train.path}.training_args.num_train_epochs"
     if top.max_steps is not None and top.max_steps > 0:
         if epochs:
             findings.warn(f"{key}: {epochs:g} has no effect beside max_steps {top.max_steps}")
-        return top.max_steps
+        return top.max_steps, None
     if not epochs:
         findings.problem("max_steps", f"is missing; write it, or {key}")
-        return 1
+        return 1, None
     if data is None:
-        return 1
+        return 1, None
     found = count_rows(data)
-    steps = math.floor(epochs * found) // rows
+    steps = _whole_steps(epochs, found, rows)
     if steps < 1:
         findings.problem(key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps")
-        return 1
-    return steps
+        return 1, None
+    return steps, epochs
+
+
+def _whole_steps(epochs: float, found: int, rows: int) -> int:
+    """Return the steps of `rows` rows that `epochs` passes over `found` rows fill; the last incomplete one is not."""
+    return math.floor(epochs * found) // rows
+
+
+def miscounted(plan: RunPlan, usable: int) -> str | None:
+    """Say that num_train_epochs was counted over rows of which only `usable` can be used; None: the steps are right."""
+    if plan.epochs is None:
+        return None
+    steps = max(1, _whole_steps(plan.epochs, usable, plan.rollout_batch_size))
+    if steps == plan.max_steps:
+        return None
+    return (
+        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files are max_steps {plan.max_steps}, but only"
+        f" {usable} rows can be used; {plan.epochs:g} epochs of those are max_steps={steps}"
+    )
 
 
 def _memory(

@@ -18,6 +18,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.models import ModelFilesError
 from roll_opd.config.plan import DataPlan, RunPlan
+from roll_opd.config.supervised import miscounted
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
 from roll_opd.pipelines.fit import misfits_of_checkpoint, misfits_of_machine
 
@@ -102,6 +103,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     }
     prompts = dict(zip(data_sets, _prompts(list(data_sets.values()), tokenizer), strict=True))
     training, validation = prompts["training"], prompts.get("validation")
+    if warning := miscounted(plan, len(training)):
+        print(f"warning: {warning}", file=sys.stderr)
     if plan.rollout:
         held_out_tags = validation.by_tag() if validation else {}
         check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags)
