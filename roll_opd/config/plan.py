@@ -180,7 +180,7 @@ class DataPlan:
     """Prompt files and what to do with rows that cannot be used."""
 
     files: tuple[str, ...]
-    prompt_length: int  # rows with answers: of the prompt and the longest answer together, `sequence_length`
+    prompt_length: int  # rows with answers: of the prompt and the longest answer together
     template: str = "native"  # "native": the tokenizer's own chat template
     on_bad_row: Literal["drop", "refuse"] = "refuse"
     on_long_prompt: Literal["drop", "refuse"] = "drop"
@@ -189,11 +189,7 @@ class DataPlan:
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
     schema: Schema = "experience"
-
-    @property
-    def length_key(self) -> str:
-        """The key that the user limits the length of rows with."""
-        return "prompt_length" if self.schema == "experience" else "sequence_length"
+    length_key: str = "prompt_length"  # what the user limits the length of rows with
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ def _data(
     data = surroundings.read_data(args, path, top, top.sequence_length, findings, training)
     if data is None:
         return None
-    return replace(data, schema=schema, columns=surroundings.answer_columns(data, top))
+    columns = surroundings.answer_columns(data, top)
+    return replace(data, schema=schema, columns=columns, length_key="sequence_length")
 
 
 def _objective(top: Supervised, schema: Answered, findings: Findings) -> ObjectivePlan:

@@ -22,7 +22,7 @@ def schema(request: pytest.FixtureRequest, root: Path, values: dict[str, Any]) -
     train = values.pop("student_train")
     file = root / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}) + "\n") * ROWS)
-    kept = {key: values[key] for key in ("exp_name", "output_dir", "num_gpus_per_node", "pretrain") if key in values}
+    kept = {key: values[key] for key in ("hydra", "exp_name", "output_dir", "num_gpus_per_node")}
     train["data_args"] = {"file_name": str(file)}
     train["device_mapping"] = "[0]"
     train["strategy_args"] = {"strategy_name": "megatron_train"}
@@ -44,3 +44,8 @@ def test_epochs_become_steps(plan: Plan, schema: str, epochs: float, steps: int)
     said = miscounted(run, usable)
     assert f"max_steps {steps}" in said and f"max_steps={int(epochs * usable) // UPDATE}" in said
     assert miscounted(plan({"max_steps": 3}, pure=None, schema=schema), usable) is None
+
+
+def test_rows_are_limited_by_sequence_length(plan: Plan, schema: str) -> None:
+    data = plan({}, pure=None, schema=schema).data
+    assert (data.schema, data.prompt_length, data.length_key) == (schema, 64, "sequence_length")

@@ -38,7 +38,7 @@ DPO_ROWS = [
 
 
 def plan(schema: str, *files: Path, length: int = 128, **fields: object) -> DataPlan:
-    return DataPlan(tuple(map(str, files)), length, schema=schema, **fields)
+    return DataPlan(tuple(map(str, files)), length, schema=schema, length_key="sequence_length", **fields)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
