@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
-from roll_opd.config.algorithm_keys import expand
+from roll_opd.config.algorithm_keys import expand, pipeline_problem
 from roll_opd.config.distillation import check_topk
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.expert import expert_rows, read_expert
@@ -54,6 +54,9 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     vision = vision_problem(loaded.values)
     if vision:
         raise ConfigError([vision])  # everything else would be said about a model that cannot be run at all
+    elsewhere = pipeline_problem(loaded.values, findings)
+    if elsewhere:
+        raise ConfigError([elsewhere])  # everything else would be said about another pipeline's keys
     sections = read_sections(loaded.values, loaded.variables, findings)
     if sections.top is not None:
         workers = [worker for worker in sections.workers.values() if worker is not None]
