@@ -173,15 +173,20 @@ def _check_lengths(top: Top, roles: Roles, findings: Findings) -> int | None:
         return None
     asked = infer.worker.generating_args.max_new_tokens if infer else None
     key = f"{infer.path}.generating_args.max_new_tokens" if infer and asked else "response_length"
-    checks.check_positions(roles.all(), top.prompt_length, response, key, findings)
+    _check_positions(top, roles, response, key, findings)
     args = top.validation.generating_args if top.validation else None
     if args and args.max_new_tokens:
         key = "validation.generating_args.max_new_tokens"
-        checks.check_positions(roles.all(), top.prompt_length, args.max_new_tokens, key, findings)
+        _check_positions(top, roles, args.max_new_tokens, key, findings)
     if infer is not None:
         longest = max(response, (args.max_new_tokens if args else None) or 0)
         checks.check_model_length(infer, top.prompt_length + longest, findings)
     return response
+
+
+def _check_positions(top: Top, roles: Roles, new: int, key: str, findings: Findings) -> None:
+    what = f"prompt_length {top.prompt_length} + {new} new tokens"
+    checks.check_positions(roles.all(), top.prompt_length + new, what, key, findings)
 
 
 def _check_micro_batches(top: Top, roles: Roles, response: int | None, findings: Findings) -> None:

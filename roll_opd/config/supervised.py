@@ -71,7 +71,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Answered, findings: Findings) 
     for role in roles:
         checks.check_layout(role, findings)
     checks.check_devices(roles, top, findings)
-    checks.check_positions(roles, 0, top.sequence_length, "sequence_length", findings)
+    checks.check_positions(roles, top.sequence_length, str(top.sequence_length), "sequence_length", findings)
     data = _data(top, worker.data_args, f"{path}.data_args", schema, findings)
     validation = None
     if top.validation is not None:
@@ -85,11 +85,12 @@ def plan_supervised(loaded: LoadedConfig, schema: Answered, findings: Findings) 
     trackers = read_trackers(top, findings)
     resume = surroundings.read_resume(top, findings)
     longest, answers = top.sequence_length, 2 if objective.paired else 1
-    limits = checks.micro_batch(train, True, longest * answers, findings)  # a pair stays together
+    whole = "a pair, which stays together" if objective.paired else "one sequence of prompt + answer"
+    limits = checks.micro_batch(train, True, longest * answers, findings, whole)
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     for role in roles:
-        checks.micro_batch(role, False, longest, findings)
+        checks.micro_batch(role, False, longest, findings, "one sequence of prompt + answer")
     rows, update = _rows(top, train, findings)
     steps, epochs = _steps(top, train, data, rows, findings)
     findings.warn_ignored()

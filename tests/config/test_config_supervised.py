@@ -49,3 +49,14 @@ def test_epochs_become_steps(plan: Plan, schema: str, epochs: float, steps: int)
 def test_rows_are_limited_by_sequence_length(plan: Plan, schema: str) -> None:
     data = plan({}, pure=None, schema=schema).data
     assert (data.schema, data.prompt_length, data.length_key) == (schema, 64, "sequence_length")
+
+
+def test_what_is_too_long_is_named_as_it_is(problems: Problems, schema: str) -> None:
+    changes = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 40}
+    (found,) = problems({f"{ROLE[schema]}.{key}": value for key, value in changes.items()}, pure=None, schema=schema)
+    what = {"sft": "one sequence of prompt + answer (64 tokens)", "dpo": "a pair, which stays together (128"}
+    assert what[schema] in found
+    (found,) = problems(
+        {f"{ROLE[schema]}.max_tokens_per_microbatch_in_train": 512, "sequence_length": 256}, pure=None, schema=schema
+    )
+    assert found.startswith("sequence_length: 256 is more than the positions of student (128)")
