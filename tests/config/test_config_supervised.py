@@ -60,3 +60,10 @@ def test_what_is_too_long_is_named_as_it_is(problems: Problems, schema: str) -> 
         {f"{ROLE[schema]}.max_tokens_per_microbatch_in_train": 512, "sequence_length": 256}, pure=None, schema=schema
     )
     assert found.startswith("sequence_length: 256 is more than the positions of student (128)")
+
+
+def test_keys_of_rollouts_and_teachers_have_no_effect(plan: Plan, schema: str) -> None:
+    written = {"generating_args": {"max_new_tokens": 8}, "opd_kl_coef": 1.0, "tag_included": ["math"]}
+    run = plan({f"{ROLE[schema]}.{key}": value for key, value in written.items()}, pure=None, schema=schema)
+    (warning,) = [text for text in run.warnings if "have no effect here" in text]
+    assert all(f"{ROLE[schema]}.{key}" in warning for key in written)
