@@ -51,8 +51,8 @@ Asked = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
 
 def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
     """What the row asks, its last turn's answer included where `messages` has one."""
-    named = "instruction" in columns and "instruction" in value  # who names a column means it
-    if "messages" in value and not named:
+    named = "instruction" in value and columns.get("instruction", "messages") != "messages"
+    if "messages" in value and not named:  # who names a column means it
         return parse_messages(value["messages"])
     if "instruction" in value:
         parts = [_text(value, "instruction")]

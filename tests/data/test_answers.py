@@ -73,6 +73,12 @@ def test_named_columns_go_before_the_usual_ones(other: dict) -> None:
     assert (row.messages, row.answers) == ((ASK,), (RIGHT,))
 
 
+@pytest.mark.parametrize("messages", [[ASK, RIGHT], json.dumps([ASK, RIGHT])])
+def test_messages_may_be_named_as_the_prompt(messages: object) -> None:
+    row = parse_answered({"messages": messages}, "0", plan("sft", columns={"instruction": "messages"}))
+    assert (row.messages, row.answers) == ((ASK,), (RIGHT,))
+
+
 def test_a_named_answer_stands_for_the_last_turn_of_messages() -> None:
     row = parse_answered({"messages": [ASK, WRONG], "solution": "2"}, "0", plan("sft", columns={"output": "solution"}))
     assert (row.messages, row.answers) == ((ASK,), (RIGHT,))
