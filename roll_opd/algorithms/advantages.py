@@ -80,8 +80,11 @@ def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two."""
-    kept = values_M[mask_M].double()
+    """Mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two.
+
+    Values that are not finite do not count: they spoil their own sample's update, and no other one.
+    """
+    kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:
         return 0.0, 1.0
     return float(kept.mean()), float((kept.var() + VARIANCE_FLOOR).sqrt())

@@ -3,6 +3,7 @@
 A row of the table is what a user did not write: `expand` fills it in, so that nothing behind it knows of rows.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from roll_opd.config.algorithms import (
@@ -34,6 +35,21 @@ PG_VARIANTS: dict[str, dict[str, Any]] = {
     "kimi15": {},
 }
 OF_THE_LOSS = ("loss_agg_mode",)  # given among a loss's arguments in Trinity-RFT, a key of its own here
+
+
+def pipeline_problem(values: Mapping[str, Any], findings: Findings) -> str | None:
+    """Say that `algorithm_type` learns from rows with answers, which has a pipeline of its own; None: it rolls out."""
+    name = values.get("algorithm_type")
+    try:
+        schema = algorithm(name).schema if isinstance(name, str) else "experience"
+    except AlgorithmError:
+        return None  # told with everything else
+    if schema == "experience":
+        return None
+    return (
+        f"algorithm_type: {name} learns from rows of schema {schema}, not from rollouts; run it with"
+        f" start_{schema}_pipeline.py{findings.where('algorithm_type')}"
+    )
 
 
 def expand(top: Top, repeats: bool, findings: Findings) -> Top:
@@ -71,12 +87,6 @@ def _row(top: Top, findings: Findings) -> Algorithm | None:
     except AlgorithmError as error:
         findings.problem("algorithm_type", str(error))
         return None
-    if row.schema != "experience":
-        findings.block(
-            "algorithm_type",
-            f"{top.algorithm_type} learns from rows of schema {row.schema}, not from rollouts, and that is not"
-            " available in this pipeline yet; use an algorithm that rolls out",
-        )
     return row
 
 

@@ -18,6 +18,10 @@ class AlgorithmError(Exception):
     """An algorithm, advantage or policy loss that cannot be used; the message says why and what is known."""
 
 
+Answered = Literal["sft", "dpo"]
+Schema = Literal["experience", Answered]  # what a row holds: a prompt, one with its answer, one with two
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """What an `algorithm_type` means where a user writes nothing else.
@@ -33,7 +37,7 @@ class Algorithm:
     use_reference: bool = True
     compute_advantage_in_trainer: bool = False  # token by token, rather than from the rewards of a group
     can_balance_batch: bool = True  # samples may go to any rank; not where some of them belong together
-    schema: Literal["experience", "sft", "dpo"] = "experience"
+    schema: Schema = "experience"
     repeat: int | None = 2  # responses a prompt; None: there is no rollout to repeat, or any number will do
     kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
     entropy: Literal["default", "mix"] | None = "default"  # mix: of the student's own samples only

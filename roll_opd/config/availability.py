@@ -45,8 +45,8 @@ def _unavailable_objective(plan: RunPlan) -> list[str]:
     needs = LOSSES.get(objective.policy_loss, LossFacts()).needs
     if needs == "pairs" and not objective.paired:
         sentences.append(
-            f"policy_loss: {objective.policy_loss!r} reads {needs}, and those are not available in this pipeline yet;"
-            " use another loss"
+            f"policy_loss: {objective.policy_loss!r} reads {needs}, which no rollout gives; run it with"
+            " start_dpo_pipeline.py, or use another loss"
         )
     if plan.reference is not None and objective.kl_penalty not in RUNNABLE_KL_PENALTIES:
         known = ", ".join(RUNNABLE_KL_PENALTIES)

@@ -4,8 +4,8 @@
 """
 
 from dataclasses import replace
-from typing import Literal
 
+from roll_opd.config.algorithms import Answered
 from roll_opd.config.assemble import assemble
 from roll_opd.config.availability import unavailable
 from roll_opd.config.errors import ConfigError, Findings
@@ -21,7 +21,7 @@ def load_plan(
     overrides: list[str] | tuple[str, ...] = (),
     *,
     pure: bool | None = None,
-    schema: Literal["sft", "dpo"] | None = None,
+    schema: Answered | None = None,
     runnable: bool = True,
 ) -> RunPlan:
     """Return the plan of a run, or raise ConfigError with every problem that could be found.
@@ -29,8 +29,7 @@ def load_plan(
     `config_path` is a directory (from the current directory or from `examples/`), `config_name` a YAML
     file in it. `pure` True: pure distillation (what start_onpolicy_distill_pipeline.py runs); False: the
     RLVR entry, where `use_opd` decides. `schema`: what start_sft_pipeline.py and start_dpo_pipeline.py run. Where both
-    are None, the configuration tells. `runnable` False also plans
-    what cannot be run yet, and says so in `warnings`.
+    are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in `warnings`.
 
     Relative paths inside a configuration are relative to the current directory, as in ROLL; what is not
     found there is looked for in the repository (the parent of `examples/`).
@@ -44,7 +43,7 @@ def plan_config(
     loaded: LoadedConfig,
     *,
     pure: bool | None = None,
-    schema: Literal["sft", "dpo"] | None = None,
+    schema: Answered | None = None,
     runnable: bool = True,
 ) -> RunPlan:
     """Return the plan of an already composed configuration, or raise ConfigError; see `load_plan`."""

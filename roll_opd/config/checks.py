@@ -172,17 +172,15 @@ def response_length(top: Top, infer: Worker | None, infer_path: str, findings: F
     return asked or length
 
 
-def check_positions(roles: list[Role], prompt: int, new: int, key: str, findings: Findings) -> None:
-    """Check that prompt + new tokens fit into the positions of every model."""
+def check_positions(roles: list[Role], tokens: int, what: str, key: str, findings: Findings) -> None:
+    """Check that `tokens` fit into the positions of every model; `what` they are is for the sentence."""
     models = {role.facts.path: role.facts for role in roles if role.facts}
-    short = [
-        f"{facts.path.name} ({facts.max_positions})" for facts in models.values() if prompt + new > facts.max_positions
-    ]
+    short = [f"{facts.path.name} ({facts.max_positions})" for facts in models.values() if tokens > facts.max_positions]
     if short:
         findings.problem(
             key,
-            f"prompt_length {prompt} + {new} new tokens is more than the positions of {' and '.join(short)};"
-            " lower one of them (max_position_embeddings in the model's config.json says how many there are)",
+            f"{what} is more than the positions of {' and '.join(short)}; lower it"
+            " (max_position_embeddings in the model's config.json says how many there are)",
         )
 
 
@@ -263,8 +261,13 @@ def _fitting(sequences: int, share: int) -> str:
     return f"gradient_accumulation_steps could be {', '.join(divisors[-6:])}"
 
 
-def micro_batch(role: Role, training: bool, longest: int, findings: Findings) -> MicroBatchLimits:
-    """Return how much goes through at once: tokens with dynamic batching or packing, else sequences."""
+def micro_batch(
+    role: Role, training: bool, longest: int, findings: Findings, what: str = "one sequence of prompt + response"
+) -> MicroBatchLimits:
+    """Return how much goes through at once: tokens with dynamic batching or packing, else sequences.
+
+    `longest` is the tokens of the largest thing that is not cut; `what` that is, is for the sentence.
+    """
     worker, job = role.worker, "train" if training else "infer"
     packing = worker.sequence_packing_args
     dynamic = worker.use_dynamic_batching_in_train if training else worker.use_dynamic_batching_in_infer
@@ -279,9 +282,7 @@ def micro_batch(role: Role, training: bool, longest: int, findings: Findings) ->
         name = "train" if training else "forward"
         key = f"{role.path}.sequence_packing_args.max_packed_sequence_length_{name}"
     if tokens and tokens < longest:
-        findings.problem(
-            key, f"{tokens} tokens cannot hold one sequence of prompt + response ({longest} tokens); raise it"
-        )
+        findings.problem(key, f"{tokens} tokens cannot hold {what} ({longest} tokens); raise it")
     if tokens:
         return MicroBatchLimits(tokens=tokens)
     size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size

@@ -1,5 +1,7 @@
 """Checks and reads `train_infer_correction`: what is done about the two engines' log-probs being apart."""
 
+from dataclasses import replace
+
 from roll_opd.config.algorithms import LOSSES, LossFacts
 from roll_opd.config.errors import Findings
 from roll_opd.config.plan import CorrectionPlan, Mode, TokenFilterPlan
@@ -49,15 +51,11 @@ def read_correction(top: Top) -> CorrectionPlan | None:
     weight = correction.is_weight
     if not (weight.enabled or filters or correction.negatives_delta):
         return None
+    found = CorrectionPlan(filters=filters, negatives_delta=correction.negatives_delta)
+    if not weight.enabled:
+        return found
     low, high = _weight_bounds(weight)
-    return CorrectionPlan(
-        weight=weight.method if weight.enabled else None,
-        level=weight.weight_type,
-        low=low,
-        high=high,
-        filters=filters,
-        negatives_delta=correction.negatives_delta,
-    )
+    return replace(found, weight=weight.method, level=weight.weight_type, low=low, high=high)
 
 
 def _weight_bounds(weight: ImportanceWeight) -> tuple[float | None, float | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
-from roll_opd.config.algorithm_keys import expand
+from roll_opd.config.algorithm_keys import expand, pipeline_problem
 from roll_opd.config.distillation import check_topk
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.expert import expert_rows, read_expert
@@ -54,6 +54,9 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     vision = vision_problem(loaded.values)
     if vision:
         raise ConfigError([vision])  # everything else would be said about a model that cannot be run at all
+    elsewhere = pipeline_problem(loaded.values, findings)
+    if elsewhere:
+        raise ConfigError([elsewhere])  # everything else would be said about another pipeline's keys
     sections = read_sections(loaded.values, loaded.variables, findings)
     if sections.top is not None:
         workers = [worker for worker in sections.workers.values() if worker is not None]
@@ -170,15 +173,20 @@ def _check_lengths(top: Top, roles: Roles, findings: Findings) -> int | None:
         return None
     asked = infer.worker.generating_args.max_new_tokens if infer else None
     key = f"{infer.path}.generating_args.max_new_tokens" if infer and asked else "response_length"
-    checks.check_positions(roles.all(), top.prompt_length, response, key, findings)
+    _check_positions(top, roles, response, key, findings)
     args = top.validation.generating_args if top.validation else None
     if args and args.max_new_tokens:
         key = "validation.generating_args.max_new_tokens"
-        checks.check_positions(roles.all(), top.prompt_length, args.max_new_tokens, key, findings)
+        _check_positions(top, roles, args.max_new_tokens, key, findings)
     if infer is not None:
         longest = max(response, (args.max_new_tokens if args else None) or 0)
         checks.check_model_length(infer, top.prompt_length + longest, findings)
     return response
+
+
+def _check_positions(top: Top, roles: Roles, new: int, key: str, findings: Findings) -> None:
+    what = f"prompt_length {top.prompt_length} + {new} new tokens"
+    checks.check_positions(roles.all(), top.prompt_length + new, what, key, findings)
 
 
 def _check_micro_batches(top: Top, roles: Roles, response: int | None, findings: Findings) -> None:

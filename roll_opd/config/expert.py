@@ -60,7 +60,8 @@ def read_expert(top: Top, length: int, agentic: bool, findings: Findings) -> Dat
     data = read_data(top.expert.data_args, path, top, length, findings)
     if data is None:
         return None
-    data = replace(data, schema="sft", columns=answer_columns(data, top.expert))
+    columns = answer_columns(data, top.expert)
+    data = replace(data, schema="sft", columns=columns, length_key="prompt_length + response_length")
     if not tags_in(data)[0]:
         findings.problem(f"{path}.file_name", f"no row can be read in {', '.join(data.files)}; give rows with answers")
         return None

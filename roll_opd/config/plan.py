@@ -8,11 +8,10 @@ is immutable, picklable and free of torch. Lengths are in tokens, counts of prom
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, LossFacts
+from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, Answered, LossFacts, Schema
 from roll_opd.config.frozen import FrozenDict
 
-Mode = Literal["pure", "mixed", "rl", "sft", "dpo"]
-Schema = Literal["experience", "sft", "dpo"]  # what a row holds: a prompt, one with its answer, one with two
+Mode = Literal["pure", "mixed", "rl", Answered]
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class DataPlan:
     """Prompt files and what to do with rows that cannot be used."""
 
     files: tuple[str, ...]
-    prompt_length: int  # rows with answers: of the prompt and the longest answer together, `sequence_length`
+    prompt_length: int  # rows with answers: of the prompt and the longest answer together
     template: str = "native"  # "native": the tokenizer's own chat template
     on_bad_row: Literal["drop", "refuse"] = "refuse"
     on_long_prompt: Literal["drop", "refuse"] = "drop"
@@ -190,11 +189,7 @@ class DataPlan:
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
     schema: Schema = "experience"
-
-    @property
-    def length_key(self) -> str:
-        """The key that the user limits the length of rows with."""
-        return "prompt_length" if self.schema == "experience" else "sequence_length"
+    length_key: str = "prompt_length"  # what the user limits the length of rows with
 
 
 @dataclass(frozen=True)
@@ -346,7 +341,7 @@ class RunPlan:
     """A whole run."""
 
     mode: Mode
-    pipeline: Literal["rlvr", "agentic", "sft", "dpo"]
+    pipeline: Literal["rlvr", "agentic", Answered]
     exp_name: str
     output_dir: str
     seed: int
@@ -367,6 +362,7 @@ class RunPlan:
     reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
     critic: CriticPlan | None = None  # of adv_estimator gae
     expert: ExpertPlan | None = None  # of policy losses mix and mix_chord
+    epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
     async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
     agentic: AgenticPlan | None = None

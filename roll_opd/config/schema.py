@@ -385,8 +385,9 @@ class EpochArgs(TrainingArgs):
 
 
 class SupervisedWorker(Worker):
-    """The role that learns from rows."""
+    """The role that learns from rows. Nothing is sampled and there is no teacher."""
 
+    ignored = names.IGNORED_WORKER | {"generating_args", "opd_kl_coef", "tag_included"}
     training_args: EpochArgs = EpochArgs()
 
 

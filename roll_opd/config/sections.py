@@ -140,7 +140,7 @@ def _sieve(
     kept: dict[str, Any] = {}
     for key, value in data.items():
         dotted = f"{path}.{key}" if path else str(key)
-        if key in model.model_fields:
+        if key in model.model_fields and key not in model.ignored:  # a section may ignore a key that it inherits
             section = _section_type(model.model_fields[key].annotation)
             if section is not None and isinstance(value, dict):
                 value = _sieve(section, value, dotted, findings, set())

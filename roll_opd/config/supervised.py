@@ -3,10 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from roll_opd.config import checks, memory, surroundings
-from roll_opd.config.algorithms import LOSSES, POLICY_LOSS_FUNCTIONS, AlgorithmError, LossFacts, algorithm, located
+from roll_opd.config.algorithms import (
+    LOSSES,
+    POLICY_LOSS_FUNCTIONS,
+    AlgorithmError,
+    Answered,
+    LossFacts,
+    algorithm,
+    located,
+)
 from roll_opd.config.assemble import environment, megatron_fields, train_fields
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.examine import check_vocabulary, compare_tokenizers
@@ -29,13 +37,12 @@ from roll_opd.config.schema import DataArgs, Dpo, Sft, Supervised, SupervisedWor
 from roll_opd.config.sections import REFERENCE, read_section
 from roll_opd.config.trackers import read_trackers, without_secrets
 
-Schema = Literal["sft", "dpo"]
 ROLE = {"sft": "sft_train", "dpo": "actor_train"}
-TOP: dict[str, type[Supervised]] = {"sft": Sft, "dpo": Dpo}
+TOP: dict[Answered, type[Supervised]] = {"sft": Sft, "dpo": Dpo}
 OF_DPO = ("chosen_key", "rejected_key", "beta", "label_smoothing", "ipo", "use_reference_model")
 
 
-def schema_of(values: Mapping[str, Any]) -> Schema | None:
+def schema_of(values: Mapping[str, Any]) -> Answered | None:
     """Tell from a configuration whether SFT or DPO is meant; None: something that rolls out."""
     if values.get("algorithm_type") == "sft" or ROLE["sft"] in values:
         return "sft"
@@ -44,7 +51,7 @@ def schema_of(values: Mapping[str, Any]) -> Schema | None:
     return None
 
 
-def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) -> RunPlan:
+def plan_supervised(loaded: LoadedConfig, schema: Answered, findings: Findings) -> RunPlan:
     """Return the plan, its warnings from `findings`. Raises ConfigError with every problem that could be found."""
     top, worker, held = _sections(loaded, schema, findings)
     if top is None or worker is None:
@@ -64,7 +71,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) ->
     for role in roles:
         checks.check_layout(role, findings)
     checks.check_devices(roles, top, findings)
-    checks.check_positions(roles, 0, top.sequence_length, "sequence_length", findings)
+    checks.check_positions(roles, top.sequence_length, str(top.sequence_length), "sequence_length", findings)
     data = _data(top, worker.data_args, f"{path}.data_args", schema, findings)
     validation = None
     if top.validation is not None:
@@ -78,13 +85,14 @@ def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) ->
     trackers = read_trackers(top, findings)
     resume = surroundings.read_resume(top, findings)
     longest, answers = top.sequence_length, 2 if objective.paired else 1
-    limits = checks.micro_batch(train, True, longest * answers, findings)  # a pair stays together
+    whole = "a pair, which stays together" if objective.paired else "one sequence of prompt + answer"
+    limits = checks.micro_batch(train, True, longest * answers, findings, whole)
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     for role in roles:
-        checks.micro_batch(role, False, longest, findings)
+        checks.micro_batch(role, False, longest, findings, "one sequence of prompt + answer")
     rows, update = _rows(top, train, findings)
-    steps = _steps(top, train, data, rows, findings)
+    steps, epochs = _steps(top, train, data, rows, findings)
     findings.warn_ignored()
     findings.raise_if_any()
     student = TrainPlan(
@@ -113,6 +121,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) ->
         objective=objective,
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, resume),
         reference=scorer,
+        epochs=epochs,
         validation=ValidationPlan(validation) if validation else None,
         trackers=tuple(trackers),
         tracker_args=FrozenDict(trackers),
@@ -125,7 +134,7 @@ def plan_supervised(loaded: LoadedConfig, schema: Schema, findings: Findings) ->
 
 
 def _sections(
-    loaded: LoadedConfig, schema: Schema, findings: Findings
+    loaded: LoadedConfig, schema: Answered, findings: Findings
 ) -> tuple[Supervised | None, SupervisedWorker | None, Worker | None]:
     """Return the top level, the role that learns, and the reference policy where it is written."""
     roles = {ROLE[schema], *({REFERENCE} if schema == "dpo" else set())}
@@ -144,17 +153,18 @@ def _data(
     top: Supervised,
     args: DataArgs,
     path: str,
-    schema: Schema,
+    schema: Answered,
     findings: Findings,
     training: DataArgs | None = None,
 ) -> DataPlan | None:
     data = surroundings.read_data(args, path, top, top.sequence_length, findings, training)
     if data is None:
         return None
-    return replace(data, schema=schema, columns=surroundings.answer_columns(data, top))
+    columns = surroundings.answer_columns(data, top)
+    return replace(data, schema=schema, columns=columns, length_key="sequence_length")
 
 
-def _objective(top: Supervised, schema: Schema, findings: Findings) -> ObjectivePlan:
+def _objective(top: Supervised, schema: Answered, findings: Findings) -> ObjectivePlan:
     name = top.algorithm_type or schema
     objective = ObjectivePlan(policy_loss=schema, paired=schema == "dpo", kl_loss="k2")
     try:
@@ -204,24 +214,44 @@ def _rows(top: Supervised, train: Role, findings: Findings) -> tuple[int, int]:
     return rows, update
 
 
-def _steps(top: Supervised, train: Role, data: DataPlan | None, rows: int, findings: Findings) -> int:
-    """Return max_steps, or as many as num_train_epochs take, the last incomplete batch left out."""
+def _steps(
+    top: Supervised, train: Role, data: DataPlan | None, rows: int, findings: Findings
+) -> tuple[int, float | None]:
+    """Return max_steps, or as many as num_train_epochs take, and those epochs where they were counted."""
     epochs, key = train.worker.training_args.num_train_epochs, f"{train.path}.training_args.num_train_epochs"
     if top.max_steps is not None and top.max_steps > 0:
         if epochs:
             findings.warn(f"{key}: {epochs:g} has no effect beside max_steps {top.max_steps}")
-        return top.max_steps
+        return top.max_steps, None
     if not epochs:
         findings.problem("max_steps", f"is missing; write it, or {key}")
-        return 1
+        return 1, None
     if data is None:
-        return 1
+        return 1, None
     found = count_rows(data)
-    steps = math.floor(epochs * found) // rows
+    steps = _whole_steps(epochs, found, rows)
     if steps < 1:
         findings.problem(key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps")
-        return 1
-    return steps
+        return 1, None
+    return steps, epochs
+
+
+def _whole_steps(epochs: float, found: int, rows: int) -> int:
+    """Return the steps of `rows` rows that `epochs` passes over `found` rows fill; the last incomplete one is not."""
+    return math.floor(epochs * found) // rows
+
+
+def miscounted(plan: RunPlan, usable: int) -> str | None:
+    """Say that num_train_epochs was counted over rows of which only `usable` can be used; None: the steps are right."""
+    if plan.epochs is None:
+        return None
+    steps = max(1, _whole_steps(plan.epochs, usable, plan.rollout_batch_size))
+    if steps == plan.max_steps:
+        return None
+    return (
+        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files are max_steps {plan.max_steps}, but only"
+        f" {usable} rows can be used; {plan.epochs:g} epochs of those are max_steps={steps}"
+    )
 
 
 def _memory(

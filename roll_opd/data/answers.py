@@ -16,7 +16,7 @@ NO_ANSWER = "without an answer"
 SAME_ANSWER = "chosen and rejected are the same"
 OTHER_PROMPT = "chosen and rejected answer different prompts"
 
-_ANSWER = ("response", "completion", "output")  # of schema sft, the first one a row has
+_ANSWER = ("response", "completion", "output")  # of schema sft: the one a column is named for, else the first
 _PROMPT = ("instruction", "input", "system")  # of a user's turn that the row does not write as messages
 COLUMNS: dict[str, tuple[str, ...]] = {  # what a row of each schema may have besides what every row may
     "experience": (),
@@ -37,7 +37,7 @@ def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
         return parse_row(value, fallback_id, plan.columns)
     value = own_names(value, plan.columns)
     prompt = _asked(value, plan.columns)
-    prompt, answers = _SPLIT[plan.schema](value, prompt)
+    prompt, answers = _SPLIT[plan.schema](value, prompt, plan.columns)
     for answer in answers:
         if not answer["content"].strip():
             raise BadRow(EMPTY, "an answer")
@@ -51,7 +51,8 @@ Asked = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
 
 def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
     """What the row asks, its last turn's answer included where `messages` has one."""
-    if "messages" in value:
+    named = "instruction" in value and columns.get("instruction", "messages") != "messages"
+    if "messages" in value and not named:  # who names a column means it
         return parse_messages(value["messages"])
     if "instruction" in value:
         parts = [_text(value, "instruction")]
@@ -65,17 +66,20 @@ def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
     return parse_messages(prompt) if isinstance(prompt, list) else prompt
 
 
-def _one_answer(value: dict[str, Any], asked: Asked) -> tuple[Asked, tuple[Message, ...]]:
+def _one_answer(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[Asked, tuple[Message, ...]]:
+    named = [name for name in _ANSWER if name in columns and name in value]
     if isinstance(asked, tuple) and asked[-1]["role"] == "assistant":
-        return asked[:-1], (asked[-1],)
-    name = next((name for name in _ANSWER if name in value), None)
+        if not named:
+            return asked[:-1], (asked[-1],)
+        asked = asked[:-1]  # the named answer stands for the one at the end
+    name = next((name for name in (*named, *_ANSWER) if name in value), None)
     if name is None:
         raise BadRow(NO_ANSWER, f"no assistant's turn at the end of messages, and none of {', '.join(_ANSWER)}")
     before, answer = _answer(value, name)
     return before or asked, (answer,)
 
 
-def _two_answers(value: dict[str, Any], asked: Asked) -> tuple[Asked, tuple[Message, ...]]:
+def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[Asked, tuple[Message, ...]]:
     for name in ("chosen", "rejected"):
         if name not in value:
             raise BadRow(NO_ANSWER, name)

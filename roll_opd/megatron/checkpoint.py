@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import unwrapped
@@ -50,16 +50,17 @@ def save_state(learner: MegatronLearner, directory: Path) -> None:
 
     Raises on every rank when one of them cannot write.
     """
-    if not all(optimizer.optimizer.state for optimizer in learner.optimizer.chained_optimizers):
-        _allocate_optimizer_state(learner)  # no update has been applied yet, and Megatron wants to save a state
+    for optimizer in learner.optimizer.chained_optimizers:
+        if not optimizer.optimizer.state:  # no update has been applied yet, and Megatron wants to save a state
+            _allocate_optimizer_state(optimizer)
     strategy = _InProcessSave("torch_dist", 1)
     dist_checkpointing.save(_state(learner, is_loading=False), str(directory), strategy)
 
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Put back what `save_state` wrote. Collective."""
-    _allocate_optimizer_state(learner)
     for optimizer in learner.optimizer.chained_optimizers:
+        _allocate_optimizer_state(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             _let_step_pass(optimizer)
     state = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
@@ -80,24 +81,23 @@ def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
     return {**model, "optimizer": optimizer, **common}
 
 
-def _allocate_optimizer_state(learner: MegatronLearner) -> None:
+def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Give Adam its (zero) moments of step 0: loading needs tensors to load into, and a fresh optimizer has none."""
-    for optimizer in learner.optimizer.chained_optimizers:
-        inner = optimizer.optimizer
-        rates = [group["lr"] for group in inner.param_groups]
-        for group in inner.param_groups:
-            group["lr"] = 0.0  # moves no weight, not even by decay
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        inner.zero_grad()
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            group["lr"] = rate
-            if "step" in group:  # Transformer Engine's Adam counts here, torch's with the moments
-                group["step"] = 0
-        for moments in inner.state.values():
-            if "step" in moments:
-                moments["step"].zero_()
+    inner = optimizer.optimizer
+    rates = [group["lr"] for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = 0.0  # moves no weight, not even by decay
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    inner.step()
+    inner.zero_grad()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+        if "step" in group:  # Transformer Engine's Adam counts here, torch's with the moments
+            group["step"] = 0
+    for moments in inner.state.values():
+        if "step" in moments:
+            moments["step"].zero_()
 
 
 def _let_step_pass(optimizer: DistributedOptimizer) -> None:

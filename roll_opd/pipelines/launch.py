@@ -11,14 +11,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Literal
 
 from roll_opd.cli import add_config_arguments
-from roll_opd.config.algorithms import AlgorithmError
+from roll_opd.config.algorithms import AlgorithmError, Answered
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.models import ModelFilesError
 from roll_opd.config.plan import DataPlan, RunPlan
+from roll_opd.config.supervised import miscounted
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
 from roll_opd.pipelines.fit import misfits_of_checkpoint, misfits_of_machine
 
@@ -29,7 +29,7 @@ def main(
     description: str,
     *,
     pure: bool | None = None,
-    schema: Literal["sft", "dpo"] | None = None,
+    schema: Answered | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run what the command line asks for and return the exit code; `pure` and `schema` are those of `load_plan`."""
@@ -103,6 +103,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     }
     prompts = dict(zip(data_sets, _prompts(list(data_sets.values()), tokenizer), strict=True))
     training, validation = prompts["training"], prompts.get("validation")
+    if warning := miscounted(plan, len(training)):
+        print(f"warning: {warning}", file=sys.stderr)
     if plan.rollout:
         held_out_tags = validation.by_tag() if validation else {}
         check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.algorithms.advantages import on_last_action, whitening
+from roll_opd.algorithms.advantages import on_last_action, token_advantages, whitening
 from roll_opd.algorithms.baselines import normalised_rewards
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
@@ -99,6 +99,18 @@ def test_whitening_needs_two_tokens() -> None:
     mean, scale = whitening(values, torch.tensor([True, False, True]))
     assert (mean, scale) == (2.0, pytest.approx(math.sqrt(2 + 1e-8), abs=1e-15))
     assert whitening(values, torch.tensor([True, False, False])) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+def test_whitening_leaves_out_what_is_not_finite(spoilt: float) -> None:
+    values, kept = torch.tensor([1.0, spoilt, 4.0, 9.0]), torch.tensor([True, True, True, False])
+    assert whitening(values, kept) == whitening(values[[0, 2]], kept[[0, 2]])
+
+
+def test_one_sample_that_is_not_finite_spoils_no_other() -> None:
+    rewards, mask = torch.tensor([1.0, math.nan, 2.0, 5.0]).double(), torch.ones(4, dtype=torch.bool)
+    found = token_advantages(rewards, mask, [2, 1, 1], whiten_rewards=True, whiten_advantages=True)
+    assert found.advantages_M.isfinite().tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])

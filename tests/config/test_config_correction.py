@@ -34,19 +34,22 @@ def test_nothing_is_corrected_by_default(plan: Plan) -> None:
         ({"is_weight": {"enabled": True, "method": "icepop"}}, CorrectionPlan("icepop", low=0.2, high=5.0)),
         (
             {"filters": [{"enabled": True, "agg_type": "geometric"}, {"enabled": False}]},
-            CorrectionPlan(high=1.2, filters=(TokenFilterPlan("ratio", "geometric", 0.8, 1.2),)),
+            CorrectionPlan(filters=(TokenFilterPlan("ratio", "geometric", 0.8, 1.2),)),
         ),
         (
             {"filters": [{"enabled": True, "ratio_low": None, "diff_enabled": True, "diff_low": -0.5}]},
             CorrectionPlan(
-                high=1.2,
                 filters=(
                     TokenFilterPlan("ratio", "token", None, 1.2),
                     TokenFilterPlan("difference", "token", -0.5, 0.2),
                 ),
             ),
         ),
-        ({"negatives_delta": 0.1}, CorrectionPlan(high=1.2, negatives_delta=0.1)),
+        (
+            {"is_weight": {"method": "icepop", "weight_type": "sequence"}, "negatives_delta": 0.1},
+            CorrectionPlan(negatives_delta=0.1),
+        ),
+        ({"negatives_delta": 0.1}, CorrectionPlan(negatives_delta=0.1)),
     ],
 )
 def test_what_is_written_reaches_the_plan(plan: Plan, written: dict[str, Any], wanted: CorrectionPlan) -> None:

@@ -39,6 +39,7 @@ def test_half_of_each_update_is_the_experts(mix: dict[str, Any], plan: Plan, roo
     assert expert.data.files == (str(root / "expert.jsonl"),)
     assert (expert.data.schema, expert.data.prompt_length) == ("sft", 32 + 48)
     assert expert.data.columns == {"instruction": "q"}
+    assert (expert.data.length_key, run.data.length_key) == ("prompt_length + response_length", "prompt_length")
     assert (run.objective.policy_loss, run.objective.adv_estimator) == ("mix", "grpo")
     assert to_json(run)["batch"]["expert_rows_per_step"] == 16
     assert to_json(run)["batch"]["updates_per_step"] == 2

@@ -38,7 +38,7 @@ DPO_ROWS = [
 
 
 def plan(schema: str, *files: Path, length: int = 128, **fields: object) -> DataPlan:
-    return DataPlan(tuple(map(str, files)), length, schema=schema, **fields)
+    return DataPlan(tuple(map(str, files)), length, schema=schema, length_key="sequence_length", **fields)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -56,6 +56,32 @@ def test_every_form_of_a_row_gives_the_same_tokens(tmp_path: Path, schema: str, 
             : len(prompt.answers)
         ]
         assert len(prompt.answers) == {"sft": 1, "dpo": 2}[schema]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"response": "other"},
+        {"completion": "other", "output": "other"},
+        {"messages": [{"role": "user", "content": "other"}]},
+        {"messages": [{"role": "user", "content": "other"}, {"role": "assistant", "content": "other"}]},
+    ],
+)
+def test_named_columns_go_before_the_usual_ones(other: dict) -> None:
+    columns = FrozenDict({"instruction": "question", "output": "solution"})
+    row = parse_answered({"question": "1+1=", "solution": "2", **other}, "0", plan("sft", columns=columns))
+    assert (row.messages, row.answers) == ((ASK,), (RIGHT,))
+
+
+@pytest.mark.parametrize("messages", [[ASK, RIGHT], json.dumps([ASK, RIGHT])])
+def test_messages_may_be_named_as_the_prompt(messages: object) -> None:
+    row = parse_answered({"messages": messages}, "0", plan("sft", columns={"instruction": "messages"}))
+    assert (row.messages, row.answers) == ((ASK,), (RIGHT,))
+
+
+def test_a_named_answer_stands_for_the_last_turn_of_messages() -> None:
+    row = parse_answered({"messages": [ASK, WRONG], "solution": "2"}, "0", plan("sft", columns={"output": "solution"}))
+    assert (row.messages, row.answers) == ((ASK,), (RIGHT,))
 
 
 def test_prompt_tokens_are_a_prefix_of_the_whole_conversation() -> None:
