@@ -95,6 +95,7 @@ SUPERVISED = {
     ),
 }
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
+POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands where a number should
 UPDATES = 4
 SAVED_AFTER = 2
 
@@ -303,9 +304,8 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
         layout = f"tp{world}"
         jobs += [{"op": op, "name": f"{op}-{layout}", "layout": layout} for op in ("vocab", "columns", "topk")]
     if world == 2:
-        for layout in ("dp2", "pp2", "tp2"):
-            for value in ("nan", "inf"):
-                jobs.append({"op": "poison", "name": f"poison-{layout}-{value}", "layout": layout, "value": value})
+        for layout, value in POISON.items():
+            jobs.append({"op": "poison", "name": f"poison-{layout}", "layout": layout, "value": value})
     return jobs
 
 
