@@ -1,16 +1,14 @@
 """The on-policy loop: the student writes, the teachers score every token, the student learns, and writes again."""
 
-import math
 from dataclasses import replace
 
-from roll_opd.algorithms.kl import adaptive_kl_coefficient
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.source import MixedSource, Prompt, PromptSource
 from roll_opd.pipelines.cast import Cast, assemble, start_judges, teacher_as_sampler
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.record import Record
-from roll_opd.rollout.advantages import advantage_metrics, external_advantages
+from roll_opd.rollout.advantages import advantage_metrics, external_advantages, next_kl_coef
 from roll_opd.rollout.batch import fill_batch
 from roll_opd.rollout.expert import expert_experiences, mixed
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
@@ -92,14 +90,7 @@ async def run_rlvr(
             | opd_metrics(own)
             | advantage_metrics(own, plan.advantage_teachers, plan.objective)
         )
-        if plan.objective.target_kl:
-            kl_coef = adaptive_kl_coefficient(
-                kl_coef,
-                metrics.get("critic/reference_kl", math.nan),
-                target=plan.objective.target_kl,
-                horizon=plan.objective.kl_horizon,
-                samples=len(own),
-            )
+        kl_coef = next_kl_coef(kl_coef, metrics, plan.objective, samples=len(own))
         if held_out and plan.eval_steps and (step % plan.eval_steps == 0 or step == plan.max_steps):
             metrics |= await _validate(plan, held_out, cast.sampler, judges, clock)
         if checkpoints.due(step):

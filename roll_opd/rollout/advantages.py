@@ -6,7 +6,8 @@
 The sums over teachers are over those that scored the sample. In pure distillation there is no external part.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from roll_opd.algorithms.advantages import clipped, on_last_action, token_advantages
 from roll_opd.algorithms.baselines import RewardBatch
-from roll_opd.algorithms.kl import KL_ESTIMATORS
+from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.table import advantage
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
@@ -80,6 +81,16 @@ def external_advantages(
             zip(experiences, found.advantages_M.split(lengths), found.returns_M.split(lengths), strict=True)
         )
     ]
+
+
+def next_kl_coef(kl_coef: float, metrics: Mapping[str, float], objective: ObjectivePlan, *, samples: int) -> float:
+    """The token-level KL's coefficient in the next step: another one where `target_kl` says what the KL is to be."""
+    if objective.target_kl is None:
+        return kl_coef
+    kl = metrics.get("critic/reference_kl", math.nan)
+    return adaptive_kl_coefficient(
+        kl_coef, kl, target=objective.target_kl, horizon=objective.kl_horizon, samples=samples
+    )
 
 
 def token_level_rewards(

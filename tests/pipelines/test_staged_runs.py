@@ -108,10 +108,11 @@ def test_distillation_brings_the_student_closer(stage: Stage, objective: str) ->
 
 
 def test_a_kl_coefficient_that_adapts_and_a_correction(stage: Stage) -> None:
-    """Both on record, step by step; arXiv 1909.08593 for the coefficient."""
+    """Both on record, step by step and after a resume; arXiv 1909.08593 for the coefficient."""
     token_level = ("add_token_level_kl=true", "init_kl_coef=0.05", "target_kl=0.01", "kl_horizon=640")
     tight = "+train_infer_correction={is_weight: {enabled: true}, filters: [{enabled: true, ratio_low: 0.9999999}]}"
-    run = rewarded(stage, REFERENCE, *token_level, tight)
+    settings = (REFERENCE, *token_level, tight, "save_steps=2", "max_ckpt_to_keep=0")
+    run = rewarded(stage, *settings)
     assert run.code == 0
     rows, coefficient = run.rows("metrics.jsonl")[1:], 0.05
     for row in rows:
@@ -126,6 +127,10 @@ def test_a_kl_coefficient_that_adapts_and_a_correction(stage: Stage) -> None:
         ratio = np.exp(np.array(row["student_logprobs"]) - np.array(row["rollout_logprobs"]))
         clear = np.abs(ratio - 0.9999999) > 1e-7
         assert np.array_equal(np.array(row["loss_mask"])[clear], (ratio >= 0.9999999)[clear])
+    again = rewarded(stage, *settings, f"resume_from_checkpoint={run.path}/checkpoints/step_2")
+    assert again.code == 0
+    for name in ("critic/kl_coef", "critic/reference_kl", "rollout/correction/masked_rate", "actor/grad_norm"):
+        assert again.rows("metrics.jsonl")[STEPS][name] == rows[STEPS - 1][name]
 
 
 def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
