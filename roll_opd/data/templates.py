@@ -4,8 +4,10 @@ A conversation goes through the template; a row that brings a plain `prompt` has
 that text is tokenised as it is, whatever the template.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_opd.data.rows import DataError, Row
@@ -13,6 +15,8 @@ from roll_opd.data.rows import DataError, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# what `AutoTokenizer` would load from tokenizer.json itself, after importing torch, which takes seconds
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -56,12 +60,23 @@ class Template:
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     """The tokenizer of a Hugging Face model directory; `DataError` where there is none that loads."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     try:
+        if _tokenizer_class(path) in GENERIC_CLASSES:
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"no tokenizer could be loaded from {path}: {error}") from error
+
+
+def _tokenizer_class(path: str) -> str | None:
+    directory = Path(path)
+    if not (directory / "tokenizer.json").is_file() or not (directory / "tokenizer_config.json").is_file():
+        return None
+    return json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
