@@ -94,7 +94,7 @@ class Checkpoints:
     def _remove(self, checkpoint: Path) -> None:
         """Remove so that a kill in the middle leaves no half checkpoint that looks whole."""
         if checkpoint.exists():
-            doomed = checkpoint.with_name(f"{_PARTIAL}{checkpoint.name}")
+            doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # a new one may be written already
             os.replace(checkpoint, doomed)
             shutil.rmtree(doomed)
 

@@ -1,4 +1,4 @@
-"""SIGKILL of a process leaves none of its engine processes behind."""
+"""SIGKILL of a process leaves none of its children behind; of a whole run, see tests/pipelines/test_runs.py."""
 
 import os
 import signal
@@ -62,15 +62,3 @@ print("ready", flush=True)
 time.sleep(600)
 """
     assert kill_and_see_who_is_left(run_until_ready(program)) == []
-
-
-def test_an_engine_dies_with_its_driver(tiny_model_path: str) -> None:
-    program = """
-if __name__ == "__main__":
-    import sys, time
-    from inference_models import Running
-    engine = Running(sys.argv[1])
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-    assert kill_and_see_who_is_left(run_until_ready(program, tiny_model_path)) == []

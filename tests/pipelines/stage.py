@@ -17,10 +17,10 @@ from runs import REPOSITORY, Run
 from roll_opd.cluster import runtime
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.build import load_plan
-from roll_opd.config.plan import RunPlan
+from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import cast, launch, rlvr
 from roll_opd.pipelines.cast import Cast
-from roll_opd.workers.roles import Judge, Sampler
+from roll_opd.workers.roles import Judge, Sampler, Teacher
 
 WITH_REWARD, WITH_CRITIC, PURE = ("demo", "rlvr"), ("demo", "ppo"), ("demo", "onpolicy_distill")
 SHORT = (
@@ -63,11 +63,19 @@ class Stage:
         self._cast = loop.run_until_complete(cast.start(plan, self.placement))
         loop.run_until_complete(self._cast.save(place / "start"))
 
-    def run(self, *overrides: str, config: tuple[str, str], pure: bool = False, name: str = "staged") -> Run:
+    def run(
+        self,
+        *overrides: str,
+        config: tuple[str, str],
+        pure: bool = False,
+        name: str = "staged",
+        place: Path | None = None,
+    ) -> Run:
         """Launch `config`; its name for a role may be another, its settings of a worker may not."""
-        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={self.place}", *overrides]
+        place = place or self.place
+        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *overrides]
         code = launch.main("a run on a stage", pure=pure, arguments=[*command, f"exp_name={name}"])
-        return Run(code, "", (self.place / name / "latest").resolve())
+        return Run(code, "", (place / name / "latest").resolve())
 
     @property
     def first_weights(self) -> Path:
@@ -84,7 +92,6 @@ class Stage:
             (plan.student, self._plan.student),
             (plan.reference, self._plan.reference),
             (plan.critic, self._plan.critic),
-            *[(t.worker, self._plan.teachers[0].worker) for t in plan.teachers],
         ):
             assert wanted is None or worker_settings(wanted) == worker_settings(found)
         await there.load(self.place / "start")
@@ -94,12 +101,20 @@ class Stage:
             sampler=Lasting(there.sampler.engines),
             scorers=replace(
                 scorers,
-                teachers=tuple(replace(scorers.teachers[0], plan=teacher) for teacher in plan.teachers),
+                teachers=tuple(self._teacher(teacher) for teacher in plan.teachers),
                 reference=scorers.reference if plan.reference else None,
             ),
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
         return await cast.instruct(taking_part, plan, judges)
+
+    def _teacher(self, plan: TeacherPlan) -> Teacher:
+        """The frozen role that was started as this teacher is to be; the reference policy may be one."""
+        started = ((self._plan.teachers[0].worker, self._cast.scorers.teachers[0]),)
+        started += ((self._plan.reference, self._cast.scorers.reference),)
+        wanted = worker_settings(plan.worker)
+        (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
+        return Teacher(plan.worker.name, role.group, role.vocab_size, plan)
 
 
 class Lasting(Sampler):

@@ -1,5 +1,8 @@
 """Runs of every algorithm and objective by the same roles: they move the weights, and what is to teach teaches."""
 
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +24,9 @@ def rewarded(stage: Stage, *overrides: str, config: tuple[str, str] = WITH_REWAR
     return stage.run(*SHORT, *optimizer_of("actor_train"), f"max_steps={STEPS}", *overrides, config=config)
 
 
-def pure(stage: Stage, *overrides: str) -> Run:
+def pure(stage: Stage, *overrides: str, place: Path | None = None) -> Run:
     settings = (*SHORT, *optimizer_of("student_train"), f"max_steps={STEPS}")
-    return stage.run(*settings, *overrides, config=PURE, pure=True)
+    return stage.run(*settings, *overrides, config=PURE, pure=True, place=place)
 
 
 def last_weights(run: Run) -> Path:
@@ -157,3 +160,36 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
         acted = np.flatnonzero(sample["action_mask"]).tolist()
         assert sample["not_finite"]["teacher_logprobs.teacher"] == acted
         assert "student_logprobs" not in sample["not_finite"] and None not in sample["student_logprobs"]
+
+
+def test_a_student_that_is_its_own_teacher_learns_nothing(stage: Stage) -> None:
+    """Neither from sampled tokens nor from the whole vocabulary."""
+    myself = REFERENCE.replace("reference", "teacher", 1)
+    run = pure(stage, "~teacher", myself, "allow_self_teacher=true", "opd_objective=full", "max_steps=1")
+    assert run.code == 0
+    for row in run.rows("samples.jsonl"):
+        gap = np.array(row["student_logprobs"]) - np.array(row["teacher_logprobs"]["teacher"])
+        assert np.abs(gap).max() < 1e-6
+    assert abs(run.rows("metrics.jsonl")[1]["actor/opd_loss"]) < 1e-6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint of the demo's student and not for two."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", mount]).returncode:
+        pytest.skip("needs the right to mount a small tmpfs (root)")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    stage: Stage, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = pure(stage, "save_steps=1", "max_ckpt_to_keep=0", place=small_disk)
+    assert run.code == 2
+    said = capsys.readouterr().err
+    assert "could not be written" in said and "MiB free" in said and "resume_from_checkpoint=true" in said
+    assert [path.name for path in run.path.glob("checkpoints/*")] == ["step_1"]
+    assert (run.path / "checkpoints/step_1/hf/model.safetensors").stat().st_size > 1_000_000
