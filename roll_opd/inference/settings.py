@@ -8,20 +8,22 @@ import difflib
 import os
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from roll_opd.config.frozen import thaw
+from roll_opd.config.models import read_model
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.plugin import BACKEND, DIE_WITH_PARENT, PLUGIN_NAME
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 ENVIRONMENT = {
     DIE_WITH_PARENT: "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's own default takes most of the machine's memory
     THREADS_BIND: "nobind",  # engines share cores with trainers and teachers
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -40,13 +42,30 @@ DECIDED_BY_PLAN = {
 }
 
 
-def prepare_environment() -> None:
+EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler has something compiled even when all else is eager
+
+KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's own default takes most of the machine's memory
+CPU_BLOCK = 128  # tokens: vLLM's default there
+
+
+def prepare_environment(*, eager_on_cpu: bool) -> None:
     """Set what vLLM needs and the user has not set, in this process and so in the engine's processes."""
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | (EAGER_ENVIRONMENT if eager_on_cpu else {})).items():
         os.environ.setdefault(name, value)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [allowed, PLUGIN_NAME]))
+
+
+def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: int, tp: int) -> int:
+    """Memory of each of `tp` ranks for `sequences` of full length at once: `KV_CACHE_LIMIT`, or less if less will do.
+
+    Never less than one sequence needs. All of it is written to when an engine starts.
+    """
+    facts = read_model(Path(model.path))
+    each_token = 2 * facts.layers * max(1, facts.kv_heads // tp) * facts.head_dim * DTYPE_BYTES[model.dtype]
+    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one block more: vLLM keeps some of its own
+    return max(each_sequence, min(sequences * each_sequence, KV_CACHE_LIMIT))
 
 
 def check_plugin_is_installed() -> None:
@@ -85,6 +104,9 @@ def resolve_engine_args(
     if on_cpu:
         defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
         defaults["max_num_seqs"] = 256  # vLLM says 128 here; a step of a small model is mostly overhead
+        sequences = engine_args.get("max_num_seqs", defaults["max_num_seqs"])
+        block = engine_args.get("block_size") or CPU_BLOCK
+        defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
         # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine
         # dies
         defaults["enable_chunked_prefill"] = False

@@ -8,10 +8,12 @@ built in a patched process gets corrupt buffers.
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
 
 _CPU = torch.device("cpu")
 _CONSTRUCTORS = (
@@ -95,9 +97,27 @@ def install_cpu_port() -> None:
     cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor
     cuda.BFloat16Tensor = torch.BFloat16Tensor
 
-    from megatron.core.tensor_parallel import random
-
     # There is but one random state here, so its warning that the CPU's changed along with the GPU's says nothing
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def shared_groups() -> Iterator[None]:
+    """Let Megatron have one process group for the same ranks inside the `with` block, instead of some thirty.
+
+    gloo gives each group threads of its own, which wake up a hundred times a second as long as they live.
+    """
+    create, made = parallel_state.create_group, {}
+
+    def created(ranks: Sequence[int], **settings: Any) -> Any:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = create(ranks, **settings)
+        return made[tuple(ranks)]
+
+    parallel_state.create_group = created
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create

@@ -3,6 +3,7 @@
 Reads what `torchrun` and our Ray workers both set: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
+import contextlib
 import datetime
 import os
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from roll_opd.config.plan import Layout
-from roll_opd.megatron.cpu import install_cpu_port
+from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
 
@@ -31,21 +32,22 @@ def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        backend = "nccl"
+        backend, groups = "nccl", contextlib.nullcontext()
     else:
-        device, backend = torch.device("cpu"), "gloo"
+        device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
         torch.use_deterministic_algorithms(True)
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-    )
+    with groups:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return device
 

@@ -62,6 +62,13 @@ class Cast:
         if self.critic:
             await self.critic.load(directory / CRITIC)
 
+    async def end(self) -> None:
+        """End everyone's processes."""
+        await self.sampler.end()
+        for role in (self.student, self.critic, self.scorers.reference, *self.scorers.teachers):
+            if role:
+                role.group.end()
+
 
 async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
     """Start every role but the judges, all at once, and wait until all are ready for the plan's objective."""
@@ -126,7 +133,7 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
     try:
         yield sampler
     finally:
-        await sampler.close()
+        await sampler.end()
 
 
 async def start_judges(plan: RunPlan) -> tuple[Judge, ...]:

@@ -60,6 +60,8 @@ async def run_dpo(
         record.log(step, {"ids": [row.id for row in rows]}, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
+    student.group.end()
+    reference.group.end()
 
 
 async def _referred(rows: Sequence[Prompt], reference: Scorer) -> list[TrainSample]:

@@ -99,7 +99,7 @@ async def run_rlvr(
         record.step(step, batch, experiences, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
-    await cast.sampler.close()
+    await cast.end()
 
 
 async def _send_weights(cast: Cast, version: int) -> None:

@@ -50,6 +50,7 @@ async def run_sft(
         record.log(step, {"ids": [row.id for row in rows]}, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
+    student.group.end()
 
 
 def _samples(rows: Sequence[Prompt]) -> list[TrainSample]:

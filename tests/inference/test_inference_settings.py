@@ -1,6 +1,7 @@
 """What a user may and may not pass to vLLM, and the plugin that vLLM loads in every process."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -8,12 +9,13 @@ from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference import plugin, settings
 
+STUDENT = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 KNOWN = {"gpu_memory_utilization", "block_size", "max_num_seqs", "load_format", "seed", "compilation_config"}
 
 
 def resolve(on_cpu: bool = True, **engine_args: object) -> dict:
     return settings.resolve_engine_args(
-        ModelPlan("some/model", "bf16"),
+        ModelPlan(str(STUDENT), "bf16"),
         max_model_len=32,
         seed=3,
         tensor_parallel_size=1,
@@ -47,9 +49,20 @@ def test_cpu_defaults_stay_on_the_cpu() -> None:
         resolve(on_cpu=True, enable_chunked_prefill=True)
 
 
+def test_the_kv_cache_holds_all_sequences_and_is_no_larger_than_it_must_be() -> None:
+    model = ModelPlan(str(STUDENT), "fp32")  # 3 layers, 2 heads of 32 for keys and values
+    token = 2 * 3 * 2 * 32 * 4
+    assert settings.kv_cache_bytes(model, 80, 64, block=128, tp=1) == 64 * 256 * token
+    assert settings.kv_cache_bytes(model, 129, 1, block=128, tp=2) == 384 * token / 2
+    assert settings.kv_cache_bytes(model, 80, 10**6, block=128, tp=1) == 2**30
+    assert settings.kv_cache_bytes(model, 10**6, 64, block=16, tp=1) == (10**6 + 16) * token > 2**30
+    assert resolve(kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 5
+    assert "kv_cache_memory_bytes" not in resolve(on_cpu=False)
+
+
 def test_the_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "7", "VLLM_PLUGINS": "other"})
-    settings.prepare_environment()
+    settings.prepare_environment(eager_on_cpu=True)
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
     assert os.environ["VLLM_PLUGINS"] == "other,roll_opd"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"

@@ -1,4 +1,4 @@
-"""What the Megatron workers are asked to do: layouts, sequences, train samples and the list of jobs of each launch.
+"""What the Megatron workers are asked to do: layouts, sequences, train samples and the list of their jobs.
 
 Shared by the workers and by the tests that compare their answers with Hugging Face, so everything is seeded, and
 nothing here imports an engine.
@@ -94,6 +94,8 @@ SUPERVISED = {
         loss_agg_mode="seq-mean-token-mean",
     ),
 }
+# layout -> (sequences a micro-batch, tokens a micro-batch); a pair is never torn apart
+SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None)}
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
 POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands where a number should
 UPDATES = 4
@@ -275,11 +277,12 @@ def train_variants(layout: str) -> list[tuple[str, bool, int | None]]:
     return [*variants, ("qwen3_tied", True, None), ("qwen3_tied", False, 70)] if layout == "tp1" else variants
 
 
-def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
-    """All that one launch of the worker does; `launch` is a world size, or "resume" (2 ranks, after "2")."""
-    if launch == "resume":
-        return _resume_jobs(root)
-    world = int(launch)
+def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(ranks of a job, jobs), in order; all processes meet in the jobs of four, before what needs saved states."""
+    return [*((world, _jobs_of(world)) for world in (1, 2, 4)), (2, _resume_jobs(root))]
+
+
+def _jobs_of(world: int) -> list[dict[str, Any]]:
     jobs: list[dict[str, Any]] = []
     for layout in (name for name in FROZEN_LAYOUTS if LAYOUTS[name].world_size == world):
         for model in (*MODELS, *demo_models(layout)):
@@ -293,13 +296,12 @@ def jobs_of(launch: str, root: Path) -> list[dict[str, Any]]:
         jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
-    if world == 4:
-        jobs += [
-            {"op": "supervised", "name": schema, "model": "qwen3_tied", "layout": "tp2dp2"} for schema in SUPERVISED
-        ]
+    for layout in (name for name in SUPERVISED_LAYOUTS if LAYOUTS[name].world_size == world):
+        for schema in SUPERVISED:
+            jobs.append({"op": "supervised", "name": f"{schema}-{layout}", "schema": schema, "layout": layout})
     if world == 1:
         jobs.append(_critic_job("tp1", "qwen3"))
-        jobs.append({"op": "memory", "layout": "tp1"})
+        jobs.append({"op": "memory", "name": "memory", "layout": "tp1"})
     if world in (1, 2):
         layout = f"tp{world}"
         jobs += [{"op": op, "name": f"{op}-{layout}", "layout": layout} for op in ("vocab", "columns", "topk")]

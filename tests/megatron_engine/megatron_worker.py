@@ -1,6 +1,6 @@
-"""One rank of a launch: does the jobs of `megatron_cases.jobs_of` one after the other and writes what came out.
+"""One of four processes: does its share of `megatron_cases.rounds`, in teams as large as a job's world, and writes.
 
-    torchrun --nproc_per_node N megatron_worker.py LAUNCH ROOT
+    torchrun --nproc_per_node 4 megatron_worker.py ROOT
 
 Importing Megatron's engine patches torch on a CPU, so this never runs inside the test process.
 """
@@ -196,10 +196,10 @@ def critic(job: Job, root: Path) -> None:
 
 def supervised(job: Job, root: Path) -> None:
     """One update, in several micro-batches a rank."""
-    trainer = trainer_of(job, root, cases.optimizer_plan(True), MicroBatchLimits(tokens=70))
-    result = trainer.update(
-        cases.supervised_samples(job["name"]), cases.SUPERVISED[job["name"]], 1.0, cases.SUPERVISED_STEP
-    )
+    limits = MicroBatchLimits(*cases.SUPERVISED_LAYOUTS[job["layout"]])
+    trainer = trainer_of({**job, "model": "qwen3_tied"}, root, cases.optimizer_plan(True), limits)
+    schema = job["schema"]
+    result = trainer.update(cases.supervised_samples(schema), cases.SUPERVISED[schema], 1.0, cases.SUPERVISED_STEP)
     write_json(root / f"{job['name']}.json", record(result))
     save_hf(trainer, root / f"{job['name']}.hf")
 
@@ -445,11 +445,14 @@ def meet_anew(file: Path) -> None:
 
 
 def main() -> None:
-    launch, root = sys.argv[1], Path(sys.argv[2])
-    for number, job in enumerate(cases.jobs_of(launch, root)):
-        meet_anew(root / f"port-{launch}-{number}")
-        OPERATIONS[job["op"]](job, root)
-        parallel.shutdown()
+    process, processes, root = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
+    for number, (world, jobs) in enumerate(cases.rounds(root)):
+        team, rank = divmod(process, world)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+        for job in jobs[team :: processes // world]:
+            meet_anew(root / f"port-{number}-{job['name']}")
+            OPERATIONS[job["op"]](job, root)
+            parallel.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Launches
+from conftest import Answers
 from test_megatron_training import assert_close, records
 
 Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def naive(launches: Launches) -> tuple[list[dict], Weights]:
-    return reference.naive_critic_training(cases.model_path(launches.root, "valued"))
+def naive(answers: Answers) -> tuple[list[dict], Weights]:
+    return reference.naive_critic_training(cases.model_path(answers.root, "valued"))
 
 
 def values_of(path: Any) -> list[np.ndarray]:
@@ -26,10 +26,9 @@ def values_of(path: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("layout", cases.TRAIN_LAYOUTS)
-def test_values_are_of_the_state_before_each_token(launches: Launches, layout: str) -> None:
-    launches.run(str(cases.LAYOUTS[layout].world_size))
-    found = launches.arrays(f"{cases.critic_name(layout)}-values")
-    wanted = values_of(cases.model_path(launches.root, "valued"))
+def test_values_are_of_the_state_before_each_token(answers: Answers, layout: str) -> None:
+    found = answers.arrays(f"{cases.critic_name(layout)}-values")
+    wanted = values_of(cases.model_path(answers.root, "valued"))
     assert sorted(found, key=int) == [str(number) for number in range(len(wanted))]
     for number, values in enumerate(wanted):
         assert found[str(number)].dtype == np.float32
@@ -38,22 +37,21 @@ def test_values_are_of_the_state_before_each_token(launches: Launches, layout: s
 
 
 @pytest.mark.parametrize("layout", cases.TRAIN_LAYOUTS)
-def test_training_equals_the_naive_one(launches: Launches, naive: tuple[list[dict], Weights], layout: str) -> None:
-    launches.run(str(cases.LAYOUTS[layout].world_size))
+def test_training_equals_the_naive_one(answers: Answers, naive: tuple[list[dict], Weights], layout: str) -> None:
     wanted, final = naive
-    found = records(launches, cases.critic_name(layout))
+    found = records(answers, cases.critic_name(layout))
     assert len(found) == len(wanted) == cases.UPDATES
     for record, plain in zip(found, wanted, strict=True):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
         assert record["learning_rate"] == pytest.approx(plain["learning_rate"], rel=1e-6)
         assert all(record["applied"])
-    before = dict(reference.load_critic(cases.model_path(launches.root, "valued")).named_parameters())
-    assert_close(launches.weights(cases.critic_name(layout)), final, before)
+    before = dict(reference.load_critic(cases.model_path(answers.root, "valued")).named_parameters())
+    assert_close(answers.weights(cases.critic_name(layout)), final, before)
 
 
-def test_sums_of_the_first_update(launches: Launches) -> None:
-    network = reference.load_critic(cases.model_path(launches.root, "valued"))
+def test_sums_of_the_first_update(answers: Answers) -> None:
+    network = reference.load_critic(cases.model_path(answers.root, "valued"))
     tokens = clipped = 0
     total = error = 0.0
     for sample in cases.value_samples(0):
@@ -65,40 +63,39 @@ def test_sums_of_the_first_update(launches: Launches) -> None:
             error += float(values[t] - sample.returns[t]) ** 2
             clipped += bool((held - sample.returns[t]) ** 2 > (values[t] - sample.returns[t]) ** 2)
     for layout in ("tp2sp", "pp2", "dp2"):
-        record = records(launches.run("2"), cases.critic_name(layout))[0]
+        record = records(answers, cases.critic_name(layout))[0]
         assert (record["tokens"], record["clipped"]) == (tokens, clipped) and clipped > 0
         assert record["values"] == pytest.approx(total, rel=1e-4)
         assert record["squared_error"] == pytest.approx(error, rel=1e-4)
 
 
-def test_without_a_head_to_take_over_all_values_are_0_at_first(launches: Launches) -> None:
+def test_without_a_head_to_take_over_all_values_are_0_at_first(answers: Answers) -> None:
     name = cases.critic_name("tp1", "qwen3")
-    found = launches.run("1").arrays(f"{name}-values")
+    found = answers.arrays(f"{name}-values")
     assert len(found) > 2 and not np.concatenate(list(found.values())).any()
-    assert launches.weights(name)["score.weight"].any()
+    assert answers.weights(name)["score.weight"].any()
 
 
 @pytest.mark.parametrize(("saved", "loads"), cases.CRITIC_RESUMES)
-def test_resumed_equals_uninterrupted(launches: Launches, saved: str, loads: str) -> None:
-    launches.run("2").run("resume")
+def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) -> None:
     name = cases.critic_resume_name(saved, loads)
-    straight, resumed = launches.weights(cases.critic_name(saved)), launches.weights(name)
+    straight, resumed = answers.weights(cases.critic_name(saved)), answers.weights(name)
     assert straight.keys() == resumed.keys() and "score.weight" in resumed
     for key, tensor in straight.items():
         if saved == loads:
             assert torch.equal(resumed[key], tensor), key
         else:
             assert (resumed[key] - tensor).abs().max() <= 1e-6, key
-    before = records(launches, cases.critic_name(saved))[cases.SAVED_AFTER :]
-    assert [r["learning_rate"] for r in records(launches, name)] == [r["learning_rate"] for r in before]
+    before = records(answers, cases.critic_name(saved))[cases.SAVED_AFTER :]
+    assert [r["learning_rate"] for r in records(answers, name)] == [r["learning_rate"] for r in before]
 
 
-def test_what_it_saves_is_a_model_with_one_label(launches: Launches) -> None:
+def test_what_it_saves_is_a_model_with_one_label(answers: Answers) -> None:
     """Though it began as a language model."""
     name = cases.critic_name("tp1", "qwen3")
-    path = launches.run("1").root / f"{name}.hf"
+    path = answers.root / f"{name}.hf"
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     model = reference.load_critic(path)
     assert model.config.num_labels == 1
-    assert launches.weights(name).keys() == dict(model.named_parameters()).keys()
+    assert answers.weights(name).keys() == dict(model.named_parameters()).keys()

@@ -5,28 +5,27 @@ import json
 import megatron_cases as cases
 import megatron_reference as reference
 import pytest
-from conftest import Launches
+from conftest import Answers
 
 
 @pytest.fixture(scope="module")
-def naive(launches: Launches) -> tuple[list[dict], dict]:
-    paths = {name: cases.model_path(launches.root, name) for name in cases.TEACHERS}
-    return reference.naive_distilling(paths, cases.model_path(launches.root, "qwen3_tied"))
+def naive(answers: Answers) -> tuple[list[dict], dict]:
+    paths = {name: cases.model_path(answers.root, name) for name in cases.TEACHERS}
+    return reference.naive_distilling(paths, cases.model_path(answers.root, "qwen3_tied"))
 
 
 @pytest.mark.parametrize("layout", cases.TEACHER_LAYOUTS)
-def test_distilling_equals_the_naive_one(launches: Launches, naive: tuple[list[dict], dict], layout: str) -> None:
+def test_distilling_equals_the_naive_one(answers: Answers, naive: tuple[list[dict], dict], layout: str) -> None:
     """Two teachers, on another layout than the student's; one has a wider vocabulary, each looks at some samples."""
-    launches.run(str(cases.LAYOUTS[layout].world_size))
-    found = json.loads((launches.root / f"distil-{layout}.json").read_text())
+    found = json.loads((answers.root / f"distil-{layout}.json").read_text())
     wanted, final = naive
     assert len(found) == len(wanted) == len(cases.DISTILLING)
     for record, plain in zip(found, wanted, strict=True):
         assert record["applied"]
         assert record["loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
-    before = dict(reference.load(cases.model_path(launches.root, "qwen3_tied")).named_parameters())
-    for name, tensor in launches.weights(f"distil-{layout}").items():
+    before = dict(reference.load(cases.model_path(answers.root, "qwen3_tied")).named_parameters())
+    for name, tensor in answers.weights(f"distil-{layout}").items():
         moved = (final[name] - before[name]).norm()
         assert moved > 0
         assert (tensor - final[name]).norm() <= 2e-3 * moved, name

@@ -11,7 +11,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Launches
+from conftest import Answers
 from safetensors.torch import load_file
 
 GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.MODELS]
@@ -25,17 +25,13 @@ PAIRS = [
 Expected = Callable[[str, float], list[np.ndarray]]
 
 
-def launch_of(layout: str) -> str:
-    return str(cases.LAYOUTS[layout].world_size)
-
-
 @pytest.fixture(scope="module")
-def expected(launches: Launches) -> Expected:
+def expected(answers: Answers) -> Expected:
     """Hugging Face's log-probs of every sequence, by (model, temperature)."""
 
     @cache
     def compute(model: str, temperature: float) -> list[np.ndarray]:
-        network = reference.load(cases.model_path(launches.root, model))
+        network = reference.load(cases.model_path(answers.root, model))
         with torch.no_grad():
             return [
                 reference.token_logprobs(network, tokens, prompt, temperature).numpy()
@@ -46,10 +42,9 @@ def expected(launches: Launches) -> Expected:
 
 
 @pytest.mark.parametrize(("layout", "model"), GRID + DEMO_GRID)
-def test_logprobs_equal_hugging_face(launches: Launches, expected: Expected, layout: str, model: str) -> None:
-    launches.run(launch_of(layout))
+def test_logprobs_equal_hugging_face(answers: Answers, expected: Expected, layout: str, model: str) -> None:
     for name, (_, _, temperature) in cases.PASSES.items():
-        scored = launches.arrays(f"frozen-{model}-{layout}-{name}")
+        scored = answers.arrays(f"frozen-{model}-{layout}-{name}")
         wanted = expected(model, temperature)
         assert sorted(scored, key=int) == [str(number) for number in range(len(wanted))]
         for number, values in enumerate(wanted):
@@ -58,9 +53,9 @@ def test_logprobs_equal_hugging_face(launches: Launches, expected: Expected, lay
 
 
 @pytest.mark.parametrize(("layout", "model"), GRID)
-def test_one_sequence_alone(launches: Launches, expected: Expected, layout: str, model: str) -> None:
+def test_one_sequence_alone(answers: Answers, expected: Expected, layout: str, model: str) -> None:
     """Fewer sequences than data-parallel ranks: one rank has nothing to do."""
-    scored = launches.run(launch_of(layout)).arrays(f"frozen-{model}-{layout}-lonely")
+    scored = answers.arrays(f"frozen-{model}-{layout}-lonely")
     assert list(scored) == ["0"]
     np.testing.assert_allclose(scored["0"], expected(model, 1.0)[0], rtol=0, atol=1e-5)
 
@@ -76,12 +71,11 @@ def test_the_references_tell_places_models_and_temperatures_apart(expected: Expe
 
 
 @pytest.mark.parametrize("model", cases.MODELS)
-def test_the_gather_shifts_by_one(launches: Launches, model: str) -> None:
+def test_the_gather_shifts_by_one(answers: Answers, model: str) -> None:
     """Entry i is log p(token P+i | tokens before P+i): not the place before, not the place after."""
-    launches.run("1")
-    network = reference.load(cases.model_path(launches.root, model))
+    network = reference.load(cases.model_path(answers.root, model))
     tokens, prompt = cases.sequences(cases.VOCABULARY)[0]
-    scored = launches.arrays(f"frozen-{model}-tp1-pack")["0"]
+    scored = answers.arrays(f"frozen-{model}-tp1-pack")["0"]
     with torch.no_grad():
         table = reference.all_logprobs(network, tokens, 1.0).numpy()
     assert len(scored) == len(tokens) - prompt
@@ -91,38 +85,34 @@ def test_the_gather_shifts_by_one(launches: Launches, model: str) -> None:
     assert np.abs(scored - table[places - 1, tokens[places - 1]]).mean() > 0.1
 
 
-def largest_difference(launches: Launches, model: str, one: str, other: str) -> float:
+def largest_difference(answers: Answers, model: str, one: str, other: str) -> float:
     differences = [0.0]
     for name in cases.PASSES:
-        left = launches.arrays(f"frozen-{model}-{one}-{name}")
-        right = launches.arrays(f"frozen-{model}-{other}-{name}")
+        left = answers.arrays(f"frozen-{model}-{one}-{name}")
+        right = answers.arrays(f"frozen-{model}-{other}-{name}")
         differences += [float(np.abs(left[key] - right[key]).max(initial=0)) for key in left]
     return max(differences)
 
 
 @pytest.mark.parametrize(("model", "one", "other"), PAIRS)
-def test_reverse_kl_of_equal_weights_is_zero(launches: Launches, model: str, one: str, other: str) -> None:
+def test_reverse_kl_of_equal_weights_is_zero(answers: Answers, model: str, one: str, other: str) -> None:
     """A teacher with the student's weights but another layout adds nothing."""
-    for layout in (one, other):
-        launches.run(launch_of(layout))
-    assert largest_difference(launches, model, one, other) < 1e-6
+    assert largest_difference(answers, model, one, other) < 1e-6
 
 
 @pytest.mark.parametrize(("layout", "model"), GRID)
-def test_export_is_bit_exact(launches: Launches, layout: str, model: str) -> None:
-    launches.run(launch_of(layout))
-    source = load_file(Path(cases.model_path(launches.root, model)) / "model.safetensors")
-    exported = launches.weights(f"frozen-{model}-{layout}")
+def test_export_is_bit_exact(answers: Answers, layout: str, model: str) -> None:
+    source = load_file(Path(cases.model_path(answers.root, model)) / "model.safetensors")
+    exported = answers.weights(f"frozen-{model}-{layout}")
     assert exported.keys() == source.keys()
     for name, tensor in source.items():
         assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
 
 
 @pytest.mark.parametrize(("layout", "model"), DEMO_GRID)
-def test_export_keeps_configuration_and_tokenizer(launches: Launches, layout: str, model: str) -> None:
-    launches.run(launch_of(layout))
-    source = Path(cases.model_path(launches.root, model))
-    exported = launches.root / f"frozen-{model}-{layout}.hf"
+def test_export_keeps_configuration_and_tokenizer(answers: Answers, layout: str, model: str) -> None:
+    source = Path(cases.model_path(answers.root, model))
+    exported = answers.root / f"frozen-{model}-{layout}.hf"
     assert sorted(file.name for file in exported.iterdir()) == sorted(file.name for file in source.iterdir())
     for file in source.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
@@ -133,9 +123,8 @@ def test_export_keeps_configuration_and_tokenizer(launches: Launches, layout: st
 
 
 @pytest.mark.parametrize("model", cases.DEMO_MODELS)
-def test_exported_model_loads_in_transformers(launches: Launches, model: str) -> None:
-    launches.run("2")
-    source = reference.load(cases.model_path(launches.root, model))
-    exported = reference.load(launches.root / f"frozen-{model}-tp2.hf")
+def test_exported_model_loads_in_transformers(answers: Answers, model: str) -> None:
+    source = reference.load(cases.model_path(answers.root, model))
+    exported = reference.load(answers.root / f"frozen-{model}-tp2.hf")
     for name, tensor in source.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name

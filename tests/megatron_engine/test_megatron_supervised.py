@@ -1,5 +1,5 @@
-"""One update of SFT, of DPO and of an expert's rows among the student's samples, over tensor and data parallelism,
-against Hugging Face, autograd and the formulas.
+"""One update of SFT, of DPO and of an expert's rows among the student's samples, over tensor, pipeline and data
+parallelism, against Hugging Face, autograd and the formulas.
 """
 
 import json
@@ -10,7 +10,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Launches
+from conftest import Answers
 from transformers import PreTrainedModel
 
 
@@ -62,23 +62,25 @@ def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
     return total
 
 
+@pytest.mark.parametrize("layout", cases.SUPERVISED_LAYOUTS)
 @pytest.mark.parametrize(
     ("schema", "loss_of"), [("sft", naive_sft), ("dpo", naive_dpo), ("mix_chord", naive_mix_chord)]
 )
-def test_an_update_equals_the_naive_one(launches: Launches, schema: str, loss_of) -> None:
-    found = json.loads((launches.run("4").root / f"{schema}.json").read_text())
-    model = reference.load(cases.model_path(launches.root, "qwen3_tied"))
+def test_an_update_equals_the_naive_one(answers: Answers, layout: str, schema: str, loss_of) -> None:
+    name = f"{schema}-{layout}"
+    found = json.loads((answers.root / f"{name}.json").read_text())
+    model = reference.load(cases.model_path(answers.root, "qwen3_tied"))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     loss = loss_of(model)
     loss.backward()
     norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
     assert found["weighted_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["grad_norms"] == pytest.approx([norm] * 4, rel=1e-5)
+    assert found["grad_norms"] == pytest.approx([norm] * cases.LAYOUTS[layout].world_size, rel=1e-5)
 
     if schema == "mix_chord":  # what is counted of each part
         samples = cases.supervised_samples(schema)
-        for name, kind in (("tokens", False), ("expert_tokens", True)):
-            assert found[name] == sum(int(s.action_mask.sum()) for s in samples if s.expert == kind)
+        for counted, kind in (("tokens", False), ("expert_tokens", True)):
+            assert found[counted] == sum(int(s.action_mask.sum()) for s in samples if s.expert == kind)
         of_experts = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.expert]
         mean = sum(-float(new.detach().mean()) for new in of_experts) / len(of_experts)
         assert found["expert_loss"] == pytest.approx(mean, rel=1e-5)
@@ -92,7 +94,7 @@ def test_an_update_equals_the_naive_one(launches: Launches, schema: str, loss_of
         parameter.grad.mul_(min(1.0, plan.max_grad_norm / (norm + 1e-6)))
     betas = (plan.adam_beta1, plan.adam_beta2)
     torch.optim.AdamW(groups, lr=reference.learning_rate(1), betas=betas, eps=plan.adam_epsilon).step()
-    weights = launches.weights(schema)
+    weights = answers.weights(name)
     for name, tensor in model.named_parameters():
         wanted = tensor.detach()
         assert (weights[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name

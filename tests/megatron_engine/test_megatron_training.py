@@ -9,30 +9,30 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Launches
+from conftest import Answers
 
 VARIANTS = [(layout, *variant) for layout in cases.TRAIN_LAYOUTS for variant in cases.train_variants(layout)]
 Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def naive(launches: Launches) -> Any:
+def naive(answers: Answers) -> Any:
     """(records, final weights) of the naive training of a model."""
 
     @cache
     def train(model: str) -> tuple[list[dict], Weights]:
         objective = cases.TRAIN_MODELS[model]
-        return reference.naive_training(cases.model_path(launches.root, model), objective, cases.OBJECTIVES[objective])
+        return reference.naive_training(cases.model_path(answers.root, model), objective, cases.OBJECTIVES[objective])
 
     return train
 
 
-def records(launches: Launches, name: str) -> list[dict]:
-    return json.loads((launches.root / f"{name}.json").read_text())
+def records(answers: Answers, name: str) -> list[dict]:
+    return json.loads((answers.root / f"{name}.json").read_text())
 
 
-def start(launches: Launches, model: str) -> Weights:
-    return dict(reference.load(cases.model_path(launches.root, model)).named_parameters())
+def start(answers: Answers, model: str) -> Weights:
+    return dict(reference.load(cases.model_path(answers.root, model)).named_parameters())
 
 
 def assert_close(actual: Weights, wanted: Weights, before: Weights, relative: float = 1e-5) -> None:
@@ -48,12 +48,11 @@ def assert_close(actual: Weights, wanted: Weights, before: Weights, relative: fl
 
 @pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), VARIANTS)
 def test_training_equals_the_naive_one(
-    launches: Launches, naive: Any, layout: str, model: str, distributed: bool, tokens: int | None
+    answers: Answers, naive: Any, layout: str, model: str, distributed: bool, tokens: int | None
 ) -> None:
-    launches.run(str(cases.LAYOUTS[layout].world_size))
     name = cases.train_name(model, layout, distributed, tokens)
     wanted, final = naive(model)
-    found = records(launches, name)
+    found = records(answers, name)
     assert len(found) == len(wanted) == cases.UPDATES
     for step, (record, plain) in enumerate(zip(found, wanted, strict=True)):
         samples = cases.train_samples(step, cases.TRAIN_MODELS[model])
@@ -62,7 +61,7 @@ def test_training_equals_the_naive_one(
         assert record["learning_rate"] == pytest.approx(plain["learning_rate"], rel=1e-6)
         assert record["tokens"] == sum(int(sample.action_mask.sum()) for sample in samples)
         assert all(record["applied"])
-    assert_close(launches.weights(name), final, start(launches, model))
+    assert_close(answers.weights(name), final, start(answers, model))
 
 
 def test_clipping_bites(naive: Any) -> None:
@@ -74,11 +73,10 @@ def test_clipping_bites(naive: Any) -> None:
 
 @pytest.mark.parametrize(("layout", "model", "distributed", "tokens"), VARIANTS)
 def test_update_reports_every_samples_logprobs(
-    launches: Launches, layout: str, model: str, distributed: bool, tokens: int | None
+    answers: Answers, layout: str, model: str, distributed: bool, tokens: int | None
 ) -> None:
-    launches.run(str(cases.LAYOUTS[layout].world_size))
-    found = launches.arrays(f"{cases.train_name(model, layout, distributed, tokens)}-first")
-    network = reference.load(cases.model_path(launches.root, model))
+    found = answers.arrays(f"{cases.train_name(model, layout, distributed, tokens)}-first")
+    network = reference.load(cases.model_path(answers.root, model))
     samples = cases.train_samples(0, cases.TRAIN_MODELS[model])
     assert sorted(found, key=int) == [str(number) for number in range(len(samples))]
     for number, sample in enumerate(samples):
@@ -87,11 +85,10 @@ def test_update_reports_every_samples_logprobs(
         np.testing.assert_allclose(found[str(number)], wanted.numpy(), rtol=0, atol=1e-5)
 
 
-def test_ratio_statistics(launches: Launches) -> None:
+def test_ratio_statistics(answers: Answers) -> None:
     """`ratio`, `clipped` and `approx_kl` of the first update, from their definitions."""
-    launches.run("2")
     model, objective = "qwen2_tied", cases.OBJECTIVES["ppo"]
-    network = reference.load(cases.model_path(launches.root, model))
+    network = reference.load(cases.model_path(answers.root, model))
     ratio = clipped = kl = 0.0
     for sample in cases.train_samples(0, "ppo"):
         with torch.no_grad():
@@ -103,34 +100,32 @@ def test_ratio_statistics(launches: Launches) -> None:
             clipped += not 1 - objective.pg_clip_low <= value <= 1 + objective.pg_clip_high
             kl += np.exp(-difference) - 1 + difference  # k3 of old against new
     for layout in ("tp2", "pp2", "dp2"):
-        record = records(launches, cases.train_name(model, layout, True, 70))[0]
+        record = records(answers, cases.train_name(model, layout, True, 70))[0]
         assert record["ratio"] == pytest.approx(ratio, rel=1e-4)
         assert record["clipped"] == clipped > 0
         assert record["approx_kl"] == pytest.approx(kl, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2", "dp2"])
-def test_fewer_samples_than_ranks(launches: Launches, layout: str) -> None:
+def test_fewer_samples_than_ranks(answers: Answers, layout: str) -> None:
     """A rank without a sample still takes part in the update."""
-    launches.run("1").run("2")
-    one, other = records(launches, "few-tp1"), records(launches, f"few-{layout}")
+    one, other = records(answers, "few-tp1"), records(answers, f"few-{layout}")
     for left, right in zip(one, other, strict=True):
         assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5, abs=1e-6)
         assert right["grad_norms"] == pytest.approx(left["grad_norms"] * 2, rel=1e-5)
-    before = start(launches, "qwen3_tied")
-    assert_close(launches.weights(f"few-{layout}"), launches.weights("few-tp1"), before)
+    before = start(answers, "qwen3_tied")
+    assert_close(answers.weights(f"few-{layout}"), answers.weights("few-tp1"), before)
 
 
 @pytest.mark.parametrize(("saved", "loads", "distributed", "tokens"), cases.RESUMES)
 def test_resumed_equals_uninterrupted(
-    launches: Launches, saved: str, loads: str, distributed: bool, tokens: int | None
+    answers: Answers, saved: str, loads: str, distributed: bool, tokens: int | None
 ) -> None:
     """Bit for bit under the layout that saved; under another, as near as the layouts are to each other."""
-    launches.run("2").run("resume")
     straight_name = cases.train_name("qwen3_tied", saved, distributed, tokens)
     name = cases.resume_name(saved, loads, distributed)
-    straight, resumed = launches.weights(straight_name), launches.weights(name)
-    before, after = records(launches, straight_name)[cases.SAVED_AFTER :], records(launches, name)
+    straight, resumed = answers.weights(straight_name), answers.weights(name)
+    before, after = records(answers, straight_name)[cases.SAVED_AFTER :], records(answers, name)
     assert [r["learning_rate"] for r in after] == [r["learning_rate"] for r in before]
     assert straight.keys() == resumed.keys()
     for key, tensor in straight.items():
@@ -143,9 +138,9 @@ def test_resumed_equals_uninterrupted(
 
 
 @pytest.mark.parametrize("layout", cases.POISON)
-def test_update_that_is_not_finite_is_skipped(launches: Launches, layout: str) -> None:
+def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> None:
     """Weights and optimizer stay as they were, on every rank, and the next update is as if nothing had happened."""
-    ranks = records(launches.run("2"), f"poison-{layout}")
+    ranks = records(answers, f"poison-{layout}")
     assert len(ranks) == 2
     for facts in ranks:
         assert facts == {

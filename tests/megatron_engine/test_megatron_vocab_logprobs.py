@@ -6,14 +6,14 @@ import megatron_cases as cases
 import numpy as np
 import pytest
 import torch
-from conftest import Launches
+from conftest import Answers
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
-def test_values_and_gradients(launches: Launches, layout: str, temperature: float) -> None:
+def test_values_and_gradients(answers: Answers, layout: str, temperature: float) -> None:
     """For chunks of one row, of an odd number and of all rows; what pads the vocabulary takes no part."""
-    found = launches.run(str(cases.LAYOUTS[layout].world_size)).arrays(f"vocab-{layout}")
+    found = answers.arrays(f"vocab-{layout}")
     hidden, weight, targets, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
     hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
     weight_VE = torch.from_numpy(weight).double().requires_grad_()
@@ -29,10 +29,9 @@ def test_values_and_gradients(launches: Launches, layout: str, temperature: floa
         assert len(weight_grad) > cases.VOCABULARY and not weight_grad[cases.VOCABULARY :].any()
 
 
-def test_memory_is_bounded_by_the_chunk(launches: Launches) -> None:
+def test_memory_is_bounded_by_the_chunk(answers: Answers) -> None:
     """No tensor of the forward or backward pass is larger than a chunk; with one chunk, all logits are there."""
-    launches.run("1")
-    sizes = json.loads((launches.root / "memory.json").read_text())
+    sizes = json.loads((answers.root / "memory.json").read_text())
     all_logits = 256 * 20_000 * 4
     for name, largest in sizes.items():
         assert 2**18 < largest[str(2**20)] <= 2**20, name
@@ -42,9 +41,9 @@ def test_memory_is_bounded_by_the_chunk(launches: Launches) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
 @pytest.mark.parametrize("measure", [*cases.MEASURES, "entropy"])
-def test_divergences_and_entropy(launches: Launches, measure: str, layout: str, temperature: float) -> None:
+def test_divergences_and_entropy(answers: Answers, measure: str, layout: str, temperature: float) -> None:
     """Against both softmaxes over the columns that student and teacher share, written out in double precision."""
-    found = launches.run(str(cases.LAYOUTS[layout].world_size)).arrays(f"columns-{layout}")
+    found = answers.arrays(f"columns-{layout}")
     hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
     hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
     weight_VE = torch.from_numpy(weight).double().requires_grad_()
@@ -89,16 +88,16 @@ def naive(measure: str, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     }[measure]
 
 
-def test_layouts_agree(launches: Launches) -> None:
+def test_layouts_agree(answers: Answers) -> None:
     """Sums over the vocabulary do not depend on how many ranks share it, nor on the rows of a chunk."""
-    one, two = (launches.run(str(world)).arrays(f"columns-tp{world}") for world in (1, 2))
+    one, two = (answers.arrays(f"columns-tp{world}") for world in (1, 2))
     for key in (f"{m}-{c}-{t}" for m in cases.MEASURES for c in cases.VOCAB_CHUNK_ROWS for t in (1.0, 0.7)):
         wanted = one[key.replace("one", "all").replace("odd", "all")]
         np.testing.assert_allclose(two[key], wanted, rtol=2e-6, atol=1e-9, err_msg=key)
 
 
 @pytest.mark.parametrize("k", cases.TOPK)
-def test_topk(launches: Launches, k: int) -> None:
+def test_topk(answers: Answers, k: int) -> None:
     """Ids and log-probs of the most likely tokens, and the gradient of a divergence on them and their tail."""
     hidden, weight, _, incoming = cases.vocab_inputs(cases.VOCAB_ROWS, cases.VOCAB_WIDTH, cases.VOCABULARY)
     hidden_ME = torch.from_numpy(hidden).double().requires_grad_()
@@ -112,7 +111,7 @@ def test_topk(launches: Launches, k: int) -> None:
         wanted = wanted + rest * (rest / (1 - share)).log()
     wanted.backward(torch.from_numpy(incoming).double())
     for layout in ("tp1", "tp2"):
-        found = launches.run(str(cases.LAYOUTS[layout].world_size)).arrays(f"topk-{layout}")
+        found = answers.arrays(f"topk-{layout}")
         np.testing.assert_array_equal(found[f"{k}-ids"], best.indices.numpy())
         np.testing.assert_allclose(found[f"{k}-logprobs"], best.values.detach().numpy(), rtol=0, atol=1e-5)
         np.testing.assert_array_equal(found[f"{k}-again"], found[f"{k}-logprobs"])

@@ -15,14 +15,17 @@ import pytest
 from runs import REPOSITORY, Run
 
 from roll_opd.cluster import runtime
+from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines import cast, launch, rlvr
+from roll_opd.pipelines import cast, dpo, launch, rlvr, sft
 from roll_opd.pipelines.cast import Cast
-from roll_opd.workers.roles import Judge, Sampler, Teacher
+from roll_opd.workers.roles import Judge, Scorer, Teacher
+from roll_opd.workers.supervised import SupervisedStudent
 
-WITH_REWARD, WITH_CRITIC, PURE = ("demo", "rlvr"), ("demo", "ppo"), ("demo", "onpolicy_distill")
+PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
+WITH_REWARD, WITH_CRITIC = ("demo", "rlvr"), ("demo", "ppo")
 SHORT = (
     "deterministic=true",
     "rollout_batch_size=16",
@@ -40,16 +43,20 @@ def optimizer_of(role: str) -> tuple[str, ...]:
     return tuple(f"{role}.training_args.{name}={value}" for name, value in settings.items())
 
 
-def frozen(name: str, model: str, devices: str, more: str = "") -> str:
-    return (
-        f"++{name}={{model_args: {{model_name_or_path: examples/demo/models/{model}, dtype: fp32}}, "
-        f'device_mapping: "{devices}", strategy_args: {{strategy_name: megatron_infer{more}}}, '
-        "use_dynamic_batching_in_infer: true, max_tokens_per_microbatch_in_infer: 12288}"
+def frozen(name: str, model: str, devices: str, tp: int, *more: str) -> str:
+    settings = (
+        f"model_args: {{model_name_or_path: examples/demo/models/{model}, dtype: fp32}}",
+        f'device_mapping: "{devices}"',
+        f"strategy_args: {{strategy_name: megatron_infer, strategy_config: {{tensor_model_parallel_size: {tp}}}}}",
+        "use_dynamic_batching_in_infer: true",
+        "max_tokens_per_microbatch_in_infer: 12288",
+        *more,
     )
+    return f"++{name}={{{', '.join(settings)}}}"
 
 
-TEACHER = frozen("teacher", "teacher", "[0,1]", ", strategy_config: {tensor_model_parallel_size: 2}")
-REFERENCE = frozen("reference", "student", "[1]")
+TEACHER = frozen("teacher", "teacher", "[0,1]", 2)
+REFERENCE = frozen("reference", "student", "[1]", 1)
 CRITIC_SCHEDULE = "+critic.training_args.lr_scheduler_type=constant"
 
 
@@ -67,14 +74,13 @@ class Stage:
         self,
         *overrides: str,
         config: tuple[str, str],
-        pure: bool = False,
         name: str = "staged",
         place: Path | None = None,
     ) -> Run:
         """Launch `config`; its name for a role may be another, its settings of a worker may not."""
         place = place or self.place
         command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *overrides]
-        code = launch.main("a run on a stage", pure=pure, arguments=[*command, f"exp_name={name}"])
+        code = launch.main("a run on a stage", arguments=[*command, f"exp_name={name}"])
         return Run(code, "", (place / name / "latest").resolve())
 
     @property
@@ -83,22 +89,17 @@ class Stage:
         return self.place / "start/hf/model.safetensors"
 
     async def judges(self, plan: RunPlan) -> tuple[Judge, ...]:
-        assert plan.rewards == self._plan.rewards
-        return self._judges
+        wanted, found = ([(r.worker, r.args, r.world_size) for r in p.rewards] for p in (plan, self._plan))
+        assert wanted == found
+        return tuple(replace(judge, plan=reward) for judge, reward in zip(self._judges, plan.rewards, strict=True))
 
     async def assemble(self, plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
         there, scorers = self._cast, self._cast.scorers
-        for wanted, found in (
-            (plan.student, self._plan.student),
-            (plan.reference, self._plan.reference),
-            (plan.critic, self._plan.critic),
-        ):
-            assert wanted is None or worker_settings(wanted) == worker_settings(found)
+        self._check_settings(plan)
         await there.load(self.place / "start")
-        taking_part = replace(
-            there,
+        taking_part = Cast(
             student=replace(there.student, plan=plan.student),
-            sampler=Lasting(there.sampler.engines),
+            sampler=there.sampler,
             scorers=replace(
                 scorers,
                 teachers=tuple(self._teacher(teacher) for teacher in plan.teachers),
@@ -108,6 +109,18 @@ class Stage:
         )
         return await cast.instruct(taking_part, plan, judges)
 
+    async def supervised(self, plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, Scorer | None]:
+        self._check_settings(plan)
+        student = SupervisedStudent(plan.student, self._cast.student.group)
+        await student.load(self.place / "start")
+        return student, self._cast.scorers.reference if plan.reference else None
+
+    def _check_settings(self, plan: RunPlan) -> None:
+        for role in ("student", "reference", "critic"):
+            wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
+            if wanted:
+                assert worker_settings(wanted) == worker_settings(found)
+
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
         started = ((self._plan.teachers[0].worker, self._cast.scorers.teachers[0]),)
@@ -115,13 +128,6 @@ class Stage:
         wanted = worker_settings(plan.worker)
         (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
         return Teacher(plan.worker.name, role.group, role.vocab_size, plan)
-
-
-class Lasting(Sampler):
-    """Stays for the next run."""
-
-    async def close(self) -> None:
-        pass
 
 
 def worker_settings(plan: Any) -> dict[str, Any]:
@@ -141,13 +147,19 @@ def open_stage(place: Path) -> Iterator[Stage]:
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
-        plan = load_plan(*WITH_CRITIC, [*SHORT, *optimizer_of("actor_train"), *everyone], pure=False)
+        longest = "prompt_length=1024"  # GSM8K's
+        plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
         with runtime.ray_cluster(plan.devices_per_node):
             stage = Stage(plan, place, loop)
             patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())
             patch.setattr(launch.asyncio, "run", loop.run_until_complete)
-            patch.setattr(rlvr, "Placement", lambda *nodes: stage.placement)
             patch.setattr(rlvr, "start_judges", stage.judges)
             patch.setattr(rlvr, "assemble", stage.assemble)
+            patch.setattr(Cast, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
+            patch.setattr(WorkerGroup, "end", lambda self: None)
+            for pipeline in (rlvr, sft, dpo):
+                patch.setattr(pipeline, "Placement", lambda *nodes: stage.placement)
+            for pipeline in (sft, dpo):
+                patch.setattr(pipeline, "start_supervised", stage.supervised)
             yield stage
     loop.close()

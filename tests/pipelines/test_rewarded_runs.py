@@ -1,45 +1,40 @@
-"""A whole run of mixed mode, and what its record says."""
+"""Runs of mixed mode: what their record says, and that one which is killed goes on as if nothing had happened."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from runs import REPOSITORY, RLVR, Run, launch
+from safetensors.torch import load_file
+from stage import SHORT, WITH_TEACHER, Stage, frozen, optimizer_of
 
-STEPS = 3
-SMALL = (
-    "rollout_batch_size=16",
-    "actor_train.training_args.gradient_accumulation_steps=1",
-    "validation=null",
-    "eval_steps=0",
-    "save_steps=0",
-    "samples_per_step=64",
-    f"max_steps={STEPS}",
-    "exp_name=demo",
+STEPS = 4
+# One teacher is the untrained student itself, so its log-probs are known
+TEACHERS = (
+    frozen("teacher.good", "teacher", "[0,1]", 2, "tag_included: [odd]", "opd_kl_coef: 0.5"),
+    frozen("teacher.self", "student", "[1]", 1, "tag_included: [even]"),
 )
-TWO_TEACHERS = """+teacher={
-  good: {
-    model_args: {model_name_or_path: examples/demo/models/teacher, dtype: fp32},
-    strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}},
-    device_mapping: "[0,1]", tag_included: [odd], opd_kl_coef: 0.5},
-  self: {
-    model_args: {model_name_or_path: examples/demo/models/student, dtype: fp32},
-    strategy_args: {strategy_name: megatron_infer}, device_mapping: "[1]", tag_included: [even]}}"""
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two teachers for two tags; groups whose samples are all alike are replaced by other prompts."""
-    place = tmp_path_factory.mktemp("mixed")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Two teachers for the tags of two files, each file in the middle of its first epoch after every step.
+
+    Groups whose samples are all alike are replaced by other prompts.
+    """
+    place = tmp_path_factory.mktemp("rows")
     rows = [json.loads(line) for line in (REPOSITORY / "examples/demo/data/train.jsonl").read_text().splitlines()]
-    tagged = [{**row, "tag": ("even", "odd")[number % 2]} for number, row in enumerate(rows)]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tagged))
-    return launch(
-        place / "run",
-        *SMALL,
-        f"actor_train.data_args.file_name={place / 'rows.jsonl'}",
+    for tag, some in (("odd", rows[:150]), ("even", rows[150:250])):
+        (place / f"{tag}.jsonl").write_text("".join(json.dumps({**row, "tag": tag}) + "\n" for row in some))
+    return (
+        *SHORT,
+        *optimizer_of("actor_train"),
+        f"actor_train.data_args.file_name=[{place / 'odd.jsonl'},{place / 'even.jsonl'}]",
+        "+actor_train.data_args.interleave_probs=[0.6,0.4]",
         "~teacher",
-        TWO_TEACHERS.replace("\n", " "),
+        *TEACHERS,
         "opd_kl_coef=0.7",
         "allow_self_teacher=true",
         "opd_kl_discount=1",
@@ -48,13 +43,20 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "rewards.math_rule.query_filter_config={type: std_filter, filter_args: {std_threshold: 0.0}}",
         "is_use_additional_prompts=true",
         "max_additional_running_prompts=8",
-        launcher=RLVR,
-        config=("demo", "rlvr_opd"),
+        f"max_steps={STEPS}",
+        "save_steps=2",
+        "max_ckpt_to_keep=0",
     )
 
 
+@pytest.fixture(scope="module")
+def mixed(stage: Stage, settings: tuple[str, ...]) -> Run:
+    run = stage.run(*settings, config=WITH_TEACHER, name="mixed")
+    assert run.code == 0
+    return run
+
+
 def test_advantages_follow_from_the_record_alone(mixed: Run) -> None:
-    assert mixed.code == 0, mixed.output[-4000:]
     rows = mixed.rows("samples.jsonl")
     assert len(rows) == STEPS * 64
     for step in range(1, STEPS + 1):
@@ -80,7 +82,6 @@ def test_advantages_follow_from_the_record_alone(mixed: Run) -> None:
 
 
 def test_each_sample_is_scored_by_its_own_teacher(mixed: Run) -> None:
-    """One teacher is the untrained student itself, so its log-probs are known."""
     seen = set()
     for row in mixed.rows("samples.jsonl"):
         assert row["opd_kl_coef"] == ({"good": 0.5} if row["tag"] == "odd" else {"self": 0.7})
@@ -101,3 +102,28 @@ def test_filtered_groups_are_replaced_and_no_prompt_is_lost_or_repeated(mixed: R
     assert any(step["filtered"] for step in steps)
     for row in mixed.rows("samples.jsonl"):
         assert row["advantage_scale"] > 0 and row["reward_scale"] > 1e-3  # no group of equal rewards
+
+
+def test_killed_in_a_step_and_resumed_equals_uninterrupted(
+    mixed: Run, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    """By the launcher, bit for bit what the run was that nobody killed."""
+    experiment = tmp_path / "killed" / "demo"
+    settings = (*settings, "exp_name=demo")
+
+    def in_step_4() -> bool:
+        return any(len(path.read_text().splitlines()) == 3 for path in experiment.glob("*/prompts.jsonl"))
+
+    here = {"launcher": RLVR, "config": WITH_TEACHER}
+    killed = launch(tmp_path / "killed", *settings, kill_when=in_step_4, **here)
+    assert killed.code == -9, killed.output[-4000:]
+    assert not (killed.path / f"checkpoints/step_{STEPS}").exists()
+    resumed = launch(tmp_path / "killed", *settings, "resume_from_checkpoint=true", **here)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert f"step {STEPS}/{STEPS}" in resumed.output and "reverse KL" in resumed.output
+    assert resumed.rows("prompts.jsonl") == mixed.rows("prompts.jsonl")
+    assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
+    assert len(list(experiment.iterdir())) == 2  # one run and `latest`
+    one, other = (load_file(run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors") for run in (mixed, resumed))
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name

@@ -26,7 +26,7 @@ def rewarded(stage: Stage, *overrides: str, config: tuple[str, str] = WITH_REWAR
 
 def pure(stage: Stage, *overrides: str, place: Path | None = None) -> Run:
     settings = (*SHORT, *optimizer_of("student_train"), f"max_steps={STEPS}")
-    return stage.run(*settings, *overrides, config=PURE, pure=True, place=place)
+    return stage.run(*settings, *overrides, config=PURE, place=place)
 
 
 def last_weights(run: Run) -> Path:

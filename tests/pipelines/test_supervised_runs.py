@@ -1,60 +1,61 @@
-"""Whole runs of SFT and DPO: they learn, they resume to the same weights, and what cannot work is refused."""
+"""Runs of SFT and DPO: they learn, they go on where they were killed, and what cannot work is refused."""
 
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from runs import REPOSITORY, Run, launch
 from safetensors.torch import load_file
+from stage import REFERENCE, Stage, optimizer_of
 
 from roll_opd.pipelines import launch as launcher
 
-START = {"sft": "start_sft_pipeline.py", "dpo": "start_dpo_pipeline.py"}
-STEPS, SAVED = 30, 28
+DPO, SFT = ("demo", "dpo"), ("demo", "sft")
+STEPS, SAVED = 30, 14
 
 
-def launched(schema: str, place: Path, *overrides: str) -> Run:
-    settings = (
+def settings(role: str) -> tuple[str, ...]:
+    """Of a run that a stage can play."""
+    return (
         "deterministic=true",
-        "exp_name=demo",
         f"save_steps={SAVED}",
         "max_ckpt_to_keep=0",
         f"eval_steps={STEPS}",
+        *optimizer_of(role),
+        f"{role}.training_args.weight_decay=0",
+        f"+{role}.training_args.adam_beta2=0.95",
+        f"{role}.device_mapping=[0]",
+        f"{role}.strategy_args.strategy_config.tensor_model_parallel_size=1",
     )
-    found = launch(place, *settings, *overrides, launcher=START[schema], config=("demo", schema))
-    assert found.code == 0, found.output[-4000:]
-    return found
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    @cache
-    def run(schema: str) -> Run:
-        return launched(schema, tmp_path_factory.mktemp(schema) / "run")
-
+def dpo(stage: Stage) -> Run:
+    run = stage.run(*settings("actor_train"), REFERENCE, config=DPO, name="dpo")
+    assert run.code == 0
     return run
 
 
-def test_sft_learns_and_leaves_everything_it_promises(runs: Callable[[str], Run]) -> None:
-    """Held-out loss at most a fifth of the first in 30 steps (measured: 0.07)."""
-    found = runs("sft")
-    summary = json.loads((found.path / "summary.json").read_text())
+def test_sft_learns_and_leaves_everything_it_promises(stage: Stage) -> None:
+    """Held-out loss at most a fifth of the first in 30 steps."""
+    batch = "sft_train.training_args.gradient_accumulation_steps=2"
+    run = stage.run(*settings("sft_train"), batch, config=SFT, name="sft")
+    assert run.code == 0
+    summary = json.loads((run.path / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["generated_tokens"] == 0
     assert summary["val_loss_last"] < 0.2 * summary["val_loss_first"]
-    rows = found.rows("metrics.jsonl")
+    rows = run.rows("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert {"sft/loss", "sft/tokens", "actor/grad_norm", "actor/lr", "time/train"} <= rows[1].keys()
-    assert len({name for row in found.rows("prompts.jsonl")[:15] for name in row["ids"]}) == 15 * 64  # no repeats
-    assert (found.path / f"checkpoints/step_{STEPS}/hf/model.safetensors").exists()
-    assert list((found.path / "tensorboard").iterdir())
+    assert len({name for row in run.rows("prompts.jsonl")[:15] for name in row["ids"]}) == 15 * 64  # no repeats
+    assert (run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors").exists()
+    assert list((run.path / "tensorboard").iterdir())
 
 
-def test_dpo_learns_which_of_two_answers_is_chosen(runs: Callable[[str], Run]) -> None:
+def test_dpo_learns_which_of_two_answers_is_chosen(dpo: Run) -> None:
     """Held-out pair accuracy at least .9 in 30 steps; before the first step every margin is exactly 0."""
-    rows = runs("dpo").rows("metrics.jsonl")
+    rows = dpo.rows("metrics.jsonl")
     assert rows[0]["val/loss"] == pytest.approx(0.693147, abs=1e-5) and rows[0]["val/dpo/margin"] == pytest.approx(0)
     assert rows[-1]["val/dpo/accuracy"] >= 0.9
     assert rows[-1]["val/dpo/margin"] == pytest.approx(
@@ -62,14 +63,25 @@ def test_dpo_learns_which_of_two_answers_is_chosen(runs: Callable[[str], Run]) -
     )
 
 
-def test_resumed_equals_uninterrupted(runs: Callable[[str], Run], tmp_path: Path) -> None:
-    """With the reference policy, which is the student as it was before the first step."""
-    whole = runs("dpo")
-    parts = launched("dpo", tmp_path / "run", f"resume_from_checkpoint={whole.path}/checkpoints/step_{SAVED}")
-    assert parts.rows("prompts.jsonl") == whole.rows("prompts.jsonl")[SAVED:]
-    assert [row["step"] for row in parts.rows("metrics.jsonl")] == list(range(SAVED + 1, STEPS + 1))
-    weights = f"checkpoints/step_{STEPS}/hf/model.safetensors"
-    one, other = (load_file(found.path / weights) for found in (whole, parts))
+def test_killed_in_a_save_and_resumed_equals_uninterrupted(dpo: Run, tmp_path: Path) -> None:
+    """By the launcher, bit for bit, with the reference policy: the student as it was before the first step."""
+    experiment, saving = tmp_path / "killed" / "demo", 2 * SAVED
+    arguments = (*settings("actor_train"), REFERENCE, "exp_name=demo")
+
+    def in_save() -> bool:
+        return any(experiment.glob(f"*/checkpoints/.partial_step_{saving}/state/*.distcp"))
+
+    here = {"launcher": "start_dpo_pipeline.py", "config": DPO}
+    killed = launch(tmp_path / "killed", *arguments, kill_when=in_save, **here)
+    assert killed.code == -9, killed.output[-4000:]
+    assert not (killed.path / f"checkpoints/step_{saving}").exists()
+    resumed = launch(tmp_path / "killed", *arguments, "resume_from_checkpoint=true", **here)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert resumed.rows("prompts.jsonl") == dpo.rows("prompts.jsonl")
+    assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
+    assert len(list(experiment.iterdir())) == 2  # one run and `latest`
+    assert not list(resumed.path.glob("checkpoints/.partial*"))
+    one, other = (load_file(run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors") for run in (dpo, resumed))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
