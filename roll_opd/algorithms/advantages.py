@@ -91,5 +91,5 @@ def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
 
 
 def clipped(values: Tensor, limit: float | None) -> Tensor:
-    """Values within ±`limit`; None is no limit."""
-    return values if limit is None else values.clamp(-limit, limit)
+    """Values within ±`limit`; None is no limit. What is not finite stays so: nobody is to learn from it."""
+    return values if limit is None else values.clamp(-limit, limit).where(values.isfinite(), values)

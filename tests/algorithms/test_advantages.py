@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.algorithms.advantages import on_last_action, token_advantages, whitening
+from roll_opd.algorithms.advantages import clipped, on_last_action, token_advantages, whitening
 from roll_opd.algorithms.baselines import normalised_rewards
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
@@ -224,3 +224,9 @@ def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:
     assert metrics["critic/kl_coef"] == 0.05
     assert metrics["critic/reference_kl"] == pytest.approx(sum(means) / len(means), rel=1e-9)
     assert "critic/kl_coef" not in advantage_metrics(found, [], replace(objective, init_kl_coef=0.0))
+
+
+def test_a_clip_does_not_make_finite_what_is_not() -> None:
+    """Nobody would notice, and learn from it."""
+    values = torch.tensor([math.inf, -math.inf, math.nan, 3.0, -0.2])
+    assert clipped(values, 1.0).tolist() == pytest.approx([math.inf, -math.inf, math.nan, 1.0, -0.2], nan_ok=True)
