@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from roll_opd.algorithms.aggregation import MODES
+from roll_opd.config.algorithms import LOSSES
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
 from roll_opd.data.training import TrainSample, ValueSample, answered_samples
@@ -27,6 +29,10 @@ LAYOUTS = {
     "tp2dp2": Layout(tp=2, dp=2),
     "tp2pp2": Layout(tp=2, pp=2),
     "tp2sppp2": Layout(tp=2, pp=2, sequence_parallel=True),
+    "tp4": Layout(tp=4),
+    "pp4": Layout(pp=4),
+    "dp4": Layout(dp=4),
+    "pp2dp2": Layout(pp=2, dp=2),
 }
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")
@@ -97,6 +103,18 @@ SUPERVISED = {
 # layout -> (sequences a micro-batch, tokens a micro-batch); a pair is never torn apart
 SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None)}
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
+# name -> (sequences a micro-batch, tokens a micro-batch, the batch from its end)
+SPLITS = {"whole": (None, None, False), "tokens": (None, 140, False), "sequences": (4, None, True)}
+# every factorisation of four ranks, and one rank -> its splits; of the model "deep"
+INVARIANCE_LAYOUTS = {
+    "tp1": ("whole", "tokens", "sequences"),
+    "tp4": ("tokens",),
+    "pp4": ("sequences",),
+    "dp4": ("tokens", "sequences"),
+    "tp2pp2": ("tokens",),
+    "tp2dp2": ("sequences",),
+    "pp2dp2": ("tokens",),
+}
 POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands where a number should
 UPDATES = 4
 SAVED_AFTER = 2
@@ -224,6 +242,39 @@ def supervised_samples(schema: str) -> list[TrainSample]:
     return [replace(s, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32)) for s in samples]
 
 
+def invariance_objective(policy_loss: str) -> ObjectivePlan:
+    """Of any policy loss, with every other part that a loss can have; the ways of aggregating take turns."""
+    number = list(LOSSES).index(policy_loss)
+    return ObjectivePlan(
+        policy_loss=policy_loss,
+        adv_estimator="grpo",
+        opd_kl_discount=0.5,
+        kl_loss=("k2", "k3", "corrected_k3")[number % 3],
+        kl_loss_coef=0.2,
+        entropy_loss_coef=0.02,
+        loss_agg_mode=LOSSES[policy_loss].loss_agg_mode or MODES[number % len(MODES)],
+        loss_normaliser=50.0,
+        paired=policy_loss == "dpo",
+    )
+
+
+def invariance_samples(policy_loss: str) -> list[TrainSample]:
+    """What `policy_loss` learns from: pairs, an expert's rows among the own, or own samples."""
+    if LOSSES[policy_loss].needs == "pairs":
+        return supervised_samples("dpo")
+    if LOSSES[policy_loss].needs == "expert rows":
+        return supervised_samples("mix_chord")
+    rng = np.random.default_rng(400)
+    return [
+        replace(
+            sample,
+            reward=float(rng.normal()),
+            ref_logprobs=rng.normal(-4.6, 0.5, size=len(sample.action_mask)).astype(np.float32),
+        )
+        for sample in train_samples(3, "ppo")
+    ]
+
+
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Hidden states, output embedding, targets, and the gradient that arrives."""
     rng = np.random.default_rng(7)
@@ -296,6 +347,8 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
         jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
+    for layout in (name for name in INVARIANCE_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs.append({"op": "invariance", "name": f"invariance-{layout}", "model": "deep", "layout": layout})
     for layout in (name for name in SUPERVISED_LAYOUTS if LAYOUTS[name].world_size == world):
         for schema in SUPERVISED:
             jobs.append({"op": "supervised", "name": f"{schema}-{layout}", "schema": schema, "layout": layout})

@@ -57,6 +57,11 @@ CONFIGS = {
         **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
     ),
     "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
+    "deep": lambda: Qwen3Config(
+        **{**COMMON, "hidden_size": 32, "num_hidden_layers": 4, "num_key_value_heads": 4},
+        head_dim=16,
+        tie_word_embeddings=True,
+    ),
     "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
 }
 

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
+from roll_opd.config.algorithms import LOSSES
 from roll_opd.config.plan import CriticPlan, MegatronPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
 from roll_opd.data.training import TeacherView, TrainResult
 from roll_opd.megatron import checkpoint, parallel
@@ -90,6 +91,37 @@ def train(job: Job, root: Path) -> None:
             save(trainer, root / f"{job['name']}.ckpt")
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def invariance(job: Job, root: Path) -> None:
+    """Loss and gradient of every policy loss for splits of its batch; the weights stay as they are."""
+    still = OptimizerPlan(learning_rate=0.0, max_grad_norm=1e9, use_distributed_optimizer=False)
+    trainer = trainer_of(job, root, still, MicroBatchLimits())
+    found = {}
+    for policy_loss in LOSSES:
+        objective, samples = cases.invariance_objective(policy_loss), cases.invariance_samples(policy_loss)
+        for split in cases.INVARIANCE_LAYOUTS[job["layout"]]:
+            sequences, tokens, backwards = cases.SPLITS[split]
+            trainer.plan = replace(trainer.plan, train_limits=MicroBatchLimits(sequences=sequences, tokens=tokens))
+            size = 2 if objective.paired else 1
+            units = [samples[first : first + size] for first in range(0, len(samples), size)]
+            batch = [sample for unit in (reversed(units) if backwards else units) for sample in unit]
+            result = record(trainer.update(batch, objective, cases.TEMPERATURE, cases.SUPERVISED_STEP))
+            found[f"{policy_loss}-{split}-loss"] = np.array(result["weighted_loss"])
+            found[f"{policy_loss}-{split}-gradient"] = gradient(trainer)
+    write_results(root / f"{job['name']}.npz", found)
+
+
+def gradient(trainer: MegatronTrainer) -> np.ndarray:
+    """Of all weights in Hugging Face's order, end to end: exported as the weights themselves are."""
+    parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    values = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    pieces = {name: tensor.flatten().clone() for name, tensor in hf_tensors(trainer)}
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+    return torch.cat([pieces[name] for name in sorted(pieces)]).numpy()
 
 
 def distil(job: Job, root: Path) -> None:
@@ -419,6 +451,7 @@ def memory(job: Job, root: Path) -> None:
 OPERATIONS = {
     "frozen": frozen,
     "train": train,
+    "invariance": invariance,
     "distil": distil,
     "supervised": supervised,
     "critic": critic,
