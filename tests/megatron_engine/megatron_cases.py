@@ -329,8 +329,17 @@ def train_variants(layout: str) -> list[tuple[str, bool, int | None]]:
 
 
 def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(ranks of a job, jobs), in order; all processes meet in the jobs of four, before what needs saved states."""
-    return [*((world, _jobs_of(world)) for world in (1, 2, 4)), (2, _resume_jobs(root))]
+    """(ranks of a job, jobs), in order; all processes meet in the jobs of four, before what needs saved states.
+
+    What exchanges most comes first: a model that was trained is never quite gone, and the threads of its groups wake up
+    a hundred times a second.
+    """
+    invariance = [
+        {"op": "invariance", "name": f"invariance-{layout}", "model": "deep", "layout": layout}
+        for layout in INVARIANCE_LAYOUTS
+    ]
+    alone, together = ([job for job in invariance if LAYOUTS[job["layout"]].world_size == world] for world in (1, 4))
+    return [(4, together), (1, alone), *((world, _jobs_of(world)) for world in (1, 2, 4)), (2, _resume_jobs(root))]
 
 
 def _jobs_of(world: int) -> list[dict[str, Any]]:
@@ -347,8 +356,6 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
         jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
-    for layout in (name for name in INVARIANCE_LAYOUTS if LAYOUTS[name].world_size == world):
-        jobs.append({"op": "invariance", "name": f"invariance-{layout}", "model": "deep", "layout": layout})
     for layout in (name for name in SUPERVISED_LAYOUTS if LAYOUTS[name].world_size == world):
         for schema in SUPERVISED:
             jobs.append({"op": "supervised", "name": f"{schema}-{layout}", "schema": schema, "layout": layout})
