@@ -248,7 +248,9 @@ class InferenceEngine:
 
 
 def _vllm_arguments(model: ModelPlan, *, engine_args: Mapping[str, Any], **plan: int) -> "AsyncEngineArgs":
-    prepare_environment(eager_on_cpu=not torch.cuda.is_available() and engine_args.get("enforce_eager", True))
+    # not is_available(), which would start CUDA in this process, and vLLM may fork it
+    on_cpu = torch.cuda.device_count() == 0
+    prepare_environment(eager_on_cpu=on_cpu and engine_args.get("enforce_eager", True))
     check_plugin_is_installed()
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm import AsyncEngineArgs

@@ -64,7 +64,7 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
     """
     facts = read_model(Path(model.path))
     each_token = 2 * facts.layers * max(1, facts.kv_heads // tp) * facts.head_dim * DTYPE_BYTES[model.dtype]
-    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one block more: vLLM keeps some of its own
+    each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one block to spare: vLLM keeps some back
     return max(each_sequence, min(sequences * each_sequence, KV_CACHE_LIMIT))
 
 
@@ -104,7 +104,7 @@ def resolve_engine_args(
     if on_cpu:
         defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
         defaults["max_num_seqs"] = 256  # vLLM says 128 here; a step of a small model is mostly overhead
-        sequences = engine_args.get("max_num_seqs", defaults["max_num_seqs"])
+        sequences = engine_args.get("max_num_seqs") or defaults["max_num_seqs"]
         block = engine_args.get("block_size") or CPU_BLOCK
         defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
         # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine

@@ -63,7 +63,7 @@ class Cast:
             await self.critic.load(directory / CRITIC)
 
     async def end(self) -> None:
-        """End everyone's processes."""
+        """End the processes of all but the judges."""
         await self.sampler.end()
         for role in (self.student, self.critic, self.scorers.reference, *self.scorers.teachers):
             if role:

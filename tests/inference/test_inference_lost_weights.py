@@ -17,10 +17,12 @@ Buckets = list[dict[str, torch.Tensor]]
 @pytest.fixture
 def engine(shared_engine: Running) -> Iterator[Running]:
     """Spoilt by a test and mended after it: to start one for each takes far longer."""
+    version = shared_engine.engine.weights_version
     yield shared_engine
     with suppress(Exception):  # the update that was refused is still open
         shared_engine.run(shared_engine.engine._llm.finish_weight_update())
     shared_engine.engine._broken = None
+    shared_engine.run(shared_engine.engine.update_weights(buckets_of(make_model(0)), version))
 
 
 def refusal_of(engine: Running, buckets: Buckets) -> str:

@@ -49,7 +49,7 @@ def test_cpu_defaults_stay_on_the_cpu() -> None:
         resolve(on_cpu=True, enable_chunked_prefill=True)
 
 
-def test_the_kv_cache_holds_all_sequences_and_is_no_larger_than_it_must_be() -> None:
+def test_the_kv_cache_grows_with_the_sequences_up_to_a_limit() -> None:
     model = ModelPlan(str(STUDENT), "fp32")  # 3 layers, 2 heads of 32 for keys and values
     token = 2 * 3 * 2 * 32 * 4
     assert settings.kv_cache_bytes(model, 80, 64, block=128, tp=1) == 64 * 256 * token

@@ -15,14 +15,12 @@ import pytest
 from runs import REPOSITORY, Run
 
 from roll_opd.cluster import runtime
-from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines import cast, dpo, launch, rlvr, sft
+from roll_opd.pipelines import cast, launch, rlvr
 from roll_opd.pipelines.cast import Cast
-from roll_opd.workers.roles import Judge, Scorer, Teacher
-from roll_opd.workers.supervised import SupervisedStudent
+from roll_opd.workers.roles import Judge, Teacher
 
 PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
 WITH_REWARD, WITH_CRITIC = ("demo", "rlvr"), ("demo", "ppo")
@@ -95,7 +93,9 @@ class Stage:
 
     async def assemble(self, plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
         there, scorers = self._cast, self._cast.scorers
-        self._check_settings(plan)
+        for role in ("student", "reference", "critic"):
+            wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
+            assert wanted is None or worker_settings(wanted) == worker_settings(found)
         await there.load(self.place / "start")
         taking_part = Cast(
             student=replace(there.student, plan=plan.student),
@@ -108,18 +108,6 @@ class Stage:
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
         return await cast.instruct(taking_part, plan, judges)
-
-    async def supervised(self, plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, Scorer | None]:
-        self._check_settings(plan)
-        student = SupervisedStudent(plan.student, self._cast.student.group)
-        await student.load(self.place / "start")
-        return student, self._cast.scorers.reference if plan.reference else None
-
-    def _check_settings(self, plan: RunPlan) -> None:
-        for role in ("student", "reference", "critic"):
-            wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
-            if wanted:
-                assert worker_settings(wanted) == worker_settings(found)
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
@@ -153,13 +141,9 @@ def open_stage(place: Path) -> Iterator[Stage]:
             stage = Stage(plan, place, loop)
             patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())
             patch.setattr(launch.asyncio, "run", loop.run_until_complete)
+            patch.setattr(rlvr, "Placement", lambda *nodes: stage.placement)
             patch.setattr(rlvr, "start_judges", stage.judges)
             patch.setattr(rlvr, "assemble", stage.assemble)
             patch.setattr(Cast, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
-            patch.setattr(WorkerGroup, "end", lambda self: None)
-            for pipeline in (rlvr, sft, dpo):
-                patch.setattr(pipeline, "Placement", lambda *nodes: stage.placement)
-            for pipeline in (sft, dpo):
-                patch.setattr(pipeline, "start_supervised", stage.supervised)
             yield stage
     loop.close()
