@@ -15,7 +15,7 @@ from roll_opd.algorithms.aggregation import MODES
 from roll_opd.config.algorithms import LOSSES
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
-from roll_opd.data.training import TrainSample, ValueSample, answered_samples
+from roll_opd.data.training import TeacherView, TrainSample, ValueSample, answered_samples
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
@@ -103,9 +103,11 @@ SUPERVISED = {
 # layout -> (sequences a micro-batch, tokens a micro-batch); a pair is never torn apart
 SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None)}
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
+INVARIANT = (*LOSSES, "topk", "full")  # losses of a policy
+CRITIC_LOSS = "value"
 # name -> (sequences a micro-batch, tokens a micro-batch, the batch from its end)
-SPLITS = {"whole": (None, None, False), "tokens": (None, 140, False), "sequences": (4, None, True)}
-# every factorisation of four ranks, and one rank -> its splits; of the model "deep"
+SPLITS = {"whole": (None, None, False), "tokens": (None, 140, True), "sequences": (4, None, True)}
+# every factorisation of four ranks, and one rank -> its splits
 INVARIANCE_LAYOUTS = {
     "tp1": ("whole", "tokens", "sequences"),
     "tp4": ("tokens",),
@@ -242,29 +244,43 @@ def supervised_samples(schema: str) -> list[TrainSample]:
     return [replace(s, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32)) for s in samples]
 
 
-def invariance_objective(policy_loss: str) -> ObjectivePlan:
-    """Of any policy loss, with every other part that a loss can have; the ways of aggregating take turns."""
-    number = list(LOSSES).index(policy_loss)
+def invariance_objective(name: str) -> ObjectivePlan:
+    """Of one of `INVARIANT`, with every other part that a loss can have; the ways of aggregating take turns."""
+    number = INVARIANT.index(name)
+    if name not in LOSSES:
+        return ObjectivePlan(
+            opd_objective=name,
+            opd_vocab_size=VOCABULARY,
+            opd_divergence="jsd",
+            opd_jsd_beta=0.3,
+            adv_estimator="grpo",
+            loss_agg_mode=MODES[number % len(MODES)],
+        )
     return ObjectivePlan(
-        policy_loss=policy_loss,
+        policy_loss=name,
         adv_estimator="grpo",
         opd_kl_discount=0.5,
         kl_loss=("k2", "k3", "corrected_k3")[number % 3],
         kl_loss_coef=0.2,
         entropy_loss_coef=0.02,
-        loss_agg_mode=LOSSES[policy_loss].loss_agg_mode or MODES[number % len(MODES)],
+        loss_agg_mode=LOSSES[name].loss_agg_mode or MODES[number % len(MODES)],
         loss_normaliser=50.0,
-        paired=policy_loss == "dpo",
+        paired=name == "dpo",
     )
 
 
-def invariance_samples(policy_loss: str) -> list[TrainSample]:
-    """What `policy_loss` learns from: pairs, an expert's rows among the own, or own samples."""
-    if LOSSES[policy_loss].needs == "pairs":
+def invariance_samples(name: str) -> list[TrainSample]:
+    """What one of `INVARIANT` learns from: pairs, an expert's rows among the own, or own samples."""
+    needs = LOSSES[name].needs if name in LOSSES else None
+    if needs == "pairs":
         return supervised_samples("dpo")
-    if LOSSES[policy_loss].needs == "expert rows":
+    if needs == "expert rows":
         return supervised_samples("mix_chord")
     rng = np.random.default_rng(400)
+    if name not in LOSSES:
+        return [
+            replace(sample, teachers=random_view(name, len(sample.action_mask))) for sample in train_samples(3, "opd")
+        ]
     return [
         replace(
             sample,
@@ -273,6 +289,18 @@ def invariance_samples(policy_loss: str) -> list[TrainSample]:
         )
         for sample in train_samples(3, "ppo")
     ]
+
+
+def random_view(objective: str, tokens: int) -> dict[str, TeacherView]:
+    """What a teacher might say of so many tokens; its head, for `full`, is that of `teacher_inputs`."""
+    rng = np.random.default_rng(tokens)
+    if objective == "full":
+        arrays = {"hidden": rng.normal(size=(tokens, TEACHER_WIDTH)).astype(np.float32)}
+    else:
+        ids = np.stack([rng.permutation(VOCABULARY)[:5] for _ in range(tokens)]) if tokens else np.zeros((0, 5))
+        logprobs = rng.normal(-4, 1, size=(tokens, 5)).astype(np.float32)
+        arrays = {"topk_ids": ids.astype(np.int32), "topk_logprobs": logprobs}
+    return {"random": TeacherView(0.7, arrays)}
 
 
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -335,8 +363,9 @@ def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     a hundred times a second.
     """
     invariance = [
-        {"op": "invariance", "name": f"invariance-{layout}", "model": "deep", "layout": layout}
+        {"op": op, "name": f"{op}-{layout}", "layout": layout}
         for layout in INVARIANCE_LAYOUTS
+        for op in ("invariance", "critic_invariance")
     ]
     alone, together = ([job for job in invariance if LAYOUTS[job["layout"]].world_size == world] for world in (1, 4))
     return [(4, together), (1, alone), *((world, _jobs_of(world)) for world in (1, 2, 4)), (2, _resume_jobs(root))]

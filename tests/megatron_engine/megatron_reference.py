@@ -40,6 +40,13 @@ COMMON = {
     "max_position_embeddings": 256,
     "initializer_range": 0.08,
 }
+DEEP = COMMON | {  # divides by four in every direction
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -57,11 +64,8 @@ CONFIGS = {
         **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
     ),
     "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
-    "deep": lambda: Qwen3Config(
-        **{**COMMON, "hidden_size": 32, "num_hidden_layers": 4, "num_key_value_heads": 4},
-        head_dim=16,
-        tie_word_embeddings=True,
-    ),
+    "deep": lambda: Qwen3Config(**DEEP),
+    "deep_valued": lambda: Qwen3Config(**DEEP, num_labels=1),
     "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
 }
 
@@ -70,7 +74,7 @@ def save_models(directory: Path) -> None:
     """Write every model, its norms and biases moved off their initial ones and zeros."""
     for seed, (name, config) in enumerate(CONFIGS.items()):
         torch.manual_seed(seed)
-        kind = AutoModelForSequenceClassification if name == "valued" else AutoModelForCausalLM
+        kind = AutoModelForSequenceClassification if name.endswith("valued") else AutoModelForCausalLM
         model = kind.from_config(config()).float()
         with torch.no_grad():
             for parameter in model.parameters():

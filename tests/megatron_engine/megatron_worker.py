@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,15 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
-from roll_opd.config.algorithms import LOSSES
-from roll_opd.config.plan import CriticPlan, MegatronPlan, MicroBatchLimits, ModelPlan, OptimizerPlan, TrainPlan
+from roll_opd.config.plan import (
+    CriticPlan,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    ObjectivePlan,
+    OptimizerPlan,
+    TrainPlan,
+)
 from roll_opd.data.training import TeacherView, TrainResult
 from roll_opd.megatron import checkpoint, parallel
 from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
@@ -94,31 +102,55 @@ def train(job: Job, root: Path) -> None:
 
 
 def invariance(job: Job, root: Path) -> None:
-    """Loss and gradient of every policy loss for splits of its batch; the weights stay as they are."""
-    still = OptimizerPlan(learning_rate=0.0, max_grad_norm=1e9, use_distributed_optimizer=False)
-    trainer = trainer_of(job, root, still, MicroBatchLimits())
-    found = {}
-    for policy_loss in LOSSES:
-        objective, samples = cases.invariance_objective(policy_loss), cases.invariance_samples(policy_loss)
-        for split in cases.INVARIANCE_LAYOUTS[job["layout"]]:
-            sequences, tokens, backwards = cases.SPLITS[split]
-            trainer.plan = replace(trainer.plan, train_limits=MicroBatchLimits(sequences=sequences, tokens=tokens))
-            size = 2 if objective.paired else 1
-            units = [samples[first : first + size] for first in range(0, len(samples), size)]
-            batch = [sample for unit in (reversed(units) if backwards else units) for sample in unit]
-            result = record(trainer.update(batch, objective, cases.TEMPERATURE, cases.SUPERVISED_STEP))
-            found[f"{policy_loss}-{split}-loss"] = np.array(result["weighted_loss"])
-            found[f"{policy_loss}-{split}-gradient"] = gradient(trainer)
+    """Loss and gradient of every policy loss for splits of its batch."""
+    trainer = trainer_of({**job, "model": "deep"}, root, STILL, MicroBatchLimits())
+    trainer.load_teacher_head("random", cases.teacher_inputs(1)[1])
+    found: dict[str, np.ndarray] = {}
+    for name in cases.INVARIANT:
+        objective, samples = cases.invariance_objective(name), cases.invariance_samples(name)
+        size = 2 if objective.paired else 1
+        units = [samples[first : first + size] for first in range(0, len(samples), size)]
+
+        def update(batch: list, objective: ObjectivePlan = objective) -> TrainResult:
+            return trainer.update(batch, objective, cases.TEMPERATURE, cases.SUPERVISED_STEP)
+
+        found |= over_splits(job, trainer, name, units, update)
     write_results(root / f"{job['name']}.npz", found)
 
 
-def gradient(trainer: MegatronTrainer) -> np.ndarray:
+def critic_invariance(job: Job, root: Path) -> None:
+    """The same of a critic's loss."""
+    layout, model = cases.LAYOUTS[job["layout"]], ModelPlan(cases.model_path(root, "deep_valued"))
+    plan = CriticPlan("critic", model, tuple(range(layout.world_size)), layout, MicroBatchLimits(), optimizer=STILL)
+    critic = MegatronCritic(replace(plan, value_clip=cases.VALUE_CLIP), seed=0)
+    units = [[sample] for sample in cases.value_samples(0)]
+    write_results(root / f"{job['name']}.npz", over_splits(job, critic, cases.CRITIC_LOSS, units, critic.update))
+
+
+STILL = OptimizerPlan(learning_rate=0.0, max_grad_norm=1e9, use_distributed_optimizer=False)  # weights stay as they are
+
+
+def over_splits(
+    job: Job, learner: MegatronLearner, name: str, units: list[list], update: Callable[[list], TrainResult]
+) -> dict[str, np.ndarray]:
+    """Loss and gradient of one batch, split in the ways of the job's layout; a unit is never torn apart."""
+    found = {}
+    for split in cases.INVARIANCE_LAYOUTS[job["layout"]]:
+        sequences, tokens, backwards = cases.SPLITS[split]
+        learner.plan = replace(learner.plan, train_limits=MicroBatchLimits(sequences=sequences, tokens=tokens))
+        result = record(update([sample for unit in (reversed(units) if backwards else units) for sample in unit]))
+        found[f"{name}-{split}-loss"] = np.array(result["weighted_loss"])
+        found[f"{name}-{split}-gradient"] = gradient(learner)
+    return found
+
+
+def gradient(learner: MegatronLearner) -> np.ndarray:
     """Of all weights in Hugging Face's order, end to end: exported as the weights themselves are."""
-    parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
     values = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    pieces = {name: tensor.flatten().clone() for name, tensor in hf_tensors(trainer)}
+    pieces = {name: tensor.flatten().clone() for name, tensor in hf_tensors(learner)}
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
     return torch.cat([pieces[name] for name in sorted(pieces)]).numpy()
@@ -452,6 +484,7 @@ OPERATIONS = {
     "frozen": frozen,
     "train": train,
     "invariance": invariance,
+    "critic_invariance": critic_invariance,
     "distil": distil,
     "supervised": supervised,
     "critic": critic,
