@@ -29,6 +29,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler has something compiled even when all else is eager
+
+KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's own default takes most of the machine's memory
+CPU_BLOCK = 128  # tokens: vLLM's default there
 
 # engine arguments that the run plan decides, and the plan's word for them
 DECIDED_BY_PLAN = {
@@ -40,12 +44,6 @@ DECIDED_BY_PLAN = {
     "logprobs_mode": "log-probs are always those of the sampled distribution",
     "weight_transfer_config": "weights always arrive through the weight-transfer plugin",
 }
-
-
-EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler has something compiled even when all else is eager
-
-KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's own default takes most of the machine's memory
-CPU_BLOCK = 128  # tokens: vLLM's default there
 
 
 def prepare_environment(*, eager_on_cpu: bool) -> None:
