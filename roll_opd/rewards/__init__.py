@@ -1,0 +1,6 @@
+"""What a reward of one's own is written with: `from roll_opd.rewards import Score, register`."""
+
+from roll_opd.rewards.interface import Failure, RewardSample, Score
+from roll_opd.rewards.registry import register
+
+__all__ = ["Failure", "RewardSample", "Score", "register"]

@@ -1,11 +1,11 @@
-"""What a reward is: a function from a batch of answers to as many numbers.
+"""What a reward is: a function, sync or async, from a batch of answers to as many scores.
 
 Rewards see text, because that is what rules, sandboxes and judges read, and the row's other keys; `experience` is
 there for those that need tokens or log-probs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,22 +35,57 @@ class RewardSample:
         return self.read_prompt()
 
 
+@dataclass(frozen=True)
+class Score:
+    """What a reward says of one sample. A plain number is short for `Score(number)`, None for `Score(None)`."""
+
+    value: float | None  # finite; None: it cannot judge this sample
+    parts: Mapping[str, float] = field(default_factory=FrozenDict)  # logged by name, not added to the value
+    reason: str = ""  # a word or two for what was found, such as "wrong answer"; counted by name
+    errors: Mapping[str, int] = field(default_factory=FrozenDict)  # attempts that failed before this one, by kind
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In the place of a score: this sample could not be scored, and `on_error` says what becomes of it."""
+
+    kind: str  # such as "timeout" or "http_500"; counted by name
+    message: str  # what failed, where, and what to do
+    errors: Mapping[str, int] = field(default_factory=FrozenDict)  # attempts that failed before the last, by kind
+
+
+Scored = Score | Failure
+Scores = Sequence[Score | Failure | float | None]
+
+
 class Reward(Protocol):
-    """Scores a batch: one finite number a sample, in order; None for one it cannot judge. Called from any thread."""
+    """Scores a batch, in order. Called from any thread, several at a time; a coroutine function is awaited."""
 
-    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float | None]: ...
+    def __call__(self, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]: ...
 
 
-def score_samples(reward: Reward, samples: Sequence[RewardSample]) -> list[float | None]:
-    """The scores of `samples`; `RewardError` where the reward returns another count, or a number that is not
-    finite.
-    """
-    if not samples:
-        return []
-    scores = [None if score is None else float(score) for score in reward(samples)]
+def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> list[Scored]:
+    """What a reward returned for `samples`, as scores; `RewardError` where it did not keep to the interface."""
+    if isinstance(scores, str) or not hasattr(scores, "__len__"):
+        raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list, one score a sample, in order")
     if len(scores) != len(samples):
-        raise RewardError(f"reward {reward!r} returned {len(scores)} scores for {len(samples)} samples")
-    for sample, score in zip(samples, scores, strict=True):
-        if score is not None and not math.isfinite(score):
-            raise RewardError(f"reward {reward!r} returned {score} for sample {sample.id}; scores must be finite")
-    return scores
+        raise RewardError(f"reward {name} returned {len(scores)} scores for {len(samples)} samples; return one each")
+    return [_read(score, sample.id, name) for score, sample in zip(scores, samples, strict=True)]
+
+
+def _read(score: Score | Failure | float | None, sample: str, name: str) -> Scored:
+    if isinstance(score, Failure):
+        return score
+    if not isinstance(score, Score):
+        score = Score(score)
+    if score.value is None:
+        return score
+    try:
+        value, parts = float(score.value), FrozenDict({part: float(number) for part, number in score.parts.items()})
+    except (TypeError, ValueError):
+        raise RewardError(
+            f"reward {name} returned {score.value!r} for sample {sample}; return a number, a Score or None"
+        ) from None
+    if not all(map(math.isfinite, (value, *parts.values()))):
+        return Failure("not_finite", f"reward {name} returned {value} with parts {dict(parts)}; scores must be finite")
+    return Score(value, parts, score.reason, score.errors)

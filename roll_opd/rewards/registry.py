@@ -1,8 +1,8 @@
 """From what a configuration calls a reward to the function: a registered name, ROLL's class path, or a dotted
 path.
 
-A function is the reward itself; a class is made once, with the arguments of the configuration, and its
-instance is the reward.
+A function is the reward itself, with the arguments of the configuration; a class is made once with them, and
+its method `score` is the reward.
 """
 
 import inspect
@@ -39,9 +39,10 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:
             reward = found(**(args or {}))
         except TypeError as error:
             raise RewardError(f"reward {worker}: cannot be made with {dict(args or {})}: {error}") from error
-        if not callable(reward):
-            raise RewardError(f"reward {worker}: an instance cannot be called; write its __call__, or use a function")
-        return reward
+        score = getattr(reward, "score", reward)
+        if not callable(score):
+            raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
+        return score
     return partial(found, **args) if args else found
 
 

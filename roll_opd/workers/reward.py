@@ -14,6 +14,7 @@ from roll_opd.data.experience import Experience
 class RewardWorker:
     """One process of a reward domain."""
 
+    _name: str
     _reward: Any
     _tokenizer: Any
 
@@ -22,12 +23,12 @@ class RewardWorker:
         from roll_opd.data.templates import load_tokenizer
         from roll_opd.rewards.registry import resolve
 
-        self._reward = resolve(plan.worker, dict(plan.args))
+        self._name, self._reward = plan.worker, resolve(plan.worker, dict(plan.args))
         self._tokenizer = load_tokenizer(model_path)
 
     def score(self, experiences: Sequence[Experience]) -> list[float | None]:
         """One reward an experience, in order; None where the reward cannot judge it."""
-        from roll_opd.rewards.interface import RewardSample, score_samples
+        from roll_opd.rewards.interface import RewardSample, read_scores
 
         prompts = {e.group_id: e.prompt_tokens for e in experiences}
 
@@ -40,4 +41,4 @@ class RewardWorker:
             RewardSample(e.id, text, e.ground_truth, e.tag, e.extra, e, partial(read_prompt, e.group_id))
             for e, text in zip(experiences, texts, strict=True)
         ]
-        return score_samples(self._reward, samples)
+        return [score.value for score in read_scores(self._reward(samples), samples, self._name)]

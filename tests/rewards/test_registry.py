@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from roll_opd.rewards.interface import RewardError, RewardSample, score_samples
+from roll_opd.rewards.interface import Failure, Reward, RewardError, RewardSample, Score, read_scores
 from roll_opd.rewards.registry import register, resolve
 
 SAMPLES = [RewardSample("a", "it is 5", "5", "t"), RewardSample("b", "it is 6", "5", "t")]
@@ -18,11 +19,15 @@ class Constant:
     def __init__(self, value):
         self.value = value
 
-    def __call__(self, samples):
+    def score(self, samples):
         return [self.value] * len(samples)
 
 number = 3
 """
+
+
+def scored(reward: Reward, samples: Sequence[RewardSample]) -> list[float | None]:
+    return [score.value for score in read_scores(reward(samples), samples, "it")]
 
 
 @pytest.fixture
@@ -36,13 +41,13 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     "worker", ["math_rule", "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"]
 )
 def test_the_math_rule_by_its_name_and_by_rolls(worker: str) -> None:
-    assert score_samples(resolve(worker), SAMPLES) == [1.0, 0.0]
+    assert scored(resolve(worker), SAMPLES) == [1.0, 0.0]
 
 
 def test_a_users_function_and_class(users_module: str) -> None:
-    assert score_samples(resolve(f"{users_module}.by_length"), SAMPLES) == [7.0, 7.0]
-    assert score_samples(resolve(f"{users_module}.by_length", {"scale": 2.0}), SAMPLES) == [14.0, 14.0]
-    assert score_samples(resolve(f"{users_module}.Constant", {"value": 0.5}), SAMPLES) == [0.5, 0.5]
+    assert scored(resolve(f"{users_module}.by_length"), SAMPLES) == [7.0, 7.0]
+    assert scored(resolve(f"{users_module}.by_length", {"scale": 2.0}), SAMPLES) == [14.0, 14.0]
+    assert scored(resolve(f"{users_module}.Constant", {"value": 0.5}), SAMPLES) == [0.5, 0.5]
 
 
 def test_a_registered_name() -> None:
@@ -50,8 +55,7 @@ def test_a_registered_name() -> None:
     def always_one(samples: Sequence[RewardSample]) -> list[float]:
         return [1.0] * len(samples)
 
-    assert score_samples(resolve("always_one"), SAMPLES) == [1.0, 1.0]
-    assert score_samples(resolve("always_one"), []) == []
+    assert scored(resolve("always_one"), SAMPLES) == [1.0, 1.0]
     with pytest.raises(RewardError, match="'always_one' is already registered"):
         register("always_one")(lambda samples: [0.0] * len(samples))
 
@@ -72,12 +76,31 @@ def test_what_cannot_be_found_is_said(users_module: str, worker: str, message: s
         resolve(worker)
 
 
-@pytest.mark.parametrize(("scores", "message"), [([1.0], "1 scores for 2"), ([1.0, float("nan")], "sample b")])
-def test_scores_are_checked(scores: list[float], message: str) -> None:
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([1.0], "it returned 1 scores for 2 samples"),
+        (["right", 0], "returned 'right' for sample a; return a number"),
+        (1.0, "it returned float; return a list"),
+        ("ab", "it returned str; return a list"),
+    ],
+)
+def test_scores_that_are_none_are_refused(scores, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        score_samples(lambda samples: scores, SAMPLES)
+        read_scores(scores, SAMPLES, "it")
+
+
+def test_numbers_scores_and_failures_are_scores() -> None:
+    down = Failure("http_500", "http://here answered 500 four times")
+    assert read_scores([np.float32(0.5), Score(1, {"form": 0.25}, "right")], SAMPLES, "it") == [
+        Score(0.5),
+        Score(1.0, {"form": 0.25}, "right"),
+    ]
+    assert read_scores([None, down], SAMPLES, "it") == [Score(None), down]
+    failed = read_scores([float("nan"), Score(1.0, {"form": float("inf")})], SAMPLES, "it")
+    assert [failure.kind for failure in failed] == ["not_finite", "not_finite"]
 
 
 def test_a_class_that_is_no_reward_is_refused() -> None:
-    with pytest.raises(RewardError, match=r"json\.JSONDecoder: an instance cannot be called; write"):
+    with pytest.raises(RewardError, match=r"json\.JSONDecoder: the class has no method score"):
         resolve("json.JSONDecoder")
