@@ -67,7 +67,7 @@ class Reward(Protocol):
 def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> list[Scored]:
     """What a reward returned for `samples`, as scores; `RewardError` where it did not keep to the interface."""
     if isinstance(scores, str) or not hasattr(scores, "__len__"):
-        raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list, one score a sample, in order")
+        raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list, one score a sample")
     if len(scores) != len(samples):
         raise RewardError(f"reward {name} returned {len(scores)} scores for {len(samples)} samples; return one each")
     return [_read(score, sample.id, name) for score, sample in zip(scores, samples, strict=True)]
