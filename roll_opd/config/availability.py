@@ -57,11 +57,12 @@ def _unavailable_objective(plan: RunPlan) -> list[str]:
 def _unavailable_rewards(plan: RunPlan) -> list[str]:
     known = ", ".join(REWARD_WORKERS)
     return [
-        f"rewards.{reward.domain}: the reward worker {reward.worker!r} is not available yet; use {known}, or the dotted"
+        f"rewards.{reward.domain}: the reward worker {term.worker!r} is not available yet; use {known}, or the dotted"
         " path of a class of your own"
         for reward in plan.rewards
-        if reward.worker not in REWARD_WORKERS
-        and (reward.worker in REWARD_CLASSES_LATER.values() or reward.worker.startswith("roll."))
+        for term in reward.terms
+        if term.worker not in REWARD_WORKERS
+        and (term.worker in REWARD_CLASSES_LATER.values() or term.worker.startswith("roll."))
     ]
 
 

@@ -68,9 +68,11 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "routing": routing(plan),
         "rewards": {
             reward.domain: {
-                "worker": reward.worker,
+                "worker": reward.terms[0].worker,
+                "terms": {term.name: {"worker": term.worker, "weight": term.weight} for term in reward.terms},
                 "tags": None if reward.tags is None else list(reward.tags),
                 "world_size": reward.world_size,
+                "on_error": reward.on_error,
                 "query_filter": _filter(reward.query_filter),
                 "response_filter": _filter(reward.response_filter),
             }
@@ -246,9 +248,11 @@ def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
             for key in ("query_filter", "response_filter")
             if reward[key]
         ]
-        lines.append(
-            f"  rewards.{domain}: {reward['worker']} x {reward['world_size']}" + "".join(f", {f}" for f in filters)
+        terms = " + ".join(
+            ("" if term["weight"] == 1 else f"{term['weight']:g} * ") + term["worker"]
+            for term in reward["terms"].values()
         )
+        lines.append(f"  rewards.{domain}: {terms} x {reward['world_size']}" + "".join(f", {f}" for f in filters))
     return ["Routing\n" + "\n".join(lines)] if lines else []
 
 

@@ -61,8 +61,8 @@ IGNORED_GENERATING_ARGS = _names("""
 """)
 
 IGNORED_REWARD = _names("""
-    name model_args data_args infer_batch_size strategy_args generating_args device_mapping
-    num_gpus_per_worker max_concurrency system_envs training_args
+    name model_args data_args strategy_args generating_args device_mapping num_gpus_per_worker system_envs
+    training_args
 """)
 
 IGNORED_ENV_MANAGER = _names("""
@@ -142,6 +142,13 @@ REWARD_CLASSES_LATER = {
     "GSM8KMathRewardWorker": "gsm8k_math",
     "RemoteRewardSystemWorker": "remote_reward_system",
 }
+REWARDS_THAT_NEED_ANSWERS = ("math_rule", "multiple_choice", "crossthinkqa", "general_rule")  # a row's ground_truth
+# those that keep time themselves, by what they are asked to do; others have `timeout` seconds a sample
+REWARDS_THAT_KEEP_TIME = ("math_rule", "code_sandbox", "llm_judge", "remote")
+REWARD_SECONDS = 60.0
+# calls that a worker has under way: as many as it takes, but few where a batch is what a call is for
+REWARD_CALLS = {"remote": 4}
+MOST_REWARD_CALLS = 256
 # keys of ROLL's RewardConfig; a worker here that does not take one ignores it
 REWARD_KEYS_OF_ROLL = _names("""
     code_url use_local judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key format_pattern

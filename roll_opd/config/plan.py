@@ -150,14 +150,27 @@ class FilterPlan:
 
 
 @dataclass(frozen=True)
+class RewardTerm:
+    """One of the rewards whose weighted sum a domain's reward is. `worker` is a registered name or a dotted path."""
+
+    name: str  # of its part in metrics and samples
+    worker: str
+    args: FrozenDict = field(default_factory=FrozenDict)
+    weight: float = 1.0
+    timeout: float | None = None  # seconds a sample may take; None: the reward limits itself
+
+
+@dataclass(frozen=True)
 class RewardPlan:
-    """Reward workers of one domain. `worker` is a registered name or a dotted path."""
+    """Reward workers of one domain."""
 
     domain: str
-    worker: str
+    terms: tuple[RewardTerm, ...]
     tags: tuple[str, ...] | None = None  # None: every tag
     world_size: int = 1
-    args: FrozenDict = field(default_factory=FrozenDict)
+    on_error: Literal["zero", "drop", "stop"] = "stop"  # what becomes of a sample whose reward fails
+    max_concurrency: int = 256  # calls of the reward that a worker has under way
+    batch_size: int = 16  # most samples in a call
     query_filter: FilterPlan | None = None  # of a prompt's rewards together
     response_filter: FilterPlan | None = None  # of each reward alone
 

@@ -7,13 +7,17 @@ from roll_opd.config.errors import Findings
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.known_names import (
     DOTTED,
+    MOST_REWARD_CALLS,
+    REWARD_CALLS,
     REWARD_CLASSES_LATER,
     REWARD_CLASSES_OF_ROLL,
     REWARD_KEYS_OF_ROLL,
+    REWARD_SECONDS,
     REWARD_WORKERS,
+    REWARDS_THAT_KEEP_TIME,
 )
-from roll_opd.config.plan import FilterPlan, Mode, RewardPlan
-from roll_opd.config.schema import Filter, Reward
+from roll_opd.config.plan import FilterPlan, Mode, RewardPlan, RewardTerm
+from roll_opd.config.schema import Filter, Reward, Term
 
 FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
 
@@ -30,7 +34,7 @@ def read_rewards(
         if reward is None:
             continue
         path = f"rewards.{domain}"
-        worker = _worker(path, reward.worker_cls or domain, findings)
+        terms = _terms(path, domain, reward, findings)
         filters = {
             "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, findings),
             "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, findings),
@@ -44,10 +48,12 @@ def read_rewards(
         plans.append(
             RewardPlan(
                 domain=domain,
-                worker=worker,
+                terms=terms,
                 tags=reward.tag_included or None,
                 world_size=reward.world_size,
-                args=FrozenDict(_arguments(path, worker, reward.args, findings)),
+                on_error=reward.on_error,
+                max_concurrency=reward.max_concurrency or REWARD_CALLS.get(terms[0].worker, MOST_REWARD_CALLS),
+                batch_size=reward.infer_batch_size,
                 **filters,
             )
         )
@@ -60,6 +66,26 @@ def read_rewards(
                     f"{shared} also belongs to rewards.{other.domain}; give each tag to one of them",
                 )
     return tuple(plans)
+
+
+def _terms(path: str, domain: str, reward: Reward, findings: Findings) -> tuple[RewardTerm, ...]:
+    """The domain's own reward first, named after its worker, then what is added to it."""
+    main = _term(path, domain, None, reward, findings)
+    added = [_term(f"{path}.terms.{name}", name, name, term, findings) for name, term in reward.terms.items()]
+    if main.name in reward.terms:
+        findings.problem(f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
+    return (main, *added)
+
+
+def _term(path: str, default: str, name: str | None, term: Term, findings: Findings) -> RewardTerm:
+    worker = _worker(path, term.worker_cls or default, findings)
+    return RewardTerm(
+        name=name or worker.rpartition(".")[2],
+        worker=worker,
+        args=FrozenDict(_arguments(path, worker, term.args, findings)),
+        weight=term.weight,
+        timeout=term.timeout or (None if worker in REWARDS_THAT_KEEP_TIME else REWARD_SECONDS),
+    )
 
 
 def _shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:

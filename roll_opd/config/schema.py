@@ -178,16 +178,29 @@ class Filter(Section):
     filter_args: FilterArgs = FilterArgs()
 
 
-class Reward(Section):
-    """`rewards.<domain>`. Keys that are not listed here go to the reward worker as arguments."""
+class Term(Section):
+    """`rewards.<domain>.terms.<name>`: what is added to a reward. Keys that are not listed go to it as arguments."""
+
+    worker_cls: str | None = None
+    weight: Number = 1.0
+    timeout: AboveZero | None = None
+    args: dict[str, Any] = {}
+
+
+class Reward(Term):
+    """`rewards.<domain>`. `infer_batch_size` are samples in a call of the reward, `max_concurrency` its calls under
+    way in a worker, `timeout` seconds a sample.
+    """
 
     ignored = names.IGNORED_REWARD
-    worker_cls: str | None = None
     tag_included: Texts | None = None
     world_size: Positive = 1
+    infer_batch_size: Positive = 16
+    max_concurrency: Positive | None = None
+    on_error: Literal["zero", "drop", "stop"] = "stop"
+    terms: dict[Name, Term] = {}
     query_filter_config: Filter = Filter()
     response_filter_config: Filter = Filter()
-    args: dict[str, Any] = {}
 
 
 class EnvManager(Section):

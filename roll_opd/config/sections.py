@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from roll_opd.config.errors import Findings
 from roll_opd.config.known_names import REWARD_KEYS_OF_ROLL
-from roll_opd.config.schema import Reward, Section, Top, Worker
+from roll_opd.config.schema import Reward, Section, Term, Top, Worker
 
 S = TypeVar("S", bound=Section)
 PURE_ROLES = ("student_train", "student_infer")
@@ -76,11 +76,11 @@ def _is_worker(data: Any, keys: set[str]) -> bool:
     return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
-def _with_free_keys(data: Any, path: str, findings: Findings) -> Any:
-    """Move a reward's own keys into `args`; a key close to a known one is a typing error."""
+def _with_free_keys(data: Any, path: str, findings: Findings, model: type[Term] = Reward) -> Any:
+    """Move a reward's own keys into `args`, those of its terms too; a key close to a known one is a typing error."""
     if not isinstance(data, dict):
         return data
-    known = {*Reward.model_fields, *Reward.ignored}
+    known = {*model.model_fields, *model.ignored}
     kept = {key: value for key, value in data.items() if key in known}
     args = dict(kept.get("args") or {})
     for key, value in data.items():
@@ -91,6 +91,11 @@ def _with_free_keys(data: Any, path: str, findings: Findings) -> Any:
             findings.problem(f"{path}.{key}", f"unknown key; did you mean {near[0]!r}?")
         else:
             args[str(key)] = value
+    if isinstance(kept.get("terms"), dict):
+        kept["terms"] = {
+            name: _with_free_keys(term or {}, f"{path}.terms.{name}", findings, Term)
+            for name, term in kept["terms"].items()
+        }
     return {**kept, "args": args}
 
 

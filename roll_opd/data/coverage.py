@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roll_opd.config.known_names import REWARDS_THAT_NEED_ANSWERS
 from roll_opd.config.plan import Mode, RewardPlan, TeacherPlan
 from roll_opd.data.rows import DataError
 
@@ -47,15 +48,16 @@ def check_coverage(
 def _unrewarded(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan]) -> list[str]:
     wrong = []
     for tag, rows in tags.items():
-        workers = [reward.worker for reward in rewards if reward.scores(tag)]
+        workers = [term.worker for reward in rewards if reward.scores(tag) for term in reward.terms]
+        needy = next((worker for worker in workers if worker in REWARDS_THAT_NEED_ANSWERS), None)
         if not workers:
             wrong.append(
                 f"no reward has tag {tag!r} of the {name} data in its tag_included; add it there, or remove its rows"
             )
-        elif "math_rule" in workers and rows.unanswered:
+        elif needy and rows.unanswered:
             more = ", ..." if rows.unanswered > len(rows.examples) else ""
             wrong.append(
-                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which math_rule "
+                f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which {needy} "
                 f"needs: {', '.join(rows.examples)}{more}; write it there, or remove the rows"
             )
     return wrong

@@ -35,10 +35,13 @@ class Experience:
     teacher_views: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # teacher -> `TeacherView.arrays`
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
+    reward_parts: dict[str, float] = field(default_factory=dict)  # what it is made of, or was found beside it, by name
+    reward_reason: str = ""  # why, in a word or two, where the reward worker says so
+    left_out: bool = False  # its reward failed and nobody is to learn from it (`on_error: drop`)
     values: np.ndarray | None = None  # f32 [T-P], of the state before each token, from the critic
     returns: np.ndarray | None = None  # f64 [T-P], what the values are to become; 0 off the action mask
     advantages: np.ndarray | None = None  # f64 [T-P], of the external reward alone; 0 off the action mask
-    loss_mask: np.ndarray | None = None  # bool [T-P], action tokens that a correction keeps; None: all
+    loss_mask: np.ndarray | None = None  # bool [T-P], action tokens that are learned from; None: all
     importance_weights: np.ndarray | None = None  # f32 [T-P], of the policy loss; None: 1
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict)  # the row's other keys, such as test_cases; for rewards

@@ -11,15 +11,16 @@ from transformers import AutoConfig
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
 from roll_opd.rollout.scheduler import Scorers
 from roll_opd.workers.critic import Critic
+from roll_opd.workers.judge import Judge
 from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import CriticWorker, ScoreWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
-from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
+from roll_opd.workers.roles import Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.supervised import SupervisedStudent
 
@@ -70,9 +71,9 @@ class Cast:
                 role.group.end()
 
 
-async def assemble(plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
+async def assemble(plan: RunPlan, placement: Placement) -> Cast:
     """Start every role but the judges, all at once, and wait until all are ready for the plan's objective."""
-    return await instruct(await start(plan, placement), plan, judges)
+    return await instruct(await start(plan, placement), plan)
 
 
 async def start(plan: RunPlan, placement: Placement) -> Cast:
@@ -92,10 +93,9 @@ async def start(plan: RunPlan, placement: Placement) -> Cast:
     return Cast(student, sampler, Scorers(teachers, reference=reference), critic)
 
 
-async def instruct(cast: Cast, plan: RunPlan, judges: tuple[Judge, ...]) -> Cast:
+async def instruct(cast: Cast, plan: RunPlan) -> Cast:
     """Give the roles what the plan's objective asks of them."""
-    objective, student = plan.objective, cast.student
-    scorers = replace(cast.scorers, judges=judges)
+    objective, student, scorers = plan.objective, cast.student, cast.scorers
     if objective.opd_objective == "full":
         for teacher in scorers.teachers:
             await student.load_teacher_head(teacher)
@@ -138,16 +138,11 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
 
 async def start_judges(plan: RunPlan) -> tuple[Judge, ...]:
     """Start the reward workers; they need no device."""
-    judges = tuple(Judge(reward, _reward_workers(plan, reward)) for reward in plan.rewards)
-    await asyncio.gather(
-        *[worker.setup.remote(j.plan, plan.student.model.path) for j in judges for worker in j.workers]
-    )
-    return judges
-
-
-def _reward_workers(plan: RunPlan, reward: RewardPlan) -> list:
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
-    return [RewardWorker.options(**options).remote() for _ in range(reward.world_size)]
+    hire = RewardWorker.options(**options).remote
+    judges = tuple(Judge(reward, hire, plan.student.model.path) for reward in plan.rewards)
+    await asyncio.gather(*[judge.start() for judge in judges])
+    return judges
 
 
 def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:

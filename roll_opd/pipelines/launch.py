@@ -82,12 +82,12 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.data.rows import DataError
     from roll_opd.data.source import MixedSource, PromptSource
     from roll_opd.data.templates import load_tokenizer
-    from roll_opd.rewards.registry import resolve
+    from roll_opd.rewards.registry import check
     from roll_opd.tracking.registry import find as find_tracker
     from roll_opd.tracking.trackers import JSONL, Trackers
 
-    for reward in plan.rewards:
-        resolve(reward.worker, dict(reward.args))  # a name that means nothing is told now, not by a worker
+    for term in (term for reward in plan.rewards for term in reward.terms):
+        check(term.worker, dict(term.args))  # a name that means nothing is told now, not by a worker
     objective = plan.objective
     policy_loss(objective.policy_loss, objective.policy_loss_arguments)
     if plan.rollout and plan.mode != "pure":

@@ -146,6 +146,8 @@ class Record:
             "response": self._tokenizer.decode(experience.response_tokens),
             "ground_truth": experience.ground_truth,
             "reward": experience.reward,
+            "reward_parts": experience.reward_parts,
+            "reward_reason": experience.reward_reason,
             "finish_reason": experience.finish_reason,
             "weights_version": experience.weights_version,
             "tokens": experience.tokens,

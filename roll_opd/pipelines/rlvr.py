@@ -11,10 +11,12 @@ from roll_opd.pipelines.record import Record
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, next_kl_coef
 from roll_opd.rollout.batch import fill_batch
 from roll_opd.rollout.expert import expert_experiences, mixed
+from roll_opd.rollout.judging import Judging
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import by_reward
 from roll_opd.rollout.validation import validate
 from roll_opd.tracking.metrics import opd_metrics
+from roll_opd.tracking.rewards import reward_metrics
 
 
 async def run_rlvr(
@@ -41,7 +43,7 @@ async def run_rlvr(
                 record.teacher_accuracy(teacher.name, await _validate(plan, held_out, sampler, judges, clock))
 
     record.note("Starting student, teacher and inference engines ...")
-    cast = await assemble(plan, placement, judges)
+    cast = await assemble(plan, placement)
     if resume:
         await cast.load(resume.path)
     await _send_weights(cast, version=done)
@@ -51,9 +53,11 @@ async def run_rlvr(
         record.start(await _validate(plan, held_out, cast.sampler, judges, clock) if held_out else {})
 
     for step in range(done + 1, plan.max_steps + 1):
+        judging = Judging(judges)
         batch = await fill_batch(
             source,
             plan.rollout_batch_size,
+            judging=judging,
             extra=plan.extra_prompts,
             keeps=by_reward(plan.rewards),
             sampler=cast.sampler,
@@ -71,6 +75,8 @@ async def run_rlvr(
             with clock.phase("values"):
                 experiences = await cast.critic.values(experiences)
         if plan.mode != "pure":
+            with clock.phase("reward"):
+                experiences = await judging.answered(experiences)
             experiences = external_advantages(experiences, plan.objective, kl_coef)
         if plan.objective.correction:
             experiences = corrected(experiences, plan.advantage_teachers, plan.objective)
@@ -83,11 +89,16 @@ async def run_rlvr(
             experiences, metrics = await cast.learn(plan, experiences, step)
         with clock.phase("weight_sync"):
             await _send_weights(cast, version=step)
+        if plan.mode == "pure":  # rewards only look on: nothing has waited for them
+            with clock.phase("reward"):
+                experiences = await judging.answered(experiences)
+        judging.forget()
 
         own = [experience for experience in experiences if not experience.expert]
         metrics |= (
             train_infer_metrics(own)
             | opd_metrics(own)
+            | reward_metrics(own)
             | advantage_metrics(own, plan.advantage_teachers, plan.objective)
         )
         kl_coef = next_kl_coef(kl_coef, metrics, plan.objective, samples=len(own))
@@ -96,10 +107,14 @@ async def run_rlvr(
         if checkpoints.due(step):
             with clock.phase("checkpoint"):
                 await checkpoints.write(step, cast.save, source.state_dict(), kl_coef)
+        for judge in judges:
+            metrics |= judge.lap()
         record.step(step, batch, experiences, metrics)
         if checkpoints.due(step):
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
     await cast.end()
+    for judge in judges:
+        judge.end()
 
 
 async def _send_weights(cast: Cast, version: int) -> None:

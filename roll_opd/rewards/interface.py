@@ -12,6 +12,8 @@ from typing import Protocol
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.data.experience import Experience
 
+TIMEOUT = "timeout"  # the kind of what runs out of time
+
 
 class RewardError(ValueError):
     """A reward cannot be found, or did not keep to the interface; the message says which and what to do."""

@@ -33,17 +33,37 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:
     to a function or class of the user's own. Raises `RewardError` that says what was looked for and what is
     known.
     """
+    found = _fitting(worker, args)
+    if not inspect.isclass(found):
+        return partial(found, **args) if args else found
+    reward = found(**(args or {}))
+    return getattr(reward, "score", reward)
+
+
+def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
+    """Raise what `resolve` would. Of classes only ours are made, which say what they need of the machine: a user's
+    own may load a model.
+    """
+    if worker in REWARDS.ours:
+        resolve(worker, args)
+    else:
+        _fitting(worker, args)
+
+
+def _fitting(worker: str, args: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """The function or class that `worker` names, where it takes `args` and can score."""
     found = _find(worker)
-    if inspect.isclass(found):
-        try:
-            reward = found(**(args or {}))
-        except TypeError as error:
-            raise RewardError(f"reward {worker}: cannot be made with {dict(args or {})}: {error}") from error
-        score = getattr(reward, "score", reward)
-        if not callable(score):
-            raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
-        return score
-    return partial(found, **args) if args else found
+    is_class = inspect.isclass(found)
+    if is_class and not {"score", "__call__"} & set(dir(found)):
+        raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
+    try:
+        inspect.signature(found).bind(*(() if is_class else ("samples",)), **(args or {}))
+    except TypeError as error:
+        made = "made" if is_class else "called"
+        raise RewardError(f"reward {worker}: cannot be {made} with {dict(args or {})}: {error}") from error
+    except ValueError:  # written in C, it has no signature that could be checked
+        pass
+    return found
 
 
 def _find(worker: str) -> Callable[..., Any]:

@@ -32,9 +32,23 @@ def external_advantages(
 
     That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
-    not adapted. RunError for a sample that no reward worker scored.
+    not adapted. What is left out counts in no mean, and its `loss_mask` is empty. RunError for a sample that no reward
+    worker scored.
     """
     kl_coef = objective.init_kl_coef if kl_coef is None else kl_coef
+    counted = [experience for experience in experiences if not experience.left_out]
+    found = iter(_advantages(counted, objective, kl_coef) if counted else ())
+    return [_nothing_of(e, kl_coef) if e.left_out else next(found) for e in experiences]
+
+
+def _nothing_of(experience: Experience, kl_coef: float) -> Experience:
+    """A sample that nobody learns from."""
+    zeros = np.zeros(experience.response_length)
+    nothing = {"advantages": zeros, "returns": zeros, "loss_mask": zeros.astype(bool)}
+    return replace(experience, **nothing, metrics={**experience.metrics, "kl_coef": kl_coef})
+
+
+def _advantages(experiences: Sequence[Experience], objective: ObjectivePlan, kl_coef: float) -> list[Experience]:
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
     masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
@@ -101,7 +115,7 @@ def token_level_rewards(
     for experience, mine in zip(experiences, rewards, strict=True):
         if objective.init_kl_coef and not experience.expert:
             mine -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
-        if experience.advantages is not None and experience.action_mask.any():
+        if experience.advantages is not None and not experience.left_out and experience.action_mask.any():
             mine[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
     return rewards
 

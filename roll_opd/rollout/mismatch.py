@@ -55,7 +55,11 @@ def corrected(
     weights_M = torch.where(broken_M, torch.nan, _weights(mismatch, plan)).float()
     masks, weights = ((kept_M | broken_M).split(mismatch.lengths), weights_M.split(mismatch.lengths))
     return [
-        replace(experience, loss_mask=mask.numpy(), importance_weights=weight.numpy())
+        replace(
+            experience,
+            loss_mask=mask.numpy() if experience.loss_mask is None else mask.numpy() & experience.loss_mask,
+            importance_weights=weight.numpy(),
+        )
         for experience, mask, weight in zip(experiences, masks, weights, strict=True)
     ]
 
@@ -64,7 +68,7 @@ def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """`rollout/mismatch/*`, see `mismatch_metrics`, and what a correction did: `rollout/correction/*`."""
     return {
         **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(experiences)).items()},
-        **_correction_metrics([e for e in experiences if e.loss_mask is not None]),
+        **_correction_metrics([e for e in experiences if e.importance_weights is not None]),
     }
 
 

@@ -1,7 +1,8 @@
 """One step's rollout: sample everything in one continuous batch, score samples while others are still being written.
 
-Samples are handed over in chunks, in the order in which an engine finishes them. A deterministic engine finishes them
-in an order of its own that no timing changes, so a deterministic run also packs and scores them alike every time.
+A reward is asked for the moment its sample is finished, and waited for here only where a filter wants to know it.
+Teachers get samples in chunks, in the order in which an engine finishes them. A deterministic engine finishes them in
+an order of its own that no timing changes, so a deterministic run also packs and scores them alike every time.
 """
 
 import asyncio
@@ -15,23 +16,23 @@ from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
+from roll_opd.rollout.judging import Judging
 from roll_opd.rollout.selection import Keeps, Selection
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
-from roll_opd.workers.roles import Judge, Sampler, Scorer, Student, Teacher
+from roll_opd.workers.roles import Sampler, Scorer, Student, Teacher
 from roll_opd.workers.rollout import Request
 
 
 @dataclass(frozen=True)
 class Scorers:
-    """Who looks at finished samples: teachers and judges at those of their tags, the reference policy at all.
+    """Who looks at finished samples: teachers at those of their tags, the reference policy at all.
 
     Where `views_for` is an objective, teachers say more than the log-probs of the sampled tokens; where `student` is
     there, it is of the student's most likely tokens that they speak.
     """
 
     teachers: Sequence[Teacher] = ()
-    judges: Sequence[Judge] = ()
     reference: Scorer | None = None
     views_for: ObjectivePlan | None = None
     student: Student | None = None
@@ -42,6 +43,7 @@ async def roll_out(
     sampler: Sampler,
     sampling: SamplingPlan,
     scorers: Scorers,
+    judging: Judging,
     *,
     first_draw: int,
     seed: int,
@@ -55,6 +57,8 @@ async def roll_out(
     What is still being written then is aborted.
 
     Args:
+        judging: has every sample scored from when it is finished on; without `keeps`, the samples that are returned
+            have not waited for it.
         first_draw: how many prompts the run has drawn before; numbers the groups and seeds the samples.
         chunk_samples: samples that are scored together.
         wanted: groups to learn from; None: all.
@@ -69,13 +73,17 @@ async def roll_out(
     selection = Selection(len(prompts), n, len(prompts) if wanted is None else wanted, keeps)
     settled = asyncio.Event()  # nothing more is needed, or something went wrong
 
+    written: dict[int, Experience] = {}
+
+    def finish(index: int, completion: Completion) -> None:
+        written[index] = experience_of(prompts[index // n], first_draw + index // n, index % n, completion)
+        judging.ask(written[index])
+
     async def score(finished: list[tuple[int, Completion]]) -> None:
-        experiences = [
-            experience_of(prompts[index // n], first_draw + index // n, index % n, completion)
-            for index, completion in finished
-        ]
         try:
-            scored = await _score(experiences, scorers, sampling.temperature)
+            scored = await _score([written[index] for index, _ in finished], scorers, sampling.temperature)
+            if keeps:
+                scored = await judging.answered(scored)
             for (index, _), experience in zip(finished, scored, strict=True):
                 selection.add(index, experience)
         except Exception:
@@ -87,7 +95,7 @@ async def roll_out(
     scoring: list[asyncio.Task] = []
 
     async def generate() -> None:
-        async with aclosing(sampler.sample(requests, sampling, chunk_samples)) as stream:
+        async with aclosing(sampler.sample(requests, sampling, chunk_samples, finish)) as stream:
             async for finished in stream:
                 scoring.append(asyncio.create_task(score(finished)))
 
@@ -136,7 +144,7 @@ def experience_of(prompt: Prompt, draw: int, sample: int, completion: Completion
 
 
 async def _score(experiences: list[Experience], scorers: Scorers, temperature: float) -> list[Experience]:
-    """Have every teacher and judge score the samples of its tags, and the reference all, side by side."""
+    """Have every teacher score the samples of its tags, and the reference all, side by side."""
     result = list(experiences)
     objective, ids = scorers.views_for, None
     if scorers.student:
@@ -156,18 +164,11 @@ async def _score(experiences: list[Experience], scorers: Scorers, temperature: f
             views = result[i].teacher_views if view is None else {**result[i].teacher_views, name: view}
             result[i] = replace(result[i], teacher_logprobs=scores, teacher_views=views)
 
-    async def ask_judge(judge: Judge) -> None:
-        routed = [i for i, e in enumerate(experiences) if judge.plan.scores(e.tag)]
-        if not routed:
-            return
-        for i, reward in zip(routed, await judge.score([experiences[i] for i in routed]), strict=True):
-            result[i] = replace(result[i], reward=reward, domain=judge.plan.domain)
-
     async def ask_reference(reference: Scorer) -> None:
         for i, logprobs in enumerate(await reference.score(experiences, temperature)):
             result[i] = replace(result[i], ref_logprobs=logprobs)
 
-    asked = [ask_teacher(teacher) for teacher in scorers.teachers] + [ask_judge(judge) for judge in scorers.judges]
+    asked = [ask_teacher(teacher) for teacher in scorers.teachers]
     if scorers.reference:
         asked.append(ask_reference(scorers.reference))
     await asyncio.gather(*asked)

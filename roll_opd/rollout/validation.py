@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.source import Prompt
+from roll_opd.rollout.judging import Judging
 from roll_opd.rollout.scheduler import Scorers, roll_out
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.metrics import validation_metrics
-from roll_opd.workers.roles import Judge, Sampler
+from roll_opd.workers.judge import Judge
+from roll_opd.workers.roles import Sampler
 
 VALIDATION_DRAW = 2**31  # draws of validation samples start here, far from those of training
 
@@ -23,15 +25,18 @@ async def validate(
     clock: PhaseClock,
 ) -> dict[str, float]:
     """Return the metrics of `validation_metrics` for `sampling.n` answers a prompt."""
+    judging = Judging(judges)
     with clock.phase("validate"):
-        answers = await roll_out(
+        selection = await roll_out(
             prompts,
             sampler,
             sampling,
-            Scorers(judges=judges),
+            Scorers(),
+            judging,
             first_draw=VALIDATION_DRAW,
             seed=seed,
             chunk_samples=chunk_samples,
             clock=clock,
         )
-    return validation_metrics(answers.experiences(), sampling.n)
+        answers = await judging.answered(selection.experiences())
+    return validation_metrics(answers, sampling.n)

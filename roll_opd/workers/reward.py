@@ -1,35 +1,89 @@
-"""Ray actor that scores answers with one domain's reward."""
+"""Ray actor that scores answers with one domain's rewards."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import ray
 
 from roll_opd.config.plan import RewardPlan
+from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.rewards.calling import Caller, weighted
+from roll_opd.rewards.interface import RewardSample, Scored
+from roll_opd.workers.bursts import bursts
+
+# `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
+MOST_THREADS = 10_000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Some samples' scores."""
+
+    scores: list[tuple[int, Scored]]  # with their places in the batch
+    hung: bool  # calls that nothing can end still run in this process: it should be replaced
 
 
 @ray.remote
 class RewardWorker:
     """One process of a reward domain."""
 
-    _name: str
-    _reward: Any
+    _plan: RewardPlan
+    _callers: dict[str, Caller]
+    _weights: dict[str, float]
+    _calls: asyncio.Semaphore
     _tokenizer: Any
 
-    def setup(self, plan: RewardPlan, model_path: str) -> None:
-        """Find the reward, and load the tokenizer that turns responses into text."""
+    async def setup(self, plan: RewardPlan, model_path: str) -> None:
+        """Find the rewards, and load the tokenizer that turns responses into text."""
         from roll_opd.data.templates import load_tokenizer
         from roll_opd.rewards.registry import resolve
 
-        self._name, self._reward = plan.worker, resolve(plan.worker, dict(plan.args))
+        self._plan = plan
+        threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=plan.domain)
+        self._callers = {
+            term.name: Caller(term.name, resolve(term.worker, dict(term.args)), threads, term.timeout)
+            for term in plan.terms
+        }
+        self._weights = {term.name: term.weight for term in plan.terms}
+        self._calls = asyncio.Semaphore(plan.max_concurrency)
         self._tokenizer = load_tokenizer(model_path)
 
-    def score(self, experiences: Sequence[Experience]) -> list[float | None]:
-        """One reward an experience, in order; None where the reward cannot judge it."""
-        from roll_opd.rewards.interface import RewardSample, read_scores
+    async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
+        """Yield `Answer`s as the scores come, a batch's pieces being scored side by side."""
+        async with aclosing(bursts(self._pieces(self._samples(experiences)))) as answers:
+            async for burst in answers:
+                scores = [scored for piece in burst for scored in piece]
+                yield Compact(Answer(scores, hung=any(caller.hung for caller in self._callers.values())))
 
+    async def _pieces(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
+        """As many samples a call as it takes to have all of them under way at once, where that is possible."""
+        size = min(-(-len(samples) // self._plan.max_concurrency), self._plan.batch_size)
+        calls = [
+            asyncio.create_task(self._call(start, samples[start : start + size]))
+            for start in range(0, len(samples), size)
+        ]
+        try:
+            for call in asyncio.as_completed(calls):
+                yield await call
+        finally:
+            for task in calls:
+                task.cancel()
+
+    async def _call(self, first: int, samples: Sequence[RewardSample]) -> list[tuple[int, Scored]]:
+        async with self._calls:
+            scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
+        if len(self._callers) > 1 or self._weights != dict.fromkeys(self._weights, 1.0):
+            by_sample = [dict(zip(self._callers, each, strict=True)) for each in zip(*scores, strict=True)]
+            scores = [[weighted(each, self._weights) for each in by_sample]]
+        return list(enumerate(scores[0], first))
+
+    def _samples(self, experiences: Sequence[Experience]) -> list[RewardSample]:
         prompts = {e.group_id: e.prompt_tokens for e in experiences}
 
         @cache  # the samples of a group share their prompt
@@ -37,8 +91,7 @@ class RewardWorker:
             return self._tokenizer.decode(prompts[group_id], skip_special_tokens=True)
 
         texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)
-        samples = [
+        return [
             RewardSample(e.id, text, e.ground_truth, e.tag, e.extra, e, partial(read_prompt, e.group_id))
             for e, text in zip(experiences, texts, strict=True)
         ]
-        return [score.value for score in read_scores(self._reward(samples), samples, self._name)]

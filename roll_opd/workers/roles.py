@@ -1,7 +1,7 @@
-"""The roles of a run as the driver sees them: what a student, a teacher, a sampler and a judge can do."""
+"""The roles of a run as the driver sees them: what a student, a teacher and a sampler can do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import ray
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.config.plan import ObjectivePlan, RewardPlan, SamplingPlan, TeacherPlan
+from roll_opd.config.plan import ObjectivePlan, SamplingPlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TrainResult, TrainSample
@@ -188,24 +188,33 @@ class Sampler:
     engines: Sequence[ray.actor.ActorHandle]
 
     async def sample(
-        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingPlan,
+        chunk: int,
+        finish: Callable[[int, Completion], None] = lambda index, completion: None,
     ) -> AsyncIterator[list[tuple[int, Completion]]]:
         """Spread groups over the engines; yield lists of (index of the request, its completion).
 
-        A list holds `chunk` samples that one engine finished one after another, and its last one what is left.
-        Leaving the iterator early aborts what is still being written (use `contextlib.aclosing`).
+        A list holds `chunk` samples that one engine finished one after another, and its last one what is left; `finish`
+        hears of each as soon as it is there. Leaving the iterator early aborts what is still being written (use
+        `contextlib.aclosing`).
         """
         finished: asyncio.Queue[list[tuple[int, Completion]] | Exception] = asyncio.Queue()
 
         async def follow(engine: ray.actor.ActorHandle, share: list[int]) -> None:
             asked = Compact([requests[index] for index in share])
-            stream = engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk)
-            left = len(share)
+            stream = engine.generate.options(num_returns="streaming").remote(asked, sampling)
+            left, whole = len(share), []
             try:
                 async for reference in stream:
-                    answers = await reference
-                    left -= len(answers)
-                    finished.put_nowait([(share[number], completion) for number, completion in answers])
+                    for number, completion in await reference:
+                        left -= 1
+                        finish(share[number], completion)
+                        whole.append((share[number], completion))
+                        if len(whole) == chunk or not left:
+                            finished.put_nowait(whole)
+                            whole = []
                 if left:
                     raise RunError(f"an inference engine ended with {left} of {len(share)} requests unanswered")
             except asyncio.CancelledError:
@@ -244,20 +253,3 @@ class Sampler:
         await asyncio.gather(*[engine.close.remote() for engine in self.engines])
         for engine in self.engines:
             ray.kill(engine)  # what they had outside their memory is gone; the rest takes seconds to tidy up
-
-
-@dataclass(frozen=True)
-class Judge:
-    """The reward workers of one domain."""
-
-    plan: RewardPlan
-    workers: Sequence[ray.actor.ActorHandle]
-
-    async def score(self, experiences: Sequence[Experience]) -> list[float | None]:
-        """Return one reward an experience, in order; None where the reward cannot judge it."""
-        share = -(-len(experiences) // len(self.workers))
-        parts = [experiences[start : start + share] for start in range(0, len(experiences), share)]
-        scores = await asyncio.gather(
-            *[worker.score.remote(Compact(part)) for worker, part in zip(self.workers, parts, strict=False)]
-        )
-        return [score for part in scores for score in part]

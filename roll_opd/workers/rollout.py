@@ -10,7 +10,7 @@ import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.compact import Compact
-from roll_opd.inference.completion import Completion
+from roll_opd.workers.bursts import bursts
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,16 @@ class RolloutWorker:
             deterministic=deterministic,
         )
 
-    async def generate(self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int) -> AsyncIterator[Compact]:
-        """Run all requests in one continuous batch; yield lists of (index, `Completion`), `chunk` or what is left."""
-        finished: list[tuple[int, Completion]] = []
+    async def generate(self, requests: Sequence[Request], sampling: SamplingPlan) -> AsyncIterator[Compact]:
+        """Run all requests in one continuous batch; yield lists of (index, `Completion`) soon after they end."""
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests],
             sampling,
             [request.seed for request in requests],
         )
-        async with aclosing(batch):  # cancelled: what is unfinished is aborted
-            async for index, completion in batch:
-                finished.append((index, completion))
-                if len(finished) == chunk:
-                    yield Compact(finished)
-                    finished = []
-        if finished:
-            yield Compact(finished)
+        async with aclosing(bursts(batch)) as answers:  # cancelled: what is unfinished is aborted
+            async for finished in answers:
+                yield Compact(finished)
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load new weights and check that they arrived; `buckets` refer to `WeightBucket`s."""

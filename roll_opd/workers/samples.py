@@ -53,7 +53,7 @@ def train_samples(
 def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
     """Return one `ValueSample` an experience; each has its values and returns."""
     return [
-        ValueSample(e.tokens, e.prompt_length, e.action_mask, e.values, e.returns.astype(np.float32))
+        ValueSample(e.tokens, e.prompt_length, e.action_mask & (not e.left_out), e.values, e.returns.astype(np.float32))
         for e in experiences
     ]
 

@@ -41,7 +41,7 @@ def test_base_plan(plan: Plan, root: Any) -> None:
     assert run.objective.policy_loss == "importance_sampling"
     assert run.objective.dual_clip is None
     assert run.eval_steps == 0  # nothing to validate on
-    assert run.rewards[0].worker == "math_rule"
+    assert run.rewards[0].terms[0].worker == "math_rule"
     assert run.warnings == ()
     assert set(run.memory) == {"student_train", "student_infer", "teacher"}
 
@@ -212,10 +212,13 @@ def test_environments_merge(plan: Plan) -> None:
 def test_reward_worker_names(plan: Plan) -> None:
     dotted = "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
     run = plan({"rewards": {"math_rule": {"worker_cls": dotted, "format_pattern": "x", "infer_batch_size": 1}}})
-    assert (run.rewards[0].worker, run.rewards[0].args) == ("math_rule", {})  # it takes no arguments
+    assert (run.rewards[0].terms[0].worker, run.rewards[0].terms[0].args) == ("math_rule", {})  # it takes no arguments
     assert "rewards.math_rule.format_pattern" in run.warnings[0]
     own = plan({"rewards": {"math_rule": {"worker_cls": "my_package.rewards.Mine", "strict": True}}})
-    assert (own.rewards[0].worker, own.rewards[0].args) == ("my_package.rewards.Mine", {"strict": True})
+    assert (own.rewards[0].terms[0].worker, own.rewards[0].terms[0].args) == (
+        "my_package.rewards.Mine",
+        {"strict": True},
+    )
 
 
 def test_validation(plan: Plan, root: Any) -> None:

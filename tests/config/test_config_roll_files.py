@@ -52,17 +52,10 @@ def test_rlvr_with_five_domains(root: Path) -> None:
     assert (run.mode, run.pipeline, run.num_nodes) == ("rl", "rlvr", 2)
     assert (run.extra_prompts, run.rollout.max_running_requests) == (32, 128)
     rewards = {reward.domain: reward for reward in run.rewards}
-    assert [
-        rewards[domain].worker for domain in ("crossthinkqa", "ifeval", "math_rule", "code_sandbox", "llm_judge")
-    ] == [
-        "crossthinkqa",
-        "ifeval",
-        "math_rule",
-        "code_sandbox",
-        "llm_judge",
-    ]
-    assert rewards["crossthinkqa"].args == {"reward_type": "soft", "response_length_penalty_coef": 0.0}
-    assert rewards["llm_judge"].args["judge_model_type"] == "inference"
+    for domain in ("crossthinkqa", "ifeval", "math_rule", "code_sandbox", "llm_judge"):
+        assert rewards[domain].terms[0].worker == domain
+    assert rewards["crossthinkqa"].terms[0].args == {"reward_type": "soft", "response_length_penalty_coef": 0.0}
+    assert rewards["llm_judge"].terms[0].args["judge_model_type"] == "inference"
     thresholds = {"threshold_up": 0.9, "threshold_down": 0.1}
     assert rewards["math_rule"].query_filter == FilterPlan("mean_filter", thresholds)
     assert rewards["code_sandbox"].query_filter == FilterPlan("std_filter", {"std_threshold": 0.0})

@@ -16,6 +16,7 @@ from roll_opd.config.plan import (
     Mode,
     ModelPlan,
     RewardPlan,
+    RewardTerm,
     TeacherPlan,
 )
 from roll_opd.data.coverage import TagRows, check_coverage
@@ -24,8 +25,8 @@ from roll_opd.data.rows import DataError
 
 WORKER = MegatronPlan("teacher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
 TEACHER = TeacherPlan("t", WORKER, 1.0, tags=("math", "code"))
-MATH = RewardPlan("math", "math_rule", tags=("math",))
-CODE = RewardPlan("code", "my.judge", tags=("code",))
+MATH = RewardPlan("math", (RewardTerm("math_rule", "math_rule"),), tags=("math",))
+CODE = RewardPlan("code", (RewardTerm("judge", "my.judge"),), tags=("code",))
 ANSWERED = TagRows(0, ())
 LACKING = TagRows(4, ("a:1", "a:2", "a:3"))
 

@@ -20,7 +20,8 @@ from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import cast, launch, rlvr
 from roll_opd.pipelines.cast import Cast
-from roll_opd.workers.roles import Judge, Teacher
+from roll_opd.workers.judge import Judge
+from roll_opd.workers.roles import Teacher
 
 PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
 WITH_REWARD, WITH_CRITIC = ("demo", "rlvr"), ("demo", "ppo")
@@ -87,11 +88,13 @@ class Stage:
         return self.place / "start/hf/model.safetensors"
 
     async def judges(self, plan: RunPlan) -> tuple[Judge, ...]:
-        wanted, found = ([(r.worker, r.args, r.world_size) for r in p.rewards] for p in (plan, self._plan))
+        wanted, found = ([(r.terms, r.world_size) for r in p.rewards] for p in (plan, self._plan))
         assert wanted == found
-        return tuple(replace(judge, plan=reward) for judge, reward in zip(self._judges, plan.rewards, strict=True))
+        for judge, reward in zip(self._judges, plan.rewards, strict=True):
+            judge.plan = reward
+        return self._judges
 
-    async def assemble(self, plan: RunPlan, placement: Placement, judges: tuple[Judge, ...]) -> Cast:
+    async def assemble(self, plan: RunPlan, placement: Placement) -> Cast:
         there, scorers = self._cast, self._cast.scorers
         for role in ("student", "reference", "critic"):
             wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
@@ -107,7 +110,7 @@ class Stage:
             ),
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
-        return await cast.instruct(taking_part, plan, judges)
+        return await cast.instruct(taking_part, plan)
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
@@ -145,5 +148,6 @@ def open_stage(place: Path) -> Iterator[Stage]:
             patch.setattr(rlvr, "start_judges", stage.judges)
             patch.setattr(rlvr, "assemble", stage.assemble)
             patch.setattr(Cast, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
+            patch.setattr(Judge, "end", lambda self: None)
             yield stage
     loop.close()

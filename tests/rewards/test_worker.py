@@ -1,5 +1,6 @@
 """The reward worker: what of a row and of the student's answer reaches a user's reward function."""
 
+import asyncio
 import json
 import pickle
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import DataPlan, RewardPlan
+from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.data.compact import Compact
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.templates import load_tokenizer
@@ -35,7 +36,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "my_tests.py").write_text(USERS_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     worker = RewardWorker.__ray_metadata__.modified_class()
-    worker.setup(RewardPlan("code", "my_tests.passed"), str(MODEL))
+    plan = RewardPlan("code", (RewardTerm("passed", "my_tests.passed"),), max_concurrency=2)
+    asyncio.run(worker.setup(plan, str(MODEL)))
     return worker
 
 
@@ -56,4 +58,9 @@ def test_a_users_reward_reads_the_prompt_and_the_rows_other_keys(tmp_path: Path,
 
     answers = [answered(0, 0, "3"), answered(1, 0, "8"), answered(0, 1, "4"), answered(1, 1, "9")]
     travelled = pickle.loads(pickle.dumps(Compact(answers)))
-    assert worker.score(travelled) == [3.0, 10.0, 0.0, 0.0]
+
+    async def scored() -> dict[int, float]:
+        answers = [pickle.loads(pickle.dumps(answer)) async for answer in worker.score(travelled)]
+        return {number: score.value for answer in answers for number, score in answer.scores}
+
+    assert asyncio.run(scored()) == {0: 3.0, 1: 10.0, 2: 0.0, 3: 0.0}

@@ -6,7 +6,7 @@ Engines, teachers and reward workers themselves are tested elsewhere; here only 
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from roll_opd.data.prompts import open_prompts
 from roll_opd.data.source import PromptSource
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.batch import Batch, fill_batch
+from roll_opd.rollout.judging import Judging
 from roll_opd.rollout.scheduler import Scorers, roll_out
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
+from roll_opd.workers.judge import Verdict
 from roll_opd.workers.rollout import Request
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -47,7 +49,7 @@ class Engine:
         self.answered = 0
 
     async def sample(
-        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int, finish: Callable[[int, Completion], None]
     ) -> AsyncIterator[list[tuple[int, Completion]]]:
         order = self._rng.sample(range(len(requests)), len(requests))
         for start in range(0, len(order), chunk):
@@ -55,7 +57,11 @@ class Engine:
                 await asyncio.sleep(0)
             part = order[start : start + chunk]
             self.answered += len(part)
-            yield [(index, written(requests[index].seed)) for index in part]
+            answers = [(index, written(requests[index].seed)) for index in part]
+            for answer in answers:
+                await asyncio.sleep(0)
+                finish(*answer)
+            yield answers
         self.log.append("engine done")
 
 
@@ -67,7 +73,7 @@ def written(seed: int) -> Completion:
 
 
 class Watcher:
-    """A teacher and a reward worker in one: takes its time, and scores each sample by its tokens."""
+    """A teacher that takes its time, and scores each sample by its tokens."""
 
     name = "watcher"
     worker = MegatronPlan("watcher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
@@ -76,21 +82,35 @@ class Watcher:
     def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
         self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
 
-    async def score(self, experiences: Sequence[Experience], temperature: float | None = None) -> list[Any]:
+    async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
         self._log.append(f"{self.plan} starts")
         for _ in range(self._slowness):
             await asyncio.sleep(0)
         if self._fails:
             raise RunError("no scores today")
-        if temperature is None:
-            return [float(e.response_tokens.sum() % 2) for e in experiences]
         return [e.response_tokens.astype(np.float32) for e in experiences]
 
 
+class Judge:
+    """A reward domain whose workers take any time they like, sample by sample."""
+
+    plan = RewardPlan("math", ())
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng, self.asked = random.Random(seed), []
+
+    def submit(self, experience: Experience) -> asyncio.Task[Verdict]:
+        self.asked.append(experience.id)
+        return asyncio.create_task(self._score(experience, self._rng.randint(0, 9)))
+
+    async def _score(self, experience: Experience, slowness: int) -> Verdict:
+        for _ in range(slowness):
+            await asyncio.sleep(0)
+        return Verdict("math", float(experience.response_tokens.sum() % 2))
+
+
 def scorers(log: list[str], slowness: int = 1, fails: bool = False) -> Scorers:
-    teacher = Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)
-    judge = Watcher(RewardPlan("math", "math_rule"), log, slowness)
-    return Scorers(teachers=[teacher], judges=[judge])
+    return Scorers(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +125,7 @@ def make_source(tmp_path_factory: pytest.TempPathFactory):
 
 def arguments(engine: Engine, watchers: Scorers) -> dict[str, Any]:
     common = {"sampler": engine, "sampling": SAMPLING, "scorers": watchers, "clock": PhaseClock()}
-    return {**common, "seed": 7, "chunk_samples": 4}
+    return {**common, "judging": Judging([Judge(seed=3)]), "seed": 7, "chunk_samples": 4}
 
 
 def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, keeps: Any) -> Batch:
@@ -128,10 +148,8 @@ def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> No
         Watcher(TeacherPlan("all", Watcher.worker, 1.0), []),
         Watcher(TeacherPlan("odd", Watcher.worker, 1.0, tags=("odd",)), []),
     ]
-    watchers = Scorers(teachers=teachers, judges=scorers([]).judges)
-    found = asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), watchers))).experiences()
+    found = asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), Scorers(teachers)))).experiences()
     for experience in found:
-        assert experience.domain == "math"
         assert set(experience.teacher_logprobs) == ({"all", "odd"} if experience.tag == "odd" else {"all"})
         for logprobs in experience.teacher_logprobs.values():
             np.testing.assert_array_equal(logprobs, experience.response_tokens)  # of this sample, not another

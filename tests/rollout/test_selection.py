@@ -67,10 +67,10 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
     ],
 )
 def test_filters(query, response, rewards, passes: bool) -> None:
-    keeps = by_reward([RewardPlan("math", "math_rule", query_filter=query, response_filter=response)])
+    keeps = by_reward([RewardPlan("math", (), query_filter=query, response_filter=response)])
     assert keeps([sample(0, k, reward) for k, reward in enumerate(rewards)]) is passes
     assert keeps([sample(0, k, reward, domain="other") for k, reward in enumerate(rewards)])
 
 
 def test_without_a_filter_there_is_no_test() -> None:
-    assert by_reward([RewardPlan("math", "math_rule")]) is None
+    assert by_reward([RewardPlan("math", ())]) is None

@@ -16,6 +16,7 @@ from roll_opd.rollout.advantages import advantage_metrics
 from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
+from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,10 @@ def emitted() -> set[str]:
         value_metrics(valued),
         opd_metrics(batch),
         opd_metrics(bare),
+        reward_metrics([replace(e, reward_parts={"format": 1.0}, reward_reason="wrong answer") for e in batch]),
+        reward_metrics([replace(e, reward=None, left_out=True) for e in batch]),
+        scoring_metrics("math", {"http_500": 2}, [0.1], [0, 3]),
+        scoring_metrics("math", {}, [], []),
         train_infer_metrics(batch),
         train_infer_metrics(bare),
         advantages,

@@ -1,0 +1,68 @@
+"""What a step's rewards were, domain by domain. `docs/metrics.md` lists every name."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from roll_opd.data.experience import Experience
+from roll_opd.tracking.metrics import statistics
+
+LONGEST_WORD = 40  # characters of a reason in a metric's name
+
+
+def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """`reward/<domain>/...` of the samples that a domain scored or failed on; empty where no domain did."""
+    domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
+    found: dict[str, float] = {}
+    for domain in domains:
+        found |= _of_domain(domain, [e for e in experiences if e.domain == domain])
+    return found
+
+
+def scoring_metrics(
+    domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int]
+) -> dict[str, float]:
+    """`reward/<domain>/{errors,timeouts,latency,queue}`.
+
+    Args:
+        errors: attempts that failed, by kind.
+        latencies: seconds from a sample's end to its verdict.
+        queued: samples that wait, whenever that changes.
+    """
+    return {
+        f"reward/{domain}/errors": float(sum(errors.values())),
+        f"reward/{domain}/timeouts": float(errors.get("timeout", 0)),
+        **{f"reward/{domain}/errors/{_word(kind)}": float(count) for kind, count in sorted(errors.items())},
+        **statistics(f"reward/{domain}/latency", latencies, ("p50", "p95", "max")),
+        **statistics(f"reward/{domain}/queue", queued, ("mean", "max")),
+    }
+
+
+def _word(text: str) -> str:
+    """A reason or an error's kind as part of a metric's name."""
+    return re.sub(r"[^\w.-]+", "_", text)[:LONGEST_WORD].strip("_")
+
+
+def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
+    rewards = [e.reward for e in experiences if e.reward is not None]
+    groups: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
+    for experience in experiences:
+        if experience.reward is not None:
+            groups.setdefault(experience.group_id, []).append(experience.reward)
+        for part, value in experience.reward_parts.items():
+            parts.setdefault(part, []).append(value)
+    several = [group for group in groups.values() if len(group) > 1]
+    found = statistics(f"reward/{domain}", rewards, ("mean", "max", "min"))
+    if rewards:
+        found[f"reward/{domain}/std"] = float(np.std(rewards))
+    if several:
+        found[f"reward/{domain}/zero_variance_rate"] = float(np.mean([len(set(group)) == 1 for group in several]))
+    for part, values in parts.items():
+        found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
+    reasons = Counter(_word(experience.reward_reason) for experience in experiences if experience.reward_reason)
+    found |= {f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(reasons.items())}
+    left_out = sum(experience.left_out for experience in experiences)
+    return found | ({f"reward/{domain}/left_out": float(left_out)} if left_out else {})

@@ -1,0 +1,244 @@
+"""The reward workers of one domain as the driver sees them: samples go in as they are finished, verdicts come out.
+
+A worker holds no more samples than it can have under way; the others wait here, so that they go to whoever is free
+first and nothing is lost with a worker that dies.
+"""
+
+import asyncio
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import ray
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import RewardPlan
+from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
+from roll_opd.rewards.interface import TIMEOUT, Failure, Score, Scored
+from roll_opd.tracking.rewards import scoring_metrics
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.reward import Answer
+
+DIED = "worker_died"
+MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
+SPARE_SECONDS = 30.0  # beyond what the time limits allow, until a worker that says nothing counts as stuck
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one sample's reward."""
+
+    domain: str
+    reward: float | None  # None: the reward cannot judge it, or failed on it and it is left out
+    parts: Mapping[str, float] = field(default_factory=FrozenDict)
+    reason: str = ""
+    left_out: bool = False  # it failed, and nobody is to learn from the sample
+
+    def of(self, experience: Experience) -> Experience:
+        """The sample with its verdict."""
+        return replace(
+            experience,
+            reward=self.reward,
+            domain=self.domain,
+            reward_parts=dict(self.parts),
+            reward_reason=self.reason,
+            left_out=self.left_out,
+        )
+
+
+@dataclass(eq=False)
+class _Job:
+    experience: Experience
+    verdict: asyncio.Future[Verdict]
+    came: float
+    deaths: int = 0
+
+
+@dataclass(eq=False)
+class _Worker:
+    actor: ray.actor.ActorHandle
+    in_hand: int = 0
+    leaves: bool = False  # it gets no more samples, and is replaced when it has none
+
+
+class Judge:
+    """The reward workers of `plan`. All methods belong to one event loop."""
+
+    def __init__(self, plan: RewardPlan, hire: Callable[[], ray.actor.ActorHandle], model_path: str) -> None:
+        """`hire` starts a worker's process; `model_path` is where the tokenizer is."""
+        self.plan = plan
+        self._hire, self._model_path = hire, model_path
+        self._workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
+        self._tasks: set[asyncio.Task] = set()
+        self._dispatch_is_due = False
+        self._broken: Exception | None = None
+        self._reset()
+
+    async def start(self) -> None:
+        """Start the workers and wait until they are ready."""
+        await asyncio.gather(*[self._add_worker() for _ in range(self.plan.world_size)])
+
+    def submit(self, experience: Experience) -> "asyncio.Future[Verdict]":
+        """Have a sample scored. The future holds RunError where that fails and `on_error` is `stop`; cancel it where
+        nobody waits for it any more.
+        """
+        job = _Job(experience, asyncio.get_running_loop().create_future(), time.monotonic())
+        if self._broken:
+            _fail(job, self._broken)
+        self._waiting.append(job)
+        if not self._dispatch_is_due:  # samples that come together go together
+            self._dispatch_is_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+        return job.verdict
+
+    def lap(self) -> dict[str, float]:
+        """`scoring_metrics` of what was scored since the last lap, in validation too."""
+        found = scoring_metrics(self.plan.domain, self._errors, self._latencies, self._queued)
+        self._reset()
+        return found
+
+    def end(self) -> None:
+        """End the workers at once."""
+        for task in self._tasks:
+            task.cancel()
+        for worker in self._workers:
+            ray.kill(worker.actor)
+
+    def _reset(self) -> None:
+        self._errors: Counter[str] = Counter()
+        self._latencies: list[float] = []  # s from the sample's end to its verdict
+        self._queued: list[int] = []  # samples that still wait when everybody has been given what they can take
+
+    def _dispatch(self) -> None:
+        """Give what waits to those who have room, in equal shares."""
+        self._dispatch_is_due = False
+        there = sorted((worker for worker in self._workers if not worker.leaves), key=lambda worker: worker.in_hand)
+        for number, worker in enumerate(there):
+            if self._waiting and self._waiting[0].deaths > 1:  # it goes alone, so that it takes no other along
+                self._give(worker, 0 if worker.in_hand else 1)
+            else:
+                share = -(-len(self._waiting) // (len(there) - number))
+                self._give(worker, min(share, self._room(worker)))
+        self._queued.append(len(self._waiting))
+
+    def _room(self, worker: _Worker) -> int:
+        return self.plan.max_concurrency * self.plan.batch_size - worker.in_hand
+
+    def _give(self, worker: _Worker, count: int) -> None:
+        jobs: list[_Job] = []
+        while self._waiting and len(jobs) < count:
+            job = self._waiting.popleft()
+            if not job.verdict.done():  # else nobody waits for it any more
+                jobs.append(job)
+        if jobs:
+            worker.in_hand += len(jobs)
+            self._run(self._score(worker, jobs))
+
+    def _run(self, work) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or not task.exception():
+            return
+        self._broken = task.exception()  # nothing of what waits can be scored
+        for job in self._waiting:
+            _fail(job, self._broken)
+
+    async def _score(self, worker: _Worker, jobs: list[_Job]) -> None:
+        """Have `worker` score `jobs`; what it leaves undone when it dies goes to another."""
+        left = dict(enumerate(jobs))
+        patience = self._patience(worker)
+        try:
+            batch = Compact([job.experience for job in jobs])
+            stream = worker.actor.score.options(num_returns="streaming").remote(batch)
+            while left:
+                answer = await asyncio.wait_for(_next(stream), patience)
+                worker.leaves |= answer.hung
+                for number, scored in answer.scores:
+                    worker.in_hand -= 1
+                    self._settle(left.pop(number), scored)
+            if worker.leaves and not worker.in_hand:
+                self._retire(worker, "has calls that ran out of time")
+        except (ray.exceptions.RayActorError, TimeoutError) as error:
+            kind, problem = (TIMEOUT, "is stuck") if isinstance(error, TimeoutError) else (DIED, "died")
+            self._retire(worker, f"{problem} with {len(left)} samples, which are scored again")
+            self._put_back(list(left.values()), kind)
+        except Exception as error:
+            worker.in_hand -= len(left)
+            cause = RunError(f"rewards.{self.plan.domain}: {getattr(error, 'cause', error)}")
+            for job in left.values():
+                _fail(job, cause)
+        self._dispatch()
+
+    def _retire(self, worker: _Worker, problem: str) -> None:
+        if worker not in self._workers:
+            return  # another batch of it has seen to that
+        self._workers.remove(worker)
+        ray.kill(worker.actor)
+        print(f"a reward worker of {self.plan.domain} {problem}; it is started again", file=sys.stderr, flush=True)
+        self._run(self._replace())
+
+    def _put_back(self, jobs: Sequence[_Job], kind: str) -> None:
+        for job in reversed(jobs):
+            job.deaths += 1
+            if job.deaths < MOST_DEATHS:
+                self._waiting.appendleft(job)
+            else:
+                message = f"{job.deaths} workers ended ({kind}) while they scored it, the last one with nothing else"
+                self._settle(job, Failure(kind, message))
+
+    async def _replace(self) -> None:
+        await self._add_worker()
+        self._dispatch()
+
+    async def _add_worker(self) -> None:
+        actor = self._hire()
+        try:
+            await actor.setup.remote(self.plan, self._model_path)
+        except ray.exceptions.RayTaskError as error:
+            raise RunError(f"rewards.{self.plan.domain}: a worker does not start: {error.cause}") from error
+        self._workers.append(_Worker(actor))
+
+    def _patience(self, worker: _Worker) -> float | None:
+        """Seconds until something must have come of a batch: of all that `worker` has in hand, each may run out of
+        time twice, with its neighbours and alone.
+        """
+        limits = [term.timeout for term in self.plan.terms]
+        if None in limits:
+            return None
+        turns = -(-worker.in_hand // self.plan.max_concurrency)
+        return 2 * sum(limits) * (turns + 1) + SPARE_SECONDS
+
+    def _settle(self, job: _Job, scored: Scored) -> None:
+        self._errors.update(scored.errors)
+        self._latencies.append(time.monotonic() - job.came)
+        if isinstance(scored, Score):
+            verdict = Verdict(self.plan.domain, scored.value, scored.parts, scored.reason)
+        else:
+            self._errors[scored.kind] += 1
+            if self.plan.on_error == "stop":
+                sample, domain = job.experience.id, self.plan.domain
+                hint = f"correct it, or let rewards.{domain}.on_error be zero or drop"
+                _fail(job, RunError(f"rewards.{domain}: sample {sample}: {scored.message}; {hint}"))
+                return
+            reward = 0.0 if self.plan.on_error == "zero" else None
+            verdict = Verdict(self.plan.domain, reward, reason=scored.kind, left_out=self.plan.on_error == "drop")
+        if not job.verdict.done():
+            job.verdict.set_result(verdict)
+
+
+async def _next(stream: ray.ObjectRefGenerator) -> Answer:
+    return await (await anext(stream))
+
+
+def _fail(job: _Job, error: BaseException) -> None:
+    if not job.verdict.done():
+        job.verdict.set_exception(error)
+        job.verdict.exception()  # whoever waits for it is told; asyncio need not complain where nobody does

@@ -1,0 +1,52 @@
+"""One Ray for the room, in whose processes a user's module `my_rewards` is found."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from roll_opd.cluster.runtime import ray_cluster
+from roll_opd.config.plan import RewardPlan, RewardTerm
+from roll_opd.workers.judge import Judge
+from roll_opd.workers.reward import RewardWorker
+
+MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
+
+
+@pytest.fixture(scope="session")
+def my_rewards() -> Path:
+    return Path(__file__).with_name("users")
+
+
+@pytest.fixture(scope="session")
+def cluster(my_rewards: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(my_rewards), os.environ.get("PYTHONPATH", "")]))
+        with ray_cluster(1):
+            yield
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[..., Judge]]:
+    """Starts reward workers for a function or class of `my_rewards`; they end with the test."""
+    judges = []
+
+    def begin(worker: str, timeout: float | None = 30.0, args: dict | None = None, **settings) -> Judge:
+        terms = (RewardTerm(worker, f"my_rewards.{worker}", args or {}, timeout=timeout),)
+        plan = RewardPlan("code", **{"terms": terms, **settings})
+        judges.append(Judge(plan, RewardWorker.options(num_cpus=0).remote, str(MODEL)))
+        loop.run_until_complete(judges[-1].start())
+        return judges[-1]
+
+    yield begin
+    for judge in judges:
+        judge.end()

@@ -1,0 +1,185 @@
+"""Reward workers in real processes: who is asked, what fails, who is killed, and what it costs the others."""
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import RewardTerm
+from roll_opd.data.experience import Experience
+from roll_opd.workers import judge as module
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.judge import Judge, Verdict
+
+
+def sample(number: int, **extra: str) -> Experience:
+    return Experience(
+        id=str(number),
+        group_id=f"g{number // 4}",
+        tag="t",
+        domain="",
+        tokens=np.array([1, 2, 3]),
+        prompt_length=1,
+        action_mask=np.ones(2, bool),
+        rollout_logprobs=np.zeros(2, np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        extra=FrozenDict(extra),
+    )
+
+
+def verdicts(loop: asyncio.AbstractEventLoop, judge: Judge, samples: Sequence[Experience]) -> list[Verdict | Exception]:
+    async def ask() -> list[Verdict | Exception]:
+        asked = [judge.submit(one) for one in samples]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+
+    return loop.run_until_complete(ask())
+
+
+def rewards(found: Sequence[Verdict | Exception]) -> list[float | None]:
+    return [verdict.reward for verdict in found]
+
+
+def test_functions_classes_and_coroutines(start, loop) -> None:
+    samples = [sample(number) for number in range(37)]
+    numbers = [float(number) for number in range(37)]
+    assert rewards(verdicts(loop, start("plain", world_size=2, batch_size=3), samples)) == numbers
+    assert rewards(verdicts(loop, start("Scaled", args={"factor": 2}), samples)) == [2 * x for x in numbers]
+    judge = start("awaited", timeout=None)
+    found = verdicts(loop, judge, samples)
+    assert rewards(found) == numbers and found[3].parts == {"half": 1.5} and found[3].reason == "odd"
+    assert found[3].of(samples[3]).reward_parts == {"half": 1.5}
+    metrics = judge.lap()
+    assert metrics["reward/code/errors"] == 0 and metrics["reward/code/queue/max"] == 0
+    assert 0.2 <= metrics["reward/code/latency/p50"] <= metrics["reward/code/latency/p95"]
+    assert "reward/code/latency/p50" not in judge.lap()
+
+
+def test_several_rewards_are_a_weighted_sum(start, loop) -> None:
+    terms = (
+        RewardTerm("plain", "my_rewards.plain", weight=2.0),
+        RewardTerm("form", "my_rewards.awaited", weight=-0.5),
+    )
+    found = verdicts(loop, start("plain", terms=terms), [sample(number) for number in range(8)])
+    assert rewards(found) == [1.5 * number for number in range(8)]
+    assert found[5].parts == {"plain": 5.0, "form": 5.0, "form.half": 2.5} and found[5].reason == "odd"
+
+
+def test_a_slow_reward_works_on_many_samples_at_once(start, loop) -> None:
+    """128 samples of 0.2 s each: 26 s one after another."""
+    judge = start("sleepy")
+    began = time.monotonic()
+    assert rewards(verdicts(loop, judge, [sample(number) for number in range(128)])) == [float(n) for n in range(128)]
+    assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize(("on_error", "reward", "left_out"), [("zero", 0.0, False), ("drop", None, True)])
+def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, left_out) -> None:
+    """In one call with its neighbours, which are scored without it."""
+    judge = start("troubled", on_error=on_error, max_concurrency=1, batch_size=8)
+    samples = [sample(n, trouble={3: "raise", 5: "nan"}.get(n, "")) for n in range(8)]
+    found = verdicts(loop, judge, samples)
+    assert rewards(found) == [reward if n in (3, 5) else float(n) for n in range(8)]
+    assert [verdict.left_out for verdict in found] == [left_out and n in (3, 5) for n in range(8)]
+    assert (found[3].reason, found[5].reason) == ("KeyError", "not_finite")
+    metrics = judge.lap()
+    assert {key.rpartition("errors/")[2]: value for key, value in metrics.items() if "errors/" in key} == {
+        "KeyError": 1,
+        "not_finite": 1,
+    }
+
+
+def test_what_was_tried_again_is_counted(start, loop) -> None:
+    judge = start("failing", on_error="zero")
+    assert rewards(verdicts(loop, judge, [sample(n) for n in range(4)])) == [1.0, 0.0, 1.0, 0.0]
+    metrics = judge.lap()
+    assert metrics["reward/code/errors/http_500"] == 8 and metrics["reward/code/errors/http_429"] == 4
+    assert metrics["reward/code/errors/connect"] == 2 and metrics["reward/code/errors"] == 14
+
+
+def test_an_error_that_is_to_stop_the_run_says_which_sample_and_what_to_do(start, loop) -> None:
+    found = verdicts(loop, start("troubled"), [sample(0), sample(1, trouble="raise")])
+    assert found[0].reward == 0.0 and isinstance(found[1], RunError)
+    message = str(found[1])
+    assert "rewards.code: sample 1: reward troubled raised KeyError: '1'" in message and "on_error" in message
+    found = verdicts(loop, start("too_few", on_error="zero"), [sample(0), sample(1)])
+    assert all("returned 0 scores for 1 samples" in str(error) for error in found)  # no reward: nothing can go on
+
+
+@pytest.mark.parametrize("worker", ["troubled", "slow_to_await"])
+def test_time_limits(start, loop, worker: str) -> None:
+    """The ones that hang fail, the others do not wait, and the worker is of use afterwards."""
+    judge = start(worker, timeout=0.7, on_error="drop", max_concurrency=2, batch_size=2)
+    for _ in range(2):
+        samples = [sample(n, trouble="hang" if n in (2, 6) else "") for n in range(8)]
+        began = time.monotonic()
+        found = verdicts(loop, judge, samples)
+        assert rewards(found) == [None if n in (2, 6) else float(n) for n in range(8)]
+        assert time.monotonic() - began < 20
+        assert judge.lap()["reward/code/timeouts"] == 2
+    assert rewards(verdicts(loop, judge, [sample(9)])) == [9.0]
+
+
+def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_path: Path) -> None:
+    judge, log = start("troubled", max_concurrency=4, batch_size=2), tmp_path / "log"
+
+    async def kill() -> None:
+        while not log.exists() or len(log.read_text().splitlines()) < 12:
+            await asyncio.sleep(0.02)
+        os.kill(int(log.read_text().split()[0]), signal.SIGKILL)
+
+    async def both() -> list[Verdict]:
+        asked = [judge.submit(sample(n, trouble="nap", log=str(log))) for n in range(24)]
+        await kill()
+        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+    assert rewards(loop.run_until_complete(both())) == [float(n) for n in range(24)]
+    lines = [line.split() for line in log.read_text().splitlines()]
+    first, *others = dict.fromkeys(process for process, _ in lines)
+    assert len(others) == 1
+    again = Counter(number for process, number in lines if process != first)
+    assert set(again.values()) == {1} and len(again) < 24  # what was told before the end is not asked again
+    assert judge.lap()["reward/code/errors"] == 0
+
+
+def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
+    judge = start("troubled", on_error="zero", max_concurrency=2)
+    found = verdicts(loop, judge, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
+    assert rewards(found) == [0.0 if n == 5 else float(n) for n in range(12)] and found[5].reason == "worker_died"
+    assert judge.lap()["reward/code/errors/worker_died"] == 1
+
+
+def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SPARE_SECONDS", 0.5)
+    judge, log = start("troubled", timeout=0.5), tmp_path / "log"
+
+    async def both() -> Verdict:
+        asked = judge.submit(sample(1, trouble="nap", log=str(log)))
+        while not log.exists():
+            await asyncio.sleep(0.01)
+        os.kill(int(log.read_text().split()[0]), signal.SIGSTOP)
+        return await asyncio.wait_for(asked, 60)
+
+    assert loop.run_until_complete(both()).reward == 1.0
+
+
+def test_nobody_is_asked_for_what_nobody_waits_for(start, loop, tmp_path: Path) -> None:
+    judge, log = start("troubled", max_concurrency=1, batch_size=1), tmp_path / "log"
+
+    async def ask() -> None:
+        asked = [judge.submit(sample(n, trouble="nap", log=str(log))) for n in range(9)]
+        await asked[0]
+        for one in asked[2:]:
+            one.cancel()
+        await asked[1]
+        await judge.submit(sample(9, log=str(log)))
+
+    loop.run_until_complete(ask())
+    assert [line.split()[1] for line in log.read_text().splitlines()] == ["0", "1", "9"]

@@ -1,0 +1,68 @@
+"""Rewards of a user's: each sample's id is a number, and its extra says how the reward is to misbehave."""
+
+import asyncio
+import os
+import time
+
+from roll_opd.rewards import Failure, Score
+
+
+def number(sample):
+    return float(sample.id)
+
+
+def plain(samples):
+    return [number(sample) for sample in samples]
+
+
+async def awaited(samples):
+    await asyncio.sleep(0.2)
+    parity = ("even", "odd")
+    return [Score(n, {"half": n / 2}, parity[int(n) % 2]) for n in map(number, samples)]
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def score(self, samples):
+        return [self.factor * number(sample) for sample in samples]
+
+
+def sleepy(samples):
+    time.sleep(0.2 * len(samples))
+    return plain(samples)
+
+
+def troubled(samples):
+    """Writes down who was scored, and does what the sample says before it answers."""
+    for sample in samples:
+        if sample.extra.get("log"):
+            with open(sample.extra["log"], "a") as file:
+                file.write(f"{os.getpid()} {sample.id}\n")
+        match sample.extra.get("trouble"):
+            case "raise":
+                raise KeyError(sample.id)
+            case "hang":
+                time.sleep(1000)
+            case "die":
+                os._exit(1)
+            case "nap":
+                time.sleep(0.3)
+    return [float("nan") if sample.extra.get("trouble") == "nan" else number(sample) for sample in samples]
+
+
+async def slow_to_await(samples):
+    if any(sample.extra.get("trouble") == "hang" for sample in samples):
+        await asyncio.sleep(1000)
+    return plain(samples)
+
+
+def failing(samples):
+    """Some fail for good, after attempts that failed, too."""
+    down = Failure("http_500", "the endpoint is down", {"http_500": 3, "connect": 1})
+    return [down if number(sample) % 2 else Score(1.0, errors={"http_429": 2}) for sample in samples]
+
+
+def too_few(samples):
+    return [1.0] * (len(samples) - 1)
