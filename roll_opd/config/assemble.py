@@ -1,12 +1,14 @@
 """Builds the frozen `RunPlan` from a checked configuration. Values only; every rule is in the checks."""
 
 import math
+from dataclasses import replace
 
 from roll_opd.config import memory
 from roll_opd.config.checks import micro_batch
 from roll_opd.config.errors import Findings
 from roll_opd.config.examine import Checked
 from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.inference import environment, judge_memory, judge_plan, rollout_plan, sampling_plan
 from roll_opd.config.load import write_yaml
 from roll_opd.config.objective import read_objective
 from roll_opd.config.plan import (
@@ -17,13 +19,12 @@ from roll_opd.config.plan import (
     OptimizerPlan,
     RolloutPlan,
     RunPlan,
-    SamplingPlan,
     TeacherPlan,
     TrainPlan,
     ValidationPlan,
 )
 from roll_opd.config.roles import Role
-from roll_opd.config.schema import GeneratingArgs, Run, Top, Worker
+from roll_opd.config.schema import Run, Top, Worker
 from roll_opd.config.trackers import without_secrets
 
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
@@ -51,7 +52,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
             epochs=epochs,
             warmup_steps=warmup,
         )
-    rollout = _rollout(checked)
+    rollout = rollout_plan(checked)
     teachers = tuple(
         TeacherPlan(
             name=name,
@@ -61,6 +62,8 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         )
         for name, role in roles.teachers.items()
     )
+    engines = {domain: judge_plan(role, checked) for domain, role in roles.judges.items()}
+    rewards = tuple(replace(reward, engine=engines.get(reward.domain)) for reward in checked.rewards)
     reference = None
     if roles.reference is not None:
         reference = MegatronPlan(**megatron_fields(roles.reference, top, longest, findings))
@@ -80,7 +83,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         student=student,
         rollout=rollout,
         teachers=teachers,
-        rewards=checked.rewards,
+        rewards=rewards,
         data=checked.data,
         objective=read_objective(top, roles.mode, updates, checked.response, roles.shared_vocabulary),
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
@@ -96,7 +99,9 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         samples_per_step=top.samples_per_step,
         env=FrozenDict(environment(top)),
         warnings=tuple(findings.warnings),
-        memory=FrozenDict(_memory(checked, student, rollout, teachers, reference, critic, longest)),
+        memory=FrozenDict(
+            _memory(checked, student, rollout, teachers, reference, critic, longest) | judge_memory(checked, rewards)
+        ),
         config_yaml=write_yaml(without_secrets(checked.loaded.values)),
     )
 
@@ -106,11 +111,6 @@ def _coefficient(worker: Worker, top: Top) -> float:
     if worker.opd_kl_coef is not None:
         return worker.opd_kl_coef
     return 1.0 if top.opd_kl_coef is None else top.opd_kl_coef
-
-
-def environment(top: Run, worker: Worker | None = None) -> dict[str, str]:
-    both = {**top.system_envs, **(worker.system_envs if worker else {})}
-    return {name: str(value) for name, value in both.items()}
 
 
 def megatron_fields(role: Role, top: Run, longest: int, findings: Findings) -> dict[str, object]:
@@ -155,34 +155,12 @@ def train_fields(
     }
 
 
-def _rollout(checked: Checked) -> RolloutPlan:
-    top, role = checked.top, checked.roles.infer
-    validation = top.validation.generating_args.max_new_tokens if top.validation else None
-    needed = top.prompt_length + max(checked.response, validation or 0)
-    engines = len(role.vllm.devices) // role.vllm.tp
-    arguments = dict(role.vllm.args)
-    if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
-        arguments.setdefault("max_num_seqs", -(-top.max_running_requests // engines))
-    return RolloutPlan(
-        name=role.path,
-        model=ModelPlan(str(role.facts.path), role.dtype),
-        devices=role.vllm.devices,
-        tp=role.vllm.tp,
-        engines=engines,
-        sampling=_sampling(role.worker.generating_args, checked.n, checked.response),
-        max_model_len=role.vllm.max_model_len or needed,
-        engine_args=FrozenDict(arguments),
-        max_running_requests=top.max_running_requests,
-        env=FrozenDict(environment(top, role.worker)),
-    )
-
-
 def _validation(checked: Checked) -> ValidationPlan | None:
     section = checked.top.validation
     if section is None or checked.validation_data is None:
         return None
     args = section.generating_args
-    sampling = _sampling(args, args.num_return_sequences or 1, args.max_new_tokens or checked.response)
+    sampling = sampling_plan(args, args.num_return_sequences or 1, args.max_new_tokens or checked.response)
     return ValidationPlan(checked.validation_data, sampling, section.measure_teacher)
 
 
@@ -220,16 +198,3 @@ def _memory(
             for worker, facts in scorers[: len(teachers)]
         )
     return found
-
-
-def _sampling(args: GeneratingArgs, n: int, max_new_tokens: int) -> SamplingPlan:
-    """Return the sampling plan of `generating_args`."""
-    return SamplingPlan(
-        n=n,
-        max_new_tokens=max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k if args.top_k > 0 else -1,
-        repetition_penalty=args.repetition_penalty,
-        stop=args.stop_strings or (),
-    )

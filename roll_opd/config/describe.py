@@ -10,6 +10,7 @@ from roll_opd.config.plan import (
     FilterPlan,
     MegatronPlan,
     ObjectivePlan,
+    RolloutPlan,
     RunPlan,
 )
 from roll_opd.config.ranges import short_devices
@@ -34,20 +35,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     student, rollout = plan.student, plan.rollout
     roles = {student.name: _megatron(plan, student, "megatron_train")}
     if rollout is not None:
-        roles[rollout.name] = {
-            "strategy": "vllm",
-            "model": rollout.model.path,
-            "dtype": rollout.model.dtype,
-            "devices": list(rollout.devices),
-            "tp": rollout.tp,
-            "pp": 1,
-            "cp": 1,
-            "ep": 1,
-            "dp": rollout.engines,
-            "tags": None,
-            "opd_kl_coef": None,
-            "memory_bytes_per_rank": _memory(plan, rollout.name),
-        }
+        roles[rollout.name] = _engines(plan, rollout)
     for teacher in plan.teachers:
         roles[teacher.worker.name] = {
             **_megatron(plan, teacher.worker, "megatron_infer"),
@@ -58,6 +46,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         roles[plan.critic.name] = _megatron(plan, plan.critic, "megatron_train")
     if plan.reference is not None:
         roles[plan.reference.name] = _megatron(plan, plan.reference, "megatron_infer")
+    roles |= {reward.engine.name: _engines(plan, reward.engine) for reward in plan.rewards if reward.engine}
     return {
         "mode": plan.mode,
         "pipeline": plan.pipeline,
@@ -82,6 +71,23 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "objective": asdict(plan.objective),
         "environments": _environments(plan),
         "warnings": list(plan.warnings),
+    }
+
+
+def _engines(plan: RunPlan, rollout: RolloutPlan) -> dict[str, Any]:
+    return {
+        "strategy": "vllm",
+        "model": rollout.model.path,
+        "dtype": rollout.model.dtype,
+        "devices": list(rollout.devices),
+        "tp": rollout.tp,
+        "pp": 1,
+        "cp": 1,
+        "ep": 1,
+        "dp": rollout.engines,
+        "tags": None,
+        "opd_kl_coef": None,
+        "memory_bytes_per_rank": _memory(plan, rollout.name),
     }
 
 

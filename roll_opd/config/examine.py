@@ -65,7 +65,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     top = sections.top
     mode = choose_mode(loaded.values, sections, pure, findings)
     roles = read_roles(sections, mode, findings)
-    for role in roles.all():
+    for role in roles.placed():
         checks.check_layout(role, findings)
         if role.vllm is not None and role.facts is not None:
             key = f"{role.path}.strategy_args.strategy_config.tensor_parallel_size"
@@ -79,7 +79,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     check_objective(top, mode, findings)
     if roles.shared_vocabulary:
         check_topk(top, roles.shared_vocabulary, findings)
-    checks.check_devices(roles.all(), top, findings)
+    checks.check_devices(roles.placed(), top, findings)
     n = _responses_per_prompt(top, roles.infer, findings)
     response = _check_lengths(top, roles, findings)
     share = top.expert_data_ratio or 0.0
@@ -139,7 +139,7 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
         rewards=rewards,
         trackers=trackers,
         resume=resume,
-        num_nodes=checks.nodes(roles.all(), top),
+        num_nodes=checks.nodes(roles.placed(), top),
         agentic=environments,
     )
 

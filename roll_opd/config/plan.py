@@ -123,7 +123,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The student's inference role: `engines` vLLM engines of `tp` devices each."""
+    """An inference role, the student's or a judge's: `engines` vLLM engines of `tp` devices each."""
 
     name: str
     model: ModelPlan
@@ -173,6 +173,7 @@ class RewardPlan:
     batch_size: int = 16  # most samples in a call
     query_filter: FilterPlan | None = None  # of a prompt's rewards together
     response_filter: FilterPlan | None = None  # of each reward alone
+    engine: RolloutPlan | None = None  # of a judge that runs here
 
     def scores(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags

@@ -47,8 +47,14 @@ class Roles:
     teachers: dict[str, Role] = field(default_factory=dict)
     reference: Role | None = None
     critic: Role | None = None
+    judges: dict[str, Role] = field(default_factory=dict)  # domain -> the engine that is its judge
+
+    def placed(self) -> list[Role]:
+        """Everyone who has devices."""
+        return [*self.all(), *self.judges.values()]
 
     def all(self) -> list[Role]:
+        """Everyone who reads the run's tokens."""
         found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
         return [role for role in found if role is not None]
 
@@ -111,6 +117,13 @@ def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
     student = from_train or sections.pretrain
     roles.reference = _reference(sections, mode, student, strict, cache, findings, roles.train)
     roles.critic = _critic(sections, mode, student, strict, cache, findings, roles.train)
+    for domain, worker in sections.judges.items():
+        if worker is not None:
+            path = f"rewards.{domain}"
+            role = Role(path, "rollout", worker, vllm=read_vllm(worker, path, strict, findings))
+            role.facts = _facts(path, worker.model_args.model_name_or_path, cache, findings)
+            role.dtype = worker.model_args.dtype or "bf16"
+            roles.judges[domain] = role
     return roles
 
 

@@ -22,6 +22,8 @@ PURE_ROLES = ("student_train", "student_infer")
 MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
 CRITIC = "critic"
+LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
+ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args")
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Sections:
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
     rewards: dict[str, Reward | None] = field(default_factory=dict)
+    judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
     pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
 
 
@@ -54,6 +57,10 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], findings: F
         sections.teacher_paths[name] = path
     for domain, data in _mapping(rest.pop("rewards", None), "rewards", findings).items():
         path = f"rewards.{domain}"
+        if isinstance(data, dict) and data.get("judge_model_type") == LOCAL_JUDGE:
+            of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
+            data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
+            sections.judges[domain] = read_section(Worker, of_engine, path, findings)
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, findings), path, findings)
     sections.top = read_section(Top, rest, "", findings, known)
     return sections

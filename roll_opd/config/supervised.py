@@ -15,10 +15,11 @@ from roll_opd.config.algorithms import (
     algorithm,
     located,
 )
-from roll_opd.config.assemble import environment, megatron_fields, train_fields
+from roll_opd.config.assemble import megatron_fields, train_fields
 from roll_opd.config.errors import ConfigError, Findings
 from roll_opd.config.examine import check_vocabulary, compare_tokenizers
 from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.inference import environment
 from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig, write_yaml
 from roll_opd.config.models import ModelFacts

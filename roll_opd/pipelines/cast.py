@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
 from roll_opd.rollout.scheduler import Scorers
@@ -136,13 +136,18 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
         await sampler.end()
 
 
-async def start_judges(plan: RunPlan) -> tuple[Judge, ...]:
-    """Start the reward workers; they need no device."""
+async def start_judges(plan: RunPlan, placement: Placement) -> tuple[Judge, ...]:
+    """Start the reward workers, which need no device, and the engines of judges that run here."""
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
     hire = RewardWorker.options(**options).remote
-    judges = tuple(Judge(reward, hire, plan.student.model.path) for reward in plan.rewards)
-    await asyncio.gather(*[judge.start() for judge in judges])
-    return judges
+
+    async def begin(reward: RewardPlan) -> Judge:
+        sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
+        judge = Judge(reward, hire, plan.student.model.path, sampler)
+        await judge.start()
+        return judge
+
+    return tuple(await asyncio.gather(*[begin(reward) for reward in plan.rewards]))
 
 
 def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:

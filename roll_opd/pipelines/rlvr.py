@@ -30,7 +30,7 @@ async def run_rlvr(
     """Train from the first step, or from the one after `resume`, to `plan.max_steps`."""
     placement = Placement(plan.num_nodes, plan.devices_per_node)
     clock, temperature = record.clock, plan.rollout.sampling.temperature
-    judges = await start_judges(plan)
+    judges = await start_judges(plan, placement)
     done = resume.step if resume else 0
     kl_coef = plan.objective.init_kl_coef
     if resume and plan.objective.target_kl:
@@ -114,7 +114,7 @@ async def run_rlvr(
             checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
     await cast.end()
     for judge in judges:
-        judge.end()
+        await judge.end()
 
 
 async def _send_weights(cast: Cast, version: int) -> None:

@@ -24,7 +24,7 @@ def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def scoring_metrics(
     domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int]
 ) -> dict[str, float]:
-    """`reward/<domain>/{errors,timeouts,latency,queue}`.
+    """`reward/<domain>/{errors,timeouts}`, and under `time/`, as they depend on the clock, `latency` and `queue`.
 
     Args:
         errors: attempts that failed, by kind.
@@ -35,8 +35,8 @@ def scoring_metrics(
         f"reward/{domain}/errors": float(sum(errors.values())),
         f"reward/{domain}/timeouts": float(errors.get("timeout", 0)),
         **{f"reward/{domain}/errors/{_word(kind)}": float(count) for kind, count in sorted(errors.items())},
-        **statistics(f"reward/{domain}/latency", latencies, ("p50", "p95", "max")),
-        **statistics(f"reward/{domain}/queue", queued, ("mean", "max")),
+        **statistics(f"time/reward/{domain}/latency", latencies, ("p50", "p95", "max")),
+        **statistics(f"time/reward/{domain}/queue", queued, ("mean", "max")),
     }
 
 

@@ -21,6 +21,7 @@ from roll_opd.rewards.interface import TIMEOUT, Failure, Score, Scored
 from roll_opd.tracking.rewards import scoring_metrics
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward import Answer
+from roll_opd.workers.roles import Sampler
 
 DIED = "worker_died"
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
@@ -67,10 +68,16 @@ class _Worker:
 class Judge:
     """The reward workers of `plan`. All methods belong to one event loop."""
 
-    def __init__(self, plan: RewardPlan, hire: Callable[[], ray.actor.ActorHandle], model_path: str) -> None:
-        """`hire` starts a worker's process; `model_path` is where the tokenizer is."""
+    def __init__(
+        self,
+        plan: RewardPlan,
+        hire: Callable[[], ray.actor.ActorHandle],
+        model_path: str,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """`hire` starts a worker's process; `model_path` is where the tokenizer is; `sampler` is of `plan.engine`."""
         self.plan = plan
-        self._hire, self._model_path = hire, model_path
+        self._hire, self._model_path, self._sampler = hire, model_path, sampler
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
         self._tasks: set[asyncio.Task] = set()
@@ -101,12 +108,14 @@ class Judge:
         self._reset()
         return found
 
-    def end(self) -> None:
-        """End the workers at once."""
+    async def end(self) -> None:
+        """End the workers at once, and the judge's engines."""
         for task in self._tasks:
             task.cancel()
         for worker in self._workers:
             ray.kill(worker.actor)
+        if self._sampler:
+            await self._sampler.end()
 
     def _reset(self) -> None:
         self._errors: Counter[str] = Counter()
@@ -201,7 +210,7 @@ class Judge:
     async def _add_worker(self) -> None:
         actor = self._hire()
         try:
-            await actor.setup.remote(self.plan, self._model_path)
+            await actor.setup.remote(self.plan, self._model_path, self._sampler.engines if self._sampler else ())
         except ray.exceptions.RayTaskError as error:
             raise RunError(f"rewards.{self.plan.domain}: a worker does not start: {error.cause}") from error
         self._workers.append(_Worker(actor))

@@ -16,6 +16,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.rewards.calling import Caller, weighted
 from roll_opd.rewards.interface import RewardSample, Scored
 from roll_opd.workers.bursts import bursts
+from roll_opd.workers.local_model import LocalModel
 
 # `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
 MOST_THREADS = 10_000
@@ -39,15 +40,18 @@ class RewardWorker:
     _calls: asyncio.Semaphore
     _tokenizer: Any
 
-    async def setup(self, plan: RewardPlan, model_path: str) -> None:
-        """Find the rewards, and load the tokenizer that turns responses into text."""
+    async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
+        """Find the rewards, and load the tokenizer that turns responses into text. `engines` are the judge's."""
         from roll_opd.data.templates import load_tokenizer
         from roll_opd.rewards.registry import resolve
 
         self._plan = plan
         threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=plan.domain)
+        judge = {plan.terms[0].name: {"complete": LocalModel(plan.engine, engines)}} if plan.engine else {}
         self._callers = {
-            term.name: Caller(term.name, resolve(term.worker, dict(term.args)), threads, term.timeout)
+            term.name: Caller(
+                term.name, resolve(term.worker, {**term.args, **judge.get(term.name, {})}), threads, term.timeout
+            )
             for term in plan.terms
         }
         self._weights = {term.name: term.weight for term in plan.terms}

@@ -42,7 +42,7 @@ def train_samples(
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
                 importance_weights=experience.importance_weights,
-                reward=experience.reward,
+                reward=0.0 if experience.left_out else experience.reward,
                 teachers={name: TeacherView(coefficients[name], arrays) for name, arrays in views.items()},
                 expert=experience.expert,
             )

@@ -5,6 +5,7 @@ already. Each begins with the weights and the optimizer state with which the rol
 """
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -64,8 +65,9 @@ class Stage:
 
     def __init__(self, plan: RunPlan, place: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._plan, self.place = plan, place
-        self._judges = loop.run_until_complete(cast.start_judges(plan))
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
+        self.started: dict[str, tuple[Judge, ...]] = {}
+        loop.run_until_complete(self.judges(plan, self.placement))
         self._cast = loop.run_until_complete(cast.start(plan, self.placement))
         loop.run_until_complete(self._cast.save(place / "start"))
 
@@ -87,12 +89,15 @@ class Stage:
         """The student's, before every run."""
         return self.place / "start/hf/model.safetensors"
 
-    async def judges(self, plan: RunPlan) -> tuple[Judge, ...]:
-        wanted, found = ([(r.terms, r.world_size) for r in p.rewards] for p in (plan, self._plan))
-        assert wanted == found
-        for judge, reward in zip(self._judges, plan.rewards, strict=True):
+    async def judges(self, plan: RunPlan, placement: Placement) -> tuple[Judge, ...]:
+        """Those that play this plan's rewards already, or new ones."""
+        settings = str([(reward.domain, reward.terms, reward.world_size) for reward in plan.rewards])
+        if settings not in self.started:
+            self.started[settings] = await cast.start_judges(plan, self.placement)
+        for judge, reward in zip(self.started[settings], plan.rewards, strict=True):
             judge.plan = reward
-        return self._judges
+            judge.lap()
+        return self.started[settings]
 
     async def assemble(self, plan: RunPlan, placement: Placement) -> Cast:
         there, scorers = self._cast, self._cast.scorers
@@ -138,6 +143,10 @@ def open_stage(place: Path) -> Iterator[Stage]:
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
+        users = place / "users"  # modules of a user's own, which every process finds
+        users.mkdir()
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(users), os.environ.get("PYTHONPATH", "")]))
+        patch.syspath_prepend(users)
         longest = "prompt_length=1024"  # GSM8K's
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
         with runtime.ray_cluster(plan.devices_per_node):
@@ -148,6 +157,6 @@ def open_stage(place: Path) -> Iterator[Stage]:
             patch.setattr(rlvr, "start_judges", stage.judges)
             patch.setattr(rlvr, "assemble", stage.assemble)
             patch.setattr(Cast, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
-            patch.setattr(Judge, "end", lambda self: None)
+            patch.setattr(Judge, "end", lambda self: asyncio.sleep(0))
             yield stage
     loop.close()

@@ -20,7 +20,7 @@ from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
 
 ROOT = Path(__file__).parents[2]
-GROUPS = "actor|critic|opd|sft|dpo|tokens|rollout|time|val|val_correct"
+GROUPS = "actor|critic|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct"
 STEM = re.compile(rf"({GROUPS})/[\w/@*]+")
 ANY = "*"  # of an f-string's {value}
 
@@ -108,7 +108,7 @@ def is_listed(name: str, entries: dict[str, re.Pattern[str]]) -> bool:
     if any(pattern.fullmatch(name) for pattern in entries.values()):
         return True
     stem = name.rstrip("/") + "/"  # of `statistics("opd/reverse_kl", ...)`, or of f"time/{phase}"
-    return any(entry.startswith(stem.removesuffix(f"{ANY}/")) for entry in entries)
+    return any(re.sub(r"<\w+>", ANY, entry).startswith(stem.removesuffix(f"{ANY}/")) for entry in entries)
 
 
 def test_every_metric_is_on_the_page() -> None:

@@ -33,6 +33,6 @@ def test_latency_queue_and_errors() -> None:
     latencies = np.random.default_rng(0).random(101)
     found = scoring_metrics("d", {"timeout": 2, "ValueError": 1}, latencies, [0, 4])
     assert found["reward/d/errors"] == 3 and found["reward/d/timeouts"] == found["reward/d/errors/timeout"] == 2
-    assert found["reward/d/latency/p50"] == sorted(latencies)[50]
-    assert found["reward/d/latency/p95"] == pytest.approx(sorted(latencies)[95])
-    assert found["reward/d/queue/mean"] == 2 and found["reward/d/queue/max"] == 4
+    assert found["time/reward/d/latency/p50"] == sorted(latencies)[50]
+    assert found["time/reward/d/latency/p95"] == pytest.approx(sorted(latencies)[95])
+    assert found["time/reward/d/queue/mean"] == 2 and found["time/reward/d/queue/max"] == 4

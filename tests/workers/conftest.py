@@ -49,4 +49,4 @@ def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[.
 
     yield begin
     for judge in judges:
-        judge.end()
+        loop.run_until_complete(judge.end())

@@ -57,9 +57,9 @@ def test_functions_classes_and_coroutines(start, loop) -> None:
     assert rewards(found) == numbers and found[3].parts == {"half": 1.5} and found[3].reason == "odd"
     assert found[3].of(samples[3]).reward_parts == {"half": 1.5}
     metrics = judge.lap()
-    assert metrics["reward/code/errors"] == 0 and metrics["reward/code/queue/max"] == 0
-    assert 0.2 <= metrics["reward/code/latency/p50"] <= metrics["reward/code/latency/p95"]
-    assert "reward/code/latency/p50" not in judge.lap()
+    assert metrics["reward/code/errors"] == 0 and metrics["time/reward/code/queue/max"] == 0
+    assert 0.2 <= metrics["time/reward/code/latency/p50"] <= metrics["time/reward/code/latency/p95"]
+    assert "time/reward/code/latency/p50" not in judge.lap()
 
 
 def test_several_rewards_are_a_weighted_sum(start, loop) -> None:

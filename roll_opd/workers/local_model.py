@@ -1,0 +1,43 @@
+"""A model in vLLM engines of the run's own, asked as one at an endpoint is: for a judge that runs here."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from zlib import crc32
+
+import numpy as np
+import ray
+
+from roll_opd.config.plan import RolloutPlan
+from roll_opd.data.compact import Compact
+from roll_opd.rewards.interface import RewardError
+from roll_opd.workers.rollout import Request
+
+
+class LocalModel:
+    """A `roll_opd.rewards.chat.Complete`: messages to the text of the answer."""
+
+    def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
+        """`engines` are `RolloutWorker`s of `plan`, whose sampling settings hold; they take turns."""
+        from roll_opd.data.templates import load_tokenizer
+
+        self._plan = plan
+        self._tokenizer = load_tokenizer(plan.model.path)
+        if not self._tokenizer.chat_template:
+            raise RewardError(
+                f"{plan.name}: the tokenizer of {plan.model.path} has no chat template, so it cannot be asked; judge"
+                " with a model that was made for chats"
+            )
+        self._turns = cycle(engines)
+
+    async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
+        """Raises what the engine does, such as ValueError for a question that is too long for it."""
+        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        tokens = np.array(self._tokenizer(text, add_special_tokens=False).input_ids)
+        request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # the same question, the same answer
+        engine = next(self._turns)
+        stream = engine.generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)
+        async for answers in stream:
+            ((_, completion),) = await answers
+            return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        raise RuntimeError(f"the engine of {self._plan.name} ended without an answer")
