@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 _WORD = re.compile(r"\w+")
-_TOKEN = re.compile(r"[^\W_](?:[\w.'’-]*\w)?")  # a hyphenated word, and a contraction, is one
+_TOKEN = re.compile(r"[^\W_]+(?:[.'’_-][^\W_]+)*")  # a hyphenated word, and a contraction, is one
 # points that may end a sentence, with closing quotes and brackets; a Chinese or Japanese one needs no space after it
 _POINT = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’)\]*_]*(?=\s|\Z)|[。！？]+[”’」』）]*")
 _BEFORE_POINT = re.compile(r"[^\s(\[\"'“‘]{1,20}\Z")
@@ -30,7 +30,8 @@ def count_sentences(text: str) -> int:
     """Sentences end at `.`, `!`, `?` or `…` before a space, or at `。！？`; a rest without a point is one more.
 
     No sentence ends after a title or initial ("Dr. A. Smith"), after "e.g.", after the number of a list's item, or
-    after another abbreviation ("U.S.", "etc.") that is followed by a small letter. Line breaks end none.
+    after another abbreviation ("U.S.", "etc."), an ellipsis or a closing quote that a small letter follows. Line breaks
+    end none.
     """
     return sum(any(map(str.isalnum, sentence)) for sentence in _sentences(text))
 
@@ -45,8 +46,12 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def _ends_a_sentence(text: str, point: int, after: int) -> bool:
-    if text[point] != "." or text[point : point + 2] == "..":
+    goes_on = text[after : after + 8].lstrip()[:1].islower()
+    mark = text[point:after]
+    if mark[0] in "。！？" or mark in ("!", "?"):
         return True
+    if mark != ".":  # with a closing quote or bracket, or an ellipsis
+        return not goes_on
     before = text[max(0, point - _LOOK_BACK) : point]
     if _LIST_NUMBER.search(before if point <= _LOOK_BACK else "x" + before):
         return False
@@ -57,5 +62,5 @@ def _ends_a_sentence(text: str, point: int, after: int) -> bool:
     if last in _TITLES or (len(last) == 1 and word[0].isupper() and last != "i"):
         return False
     if last in _SHORTENED or re.fullmatch(r"(?:[a-z]\.)+[a-z]", last):
-        return not text[after : after + 8].lstrip()[:1].islower()
+        return not goes_on
     return True
