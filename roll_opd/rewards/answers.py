@@ -21,7 +21,7 @@ _MARK = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _DECORATION = re.compile(
-    r"\\(?:text|math|bold)[a-z]{0,10}(?![a-z])|\\(?:bf|rm|it|sf|tt)\b|\\[,;:!()\[\] ]|</?answer>|[{}$*`]|__"
+    r"\\(?:text|math|bold)[a-z]{0,10}(?![a-z])|\\(?:bf|rm|it|sf|tt)\b|\\?[{}]|\\[,;:!()\[\] ]|</?answer>|[$*`]|__"
 )
 # what stays of the signs: a minus and a point of a number, and signs that say how much
 _SIGN = re.compile(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.interface import Failure, RewardSample, Score
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
 from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
 from roll_opd.rewards.registry import register
 
@@ -24,5 +24,5 @@ class Format:
         try:
             well_formed = matches(self.pattern, response, whole=True)
         except PatternTimeout as timeout:
-            return Failure("timeout", f"reward format: the pattern {timeout}")
+            return Failure(TIMEOUT, f"reward format: the pattern {timeout}")
         return Score(float(well_formed), reason="well formed" if well_formed else "other form")

@@ -9,11 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-import regex
-
 from roll_opd.rewards import answers
 from roll_opd.rewards.arguments import choice, number
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.math_rule import as_number, clean
 from roll_opd.rewards.multiple_choice import choice_score
 from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
@@ -29,10 +27,8 @@ def exact(answer: str, gold: str) -> float:
 
 def contains(text: str, gold: str) -> float:
     """1.0 where `gold` stands in `text`, and not within a longer English word or number."""
-    left, right = (
-        r"(?<![A-Za-z0-9_])" if gold[:1].isascii() else "",
-        r"(?![A-Za-z0-9_])" if gold[-1:].isascii() else "",
-    )
+    left = r"(?<![A-Za-z0-9_])" if gold[:1].isascii() else ""
+    right = r"(?![A-Za-z0-9_])" if gold[-1:].isascii() else ""
     return float(bool(gold) and re.search(left + re.escape(gold) + right, text) is not None)
 
 
@@ -120,6 +116,6 @@ def _by_regex(text: str, pattern: str) -> Score | Failure:
         found = matches(compiled("general_rule", "ground_truth", pattern), text, whole=False)
     except RewardError:
         return Score(None, reason="ground truth is no regular expression")
-    except (PatternTimeout, regex.error) as timeout:
-        return Failure("timeout", f"reward general_rule: the row's pattern {timeout}")
+    except PatternTimeout as timeout:
+        return Failure(TIMEOUT, f"reward general_rule: the row's pattern {timeout}")
     return Score(float(found), reason="right" if found else "wrong answer")

@@ -51,6 +51,11 @@ READ = {
     "It is A": "A",
     r"\boxed{A, C}": "AC",
     r"\boxed{AC}": "AC",
+    r"\boxed{\{A, C\}}": "AC",
+    r"\boxed{\textbf{(B)}\ 42}": "B",
+    r"The answer is \(B\).": "B",
+    "The answer is not (A) but (B)": "B",
+    "A is incorrect. C is incorrect. Therefore B": "B",
     "The answer is A and C.": "AC",
     "答案：A、C": "AC",
     # no choice at all

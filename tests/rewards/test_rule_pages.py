@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,15 @@ from roll_opd.rewards.interface import RewardSample, read_scores
 from roll_opd.rewards.registry import resolve
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"
-SECTION_KEYS = {"worker_cls", "tag_included"}
+SECTION_KEYS = {"worker_cls", "tag_included", "weight", "terms"}
+# page -> the worker that scores its rows
+SCORED_BY = {
+    "ifeval.md": "ifeval",
+    "multiple_choice.md": "multiple_choice",
+    "crossthinkqa.md": "crossthinkqa",
+    "general_rule.md": "general_rule",
+    "terms.md": "format",
+}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -27,16 +36,23 @@ def table_keys(page: str) -> set[str]:
     return {key for table in tables for key in re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("page", ["ifeval.md", "multiple_choice.md", "crossthinkqa.md", "general_rule.md", "terms.md"])
+def sections(page: str) -> dict[str, dict[str, Any]]:
+    """Worker -> its arguments, from the page's YAML; a term is named after its worker."""
+    (block,) = blocks(page, "yaml")
+    (section,) = yaml.safe_load(block)["rewards"].values()
+    found = {section["worker_cls"]: section, **section.get("terms", {})}
+    return {
+        name: {key: value for key, value in keys.items() if key not in SECTION_KEYS} for name, keys in found.items()
+    }
+
+
+@pytest.mark.parametrize("page", SCORED_BY)
 def test_a_page_is_true(page: str) -> None:
-    workers = {}
-    for block in blocks(page, "yaml"):
-        (section,) = yaml.safe_load(block)["rewards"].values()
-        arguments = {key: value for key, value in section.items() if key not in SECTION_KEYS}
-        assert arguments.keys() <= REWARD_WORKERS[section["worker_cls"]]
-        workers[section["worker_cls"]] = resolve(section["worker_cls"], arguments)
+    workers = sections(page)
+    for name, arguments in workers.items():
+        assert arguments.keys() <= REWARD_WORKERS[name]
     assert table_keys(page) == set().union(*(REWARD_WORKERS[name] for name in workers))
-    first = next(iter(workers.values()))
+    reward = resolve(SCORED_BY[page], workers[SCORED_BY[page]])
     rows = {row["id"]: parse_row(row, "") for row in map(json.loads, "".join(blocks(page, "json")).splitlines())}
     text = (PAGES / page).read_text(encoding="utf-8")
     cases = re.findall(r"^\| (\d) \| `(.*)` \| (\S+) \|$", text, re.MULTILINE)
@@ -44,5 +60,5 @@ def test_a_page_is_true(page: str) -> None:
     for name, response, value in cases:
         row = rows[name]
         samples = [RewardSample(row.id, response.replace(r"\n", "\n"), row.ground_truth, row.tag, row.extra)]
-        (score,) = read_scores(first(samples), samples, page)
+        (score,) = read_scores(reward(samples), samples, page)
         assert score.value == float(value), (name, response)
