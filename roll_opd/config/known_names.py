@@ -128,18 +128,28 @@ MEGATRON_FIELDS = _names("""
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink", "chatml", "base", "empty")
 # reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
-REWARD_WORKERS: dict[str, frozenset[str]] = {"math_rule": frozenset()}
-REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule"}
+REWARD_WORKERS: dict[str, frozenset[str]] = {
+    "math_rule": frozenset(),
+    "ifeval": _names("loose partial"),
+    "multiple_choice": _names("require_boxed"),
+    "crossthinkqa": _names("reward_type response_length_penalty_coef"),
+    "general_rule": _names("rule normalize tolerance"),
+    "format": _names("pattern"),
+    "length_penalty": _names("max_tokens cache_tokens coef"),
+}
+REWARD_CLASSES_OF_ROLL = {
+    "MathRuleRewardWorker": "math_rule",
+    "GSM8KMathRewardWorker": "math_rule",
+    "GeneralRuleRewardWorker": "ifeval",
+    "GeneralValRuleRewardWorker": "general_rule",
+    "CrossThinkQARuleRewardWorker": "crossthinkqa",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+}
 # ROLL's other reward workers: they are planned under these names, and there is no worker of the name yet
 REWARD_CLASSES_LATER = {
     "CodeSandboxRewardWorker": "code_sandbox",
     "LLMJudgeRewardWorker": "llm_judge",
     "PerAlignLLMJudgeRewardWorker": "llm_judge",
-    "GeneralRuleRewardWorker": "ifeval",
-    "GeneralValRuleRewardWorker": "general_val",
-    "CrossThinkQARuleRewardWorker": "crossthinkqa",
-    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice_boxed",
-    "GSM8KMathRewardWorker": "gsm8k_math",
     "RemoteRewardSystemWorker": "remote_reward_system",
 }
 REWARDS_THAT_NEED_ANSWERS = ("math_rule", "multiple_choice", "crossthinkqa", "general_rule")  # a row's ground_truth

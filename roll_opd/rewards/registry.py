@@ -18,12 +18,27 @@ REWARDS = Registry(
     made_of="function or class",
     example="mypackage.my_reward",
     error=RewardError,
-    ours={"math_rule": "roll_opd.rewards.math_rule"},
+    ours={
+        "math_rule": "roll_opd.rewards.math_rule",
+        "ifeval": "roll_opd.rewards.ifeval",
+        "multiple_choice": "roll_opd.rewards.multiple_choice",
+        "crossthinkqa": "roll_opd.rewards.crossthinkqa",
+        "general_rule": "roll_opd.rewards.general_rule",
+        "format": "roll_opd.rewards.format",
+        "length_penalty": "roll_opd.rewards.length_penalty",
+    },
 )
 register = REWARDS.register
 
 # ROLL's reward worker classes -> the reward that plays the same role here
-ROLL_CLASSES = {"MathRuleRewardWorker": "math_rule"}
+ROLL_CLASSES = {
+    "MathRuleRewardWorker": "math_rule",
+    "GSM8KMathRewardWorker": "math_rule",
+    "GeneralRuleRewardWorker": "ifeval",
+    "GeneralValRuleRewardWorker": "general_rule",
+    "CrossThinkQARuleRewardWorker": "crossthinkqa",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+}
 
 
 def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:

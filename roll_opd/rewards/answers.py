@@ -1,0 +1,121 @@
+r"""Where the final answer stands in a text: its last `\boxed{...}`, else after "the answer is", else its last line.
+
+Every function takes time linear in the length of its text, whatever the text is.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+
+MARKS_LOOKED_AT = 50  # from the end; an answer that is announced more often is a loop
+REACH = 300  # characters after a mark, or of a last line, that may hold the answer
+
+_BRACE = re.compile(r"\\f?box(?:ed)?\s{0,3}\{|\\[{}]|[{}]")
+_MARK = re.compile(
+    r"""
+    \b(?:answer|choice|option)s?\b [^\n.:：]{0,40}? (?: \b(?:is|are|be)\b | [:：=] )  # the best answer would be
+    | (?:答案|选项|选择?)\s{0,3}(?:应该|应)?(?:是|为|選|选)?\s{0,3}[:：]?
+    | <answer>
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_DECORATION = re.compile(
+    r"\\(?:text|math|bold)[a-z]{0,10}(?![a-z])|\\(?:bf|rm|it|sf|tt)\b|\\?[{}]|\\[,;:!()\[\] ]|</?answer>|[$*`]|__"
+)
+# what stays of the signs: a minus and a point of a number, and signs that say how much
+_SIGN = re.compile(
+    r"""
+    (?P<kept>(?<!\w)-(?=\.?\d)|\.(?=\d)|[%€£°+=<>/^\\])
+    | (?P<dropped>(?<=\d),(?=\d{3})|[.'’])  # in the middle of a word
+    | [^\w\s]|_
+    """,
+    re.VERBOSE,
+)
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last `</think>`, and precedes a `<think>` that never ended."""
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The inside of the last `\boxed{...}` (or `\fbox`, `\box`) whose braces balance; None where there is none."""
+    opened: list[tuple[int, int]] = []  # start of the command, or -1 for a bare brace; where its inside begins
+    start, inside = -1, None
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "}":
+            if not opened:
+                continue
+            command, begin = opened.pop()
+            if command > start:
+                start, inside = command, (begin, brace.start())
+        elif brace[0] not in (r"\{", r"\}"):
+            opened.append((brace.start() if brace[0] != "{" else -1, brace.end()))
+    return None if inside is None else text[slice(*inside)].strip()
+
+
+def announced(text: str) -> list[str]:
+    """What follows each "the answer is", "Answer:", "答案是" or `<answer>`, to the line's end; the last first."""
+    marks = [mark.end() for mark in _MARK.finditer(text)][-MARKS_LOOKED_AT:]
+    tails = [text[end : end + REACH].lstrip() for end in reversed(marks)]
+    return [tail.partition("\n")[0].partition("</answer>")[0].strip() for tail in tails]
+
+
+def last_line(text: str) -> str:
+    """The last line of `text` that is not blank, its last characters where it is long; empty where there is none."""
+    return text.rstrip().rpartition("\n")[2].strip()[-REACH:]
+
+
+def final_answer(text: str) -> str:
+    """The final answer of `text`; empty where it has none."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    return next(filter(None, announced(text)), "") or last_line(text)
+
+
+def undecorated(text: str) -> str:
+    r"""`text` without Markdown's stars and LaTeX's dollars, braces and commands for type, such as `\text`."""
+    return _DECORATION.sub("", text).strip()
+
+
+def without_punctuation(text: str) -> str:
+    """`text` without punctuation; -5, 1.5 and 50% keep their signs, 1,000 becomes 1000."""
+    return _SIGN.sub(lambda sign: sign["kept"] or ("" if sign["dropped"] else " "), text)
+
+
+NORMALIZATIONS: dict[str, Callable[[str], str]] = {
+    "width": lambda text: unicodedata.normalize("NFKC", text),
+    "case": str.casefold,
+    "punctuation": without_punctuation,
+    "articles": lambda text: _ARTICLE.sub(" ", text),
+    "spaces": lambda text: " ".join(text.split()),
+}
+
+
+def normalized(text: str, how: tuple[str, ...] = tuple(NORMALIZATIONS)) -> str:
+    """`text` after each of the normalisations named in `how`, in the order of the table."""
+    for name, normalize in NORMALIZATIONS.items():
+        if name in how:
+            text = normalize(text)
+    return text
+
+
+def same_text(one: str, other: str) -> bool:
+    """Whether two short answers are the same words and numbers, decoration, case, articles and punctuation aside."""
+    one, other = (normalized(undecorated(text)) for text in (one, other))
+    return bool(one) and one == other
+
+
+def several(ground_truth: str) -> tuple[str, ...]:
+    """The acceptable answers that a ground truth names: those of a JSON list, else itself."""
+    if ground_truth.lstrip().startswith("["):
+        try:
+            listed = json.loads(ground_truth)
+        except (ValueError, RecursionError):
+            return (ground_truth,)
+        if listed and all(isinstance(answer, str | int | float) for answer in listed):
+            return tuple(str(answer) for answer in listed)
+    return (ground_truth,)

@@ -1,0 +1,175 @@
+"""Reads which options of a multiple-choice question a text names: "B", "(B)", "B. Paris", "A and C", an option's text.
+
+A letter counts only where it stands alone. "A" and "I" before a word are an article and a pronoun, "A or B" is no
+answer, and a lower-case letter counts in brackets or with nothing but punctuation after it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from roll_opd.rewards import answers
+
+_LEAD = re.compile(
+    r"[\s:：=\-\"'“”‘’.>]{0,9}(?:(?:the\s)?(?:correct\s|right\s|best\s)?(?:option|choice|letter|answer|选项|选)[s是为]?\s{0,3}"
+    r"(?:is\s|are\s)?[:：]?\s{0,3})?[\"'“‘]?",
+    re.IGNORECASE,
+)
+_OPEN, _CLOSE = r"[(\[（【<]", r"[)\]）】>]"
+_ALONE = r"(?![A-Za-z0-9_]|['’\-+][A-Za-z0-9]|\+\+|\#)"
+_LETTERS = re.compile(rf"(?P<open>{_OPEN}\s{{0,3}})?(?P<letters>[A-Z]{{1,10}}){_ALONE}(?:\s{{0,3}}{_CLOSE})?")
+_SMALL = re.compile(rf"{_OPEN}\s{{0,3}}([a-z])\s{{0,3}}{_CLOSE}|([a-z])(?=\s{{0,3}}(?:[).:,;\]](?![A-Za-z])|\n|\Z))")
+_AND = re.compile(r"\s{0,3}(?:(?:[,，、;；&]|\band\b|和|与|及)\s{0,3}){1,2}(?:options?\s)?")
+_OR = re.compile(rf"\s{{0,3}},?\s{{0,3}}(?:\bor\b|或者?|/)\s{{0,3}}(?:options?\s)?{_OPEN}?[A-Z]{_ALONE}")
+_SPACED = re.compile(r"[A-Z](?:\s[A-Z]){1,9}")
+_WORD_AFTER = re.compile(r"\s{1,3}([A-Za-z]\w*)")
+# words that may follow an answer, and not an article or a pronoun
+_AFTER_ANSWER = frozenset(
+    "and as because but due for from given is not only or since so that which while with".split()  # noqa: SIM905
+)
+_IS_RIGHT = re.compile(
+    rf"(?<![A-Za-z0-9_\\'’-]){_OPEN}?([A-Z]){_CLOSE}?[.:]?\s(?:is|must\sbe|would\sbe)\s(?:the\s|clearly\s|therefore\s){{0,2}}"
+    r"(?:most\s)?(?:correct|right|best|appropriate|true|answer)\b"
+)
+_ITEM = re.compile(rf"[\W_]{{0,3}}([A-Z])\s?{_CLOSE}?[).:：、]\s")
+_BARE = re.compile(r"[\W_]{0,3}[A-Za-z][\W_]{0,3}")
+_LETTERS_ONLY = re.compile(r"(?:[\W_]|[A-Z]|\band\b){1,40}")  # as a ground truth: "AC", "A, C", "(A) and (C)"
+_SURE = re.compile(rf"{_OPEN}?[A-Z](?:{_CLOSE}(?:\s|\Z)|\.?\Z)")
+_LONE = re.compile(rf"(?<![A-Za-z0-9_\\'’-])[A-Z]{_ALONE}")
+_SENTENCE = re.compile(r"(?<=[.!?])\s|(?<=[。！？])")
+_REFUSED = re.compile(
+    r"(?:\bnot|n't|\bthan|\bexcept|\bwithout|\bno)\s{1,3}(?:options?\s{1,3}|choice\s{1,3})?[(\[]?$", re.IGNORECASE
+)
+
+
+def options_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """Letter -> text of a row's `options` or `choices`: a list, a mapping, or `{"label": [...], "text": [...]}`."""
+    found = row.get("options") or row.get("choices")
+    if isinstance(found, Mapping) and isinstance(found.get("text"), Sequence) and not isinstance(found["text"], str):
+        labels = found.get("label") or [chr(ord("A") + index) for index in range(len(found["text"]))]
+        return {str(label): str(text) for label, text in zip(labels, found["text"], strict=False)}
+    if isinstance(found, Mapping):
+        return {str(label).strip(): str(text) for label, text in found.items()}
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        return {chr(ord("A") + index): _without_letter(str(text)) for index, text in enumerate(found[:26])}
+    return {}
+
+
+def _without_letter(option: str) -> str:
+    item = _ITEM.match(option)
+    return option[item.end() :] if item else option
+
+
+def right_choices(ground_truth: str, options: Mapping[str, str]) -> frozenset[str] | None:
+    """The letters that a ground truth names; None where it names none."""
+    named = [_named_by(answer, options) for answer in answers.several(ground_truth)]
+    return frozenset().union(*named) if all(named) else None
+
+
+def _named_by(answer: str, options: Mapping[str, str]) -> frozenset[str]:
+    boxed = answers.last_boxed(answer)
+    answer = answers.undecorated(answer if boxed is None else boxed)
+    letters = None
+    if _BARE.fullmatch(answer) or _LETTERS_ONLY.fullmatch(answer) or _ITEM.match(answer):
+        letters = letters_at_start(answer.upper() if len(answer) == 1 else answer)
+    if letters and (not options or letters <= set(options)):
+        return letters
+    return _with_text(answer, options) or frozenset()
+
+
+def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
+    """Whether a ground truth that may also be a short answer of its own ("DNA", "E. coli") names an option."""
+    if options:
+        return right_choices(ground_truth, options) is not None
+    boxed = answers.last_boxed(ground_truth)
+    return _SURE.match(answers.undecorated(ground_truth if boxed is None else boxed)) is not None
+
+
+def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
+    """The letters that a response chooses, None where it chooses none, and whether a box says so.
+
+    The last box decides; without one that names an option, the last sentence that announces an answer; without
+    that, the last line.
+    """
+    text = answers.after_thinking(text)
+    boxed = answers.last_boxed(text)
+    letters = None if boxed is None else _read(boxed, options)
+    if letters is not None:
+        return letters, True
+    for tail in answers.announced(text):
+        letters = _read(tail, options)
+        if letters is not None:
+            return letters, False
+    return _said_right(text) or _in_last_line(text, options), False
+
+
+def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
+    """What an answer chooses; None where it chooses nothing, empty where it offers a choice ("A or B")."""
+    letters = letters_at_start(answer)
+    if letters and _BARE.fullmatch(answers.undecorated(answer)):
+        return letters
+    return _with_text(answer, options) or letters
+
+
+def letters_at_start(text: str) -> frozenset[str] | None:
+    """The letters of the choice that `text` begins with; None where it begins with none, empty for "A or B"."""
+    text = answers.undecorated(text)
+    if _SPACED.fullmatch(text):
+        return frozenset(text.split())
+    position = _match_end(_LEAD, text, 0)
+    small = _SMALL.match(text, position)
+    if small:
+        return frozenset((small[1] or small[2]).upper())
+    found: set[str] = set()
+    while letters := _LETTERS.match(text, position):
+        run = letters["letters"]
+        if len(set(run)) < len(run) or (not letters["open"] and _is_a_word(run, text, letters.end())):
+            break
+        found.update(run)
+        if _OR.match(text, letters.end()):
+            return frozenset()
+        joined = _AND.match(text, letters.end())
+        if not joined:
+            break
+        position = joined.end()
+    return frozenset(found) or None
+
+
+def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    return match.end() if match else position
+
+
+def _is_a_word(run: str, text: str, end: int) -> bool:
+    """Whether "A" or "I" is the article or the pronoun, as the word after it tells."""
+    after = _WORD_AFTER.match(text, end)
+    return run in ("A", "I") and after is not None and after[1].lower() not in _AFTER_ANSWER
+
+
+def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
+    """The one option whose text is `text`; None where none is, or several are."""
+    same = [letter for letter, option in options.items() if answers.same_text(text, option)]
+    return frozenset(same) if len(same) == 1 else None
+
+
+def _said_right(text: str) -> frozenset[str] | None:
+    """The last letter of which the text says that it "is correct"."""
+    said = [right[1] for right in _IS_RIGHT.finditer(answers.undecorated(text))]
+    return frozenset(said[-1]) if said else None
+
+
+def _in_last_line(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
+    line = answers.undecorated(answers.last_line(text))
+    if _BARE.fullmatch(line) or _ITEM.match(line):
+        return letters_at_start(line)
+    if same := _with_text(line, options):
+        return same
+    for sentence in reversed(_SENTENCE.split(line)):
+        letters = frozenset(
+            lone[0]
+            for lone in _LONE.finditer(sentence)
+            if not _is_a_word(lone[0], sentence, lone.end()) and not _REFUSED.search(sentence[: lone.start()][-20:])
+        )
+        if letters:
+            return letters
+    return None

@@ -1,0 +1,79 @@
+"""The reward of Nemotron-CrossThink's questions (arXiv 2504.13941): multiple choice, or a short answer of one's own.
+
+`reward_type` says what an answer is worth, as in ROLL:
+
+    right  boxed    loose soft strict
+    yes    yes        1     1     1
+    yes    no         1    .5    -1
+    no     yes       -1   -.5    -1
+    no     no        -1    -1    -1
+"""
+
+import re
+from collections.abc import Sequence
+
+from roll_opd.rewards import answers
+from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards.choices import is_choice, options_of
+from roll_opd.rewards.interface import RewardSample, Score
+from roll_opd.rewards.length_penalty import response_tokens, shortness
+from roll_opd.rewards.math_rule import is_right as is_right_number
+from roll_opd.rewards.multiple_choice import choice_score
+from roll_opd.rewards.registry import register
+
+# (right, boxed) -> value
+WORTH = {
+    "loose": {(True, True): 1.0, (True, False): 1.0, (False, True): -1.0, (False, False): -1.0},
+    "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
+    "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
+}
+_MATHEMATICAL = re.compile(r"[\d\\]")
+
+
+@register("crossthinkqa")
+class CrossThinkQA:
+    """Parts: `right` and `boxed`. `response_length_penalty_coef` times the shortness of the response is added."""
+
+    def __init__(self, reward_type: str = "loose", response_length_penalty_coef: float = 0.0) -> None:
+        self.worth = WORTH[choice("crossthinkqa", "reward_type", reward_type, WORTH)]
+        key = "response_length_penalty_coef"
+        self.length_coef = number("crossthinkqa", key, response_length_penalty_coef)
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: RewardSample) -> Score:
+        judged = _judge(sample)
+        if judged.value is None:
+            return judged
+        right, boxed = judged.value == 1.0, judged.parts["boxed"] == 1.0
+        value = self.worth[right, boxed]
+        if self.length_coef:
+            tokens = response_tokens(sample)
+            if tokens is None:
+                return Score(None, reason="no tokens to count")
+            value += self.length_coef * shortness(tokens)
+        return Score(value, {"right": float(right), "boxed": float(boxed)}, judged.reason)
+
+
+def _judge(sample: RewardSample) -> Score:
+    """1.0 or 0.0, with the part `boxed`: a choice where the ground truth names options, else a short answer."""
+    truth = sample.ground_truth
+    if truth is None:
+        return Score(None, reason="no ground truth")
+    if is_choice(truth, options_of(sample.extra)):
+        return choice_score(sample)
+    text = answers.after_thinking(sample.response)
+    boxed = {"boxed": float(answers.last_boxed(text) is not None)}
+    answer = answers.final_answer(text)
+    if not answer:
+        return Score(0.0, boxed, "no answer")
+    right = any(same_answer(answer, gold) for gold in answers.several(truth))
+    return Score(float(right), boxed, "right" if right else "wrong answer")
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Whether two short answers are the same text, or where `gold` has digits or LaTeX the same number or formula."""
+    if answers.same_text(answer, gold):
+        return True
+    return _MATHEMATICAL.search(gold) is not None and is_right_number(rf"\boxed{{{answer}}}", gold)

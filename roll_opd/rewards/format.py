@@ -1,0 +1,28 @@
+"""A term that wants answers in a form: 1.0 where the whole response matches a pattern, else 0.0."""
+
+from collections.abc import Sequence
+
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
+from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
+from roll_opd.rewards.registry import register
+
+# one thinking section, and an answer after it
+THINK_THEN_ANSWER = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?!</?think>)\S(?:(?!</?think>).)*+"
+
+
+@register("format")
+class Format:
+    """`pattern` is a regular expression of the package `regex`; `.` matches newlines, too."""
+
+    def __init__(self, pattern: str = THINK_THEN_ANSWER) -> None:
+        self.pattern = compiled("format", "pattern", pattern)
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
+        return [self._score(sample.response) for sample in samples]
+
+    def _score(self, response: str) -> Score | Failure:
+        try:
+            well_formed = matches(self.pattern, response, whole=True)
+        except PatternTimeout as timeout:
+            return Failure(TIMEOUT, f"reward format: the pattern {timeout}")
+        return Score(float(well_formed), reason="well formed" if well_formed else "other form")

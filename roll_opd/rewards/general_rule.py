@@ -1,0 +1,121 @@
+"""A rule by name, for answers that a comparison of texts can judge: 1.0 where it holds, else 0.0 (`f1`: in between).
+
+`choice` (ROLL's GeneralValRuleRewardWorker), `exact`, `number` and `f1` look at the final answer; `contains` and
+`regex` at all that follows the thinking.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from roll_opd.rewards import answers
+from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.math_rule import as_number, clean
+from roll_opd.rewards.multiple_choice import choice_score
+from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
+from roll_opd.rewards.registry import register
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:/\d+)?", re.ASCII)
+
+
+def exact(answer: str, gold: str) -> float:
+    """1.0 where the two are equal."""
+    return float(bool(gold) and answer == gold)
+
+
+def contains(text: str, gold: str) -> float:
+    """1.0 where `gold` stands in `text`, and not within a longer English word or number."""
+    left = r"(?<![A-Za-z0-9_])" if gold[:1].isascii() else ""
+    right = r"(?![A-Za-z0-9_])" if gold[-1:].isascii() else ""
+    return float(bool(gold) and re.search(left + re.escape(gold) + right, text) is not None)
+
+
+def f1(answer: str, gold: str) -> float:
+    """The harmonic mean of precision and recall of the words of `answer` (SQuAD, arXiv 1606.05250)."""
+    answer_words, gold_words = answer.split(), gold.split()
+    common = sum((Counter(answer_words) & Counter(gold_words)).values())
+    return 2 * common / (len(answer_words) + len(gold_words)) if common else 0.0
+
+
+def said_number(text: str) -> Fraction | None:
+    """The first number (after an equals sign, if any) of the box or the announced answer, else the last of the text."""
+    boxed = answers.last_boxed(text)
+    for part in answers.announced(text) if boxed is None else (boxed,):
+        said = _numbers(part.rpartition("=")[2])
+        if said:
+            return as_number(clean(said[0]))
+    said = _numbers(text)
+    return as_number(clean(said[-1])) if said else None
+
+
+def _numbers(text: str) -> list[str]:
+    return [found for found in _NUMBER.findall(answers.undecorated(text)) if found]
+
+
+# rules on normalised text: the rule, and what of a response it is given
+TEXT_RULES: dict[str, tuple[Callable[[str, str], float], Callable[[str], str]]] = {
+    "exact": (exact, answers.final_answer),
+    "contains": (contains, str),
+    "f1": (f1, answers.final_answer),
+}
+RULES = ("choice", *TEXT_RULES, "regex", "number")
+
+
+@register("general_rule")
+class GeneralRule:
+    """The best score among the ground truths of a row, where it is a JSON list of them."""
+
+    def __init__(
+        self,
+        rule: str = "choice",
+        normalize: Sequence[str] = tuple(answers.NORMALIZATIONS),
+        tolerance: float = 0.0,
+    ) -> None:
+        self.rule = choice("general_rule", "rule", rule, RULES)
+        if isinstance(normalize, str):
+            raise RewardError(f"reward general_rule: normalize is {normalize!r}; write a list, such as [case, spaces]")
+        self.normalize = tuple(choice("general_rule", "normalize", name, answers.NORMALIZATIONS) for name in normalize)
+        self.tolerance = number("general_rule", "tolerance", tolerance, least=0)
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: RewardSample) -> Score | Failure:
+        if self.rule == "choice":
+            return choice_score(sample)
+        if sample.ground_truth is None:
+            return Score(None, reason="no ground truth")
+        text = answers.after_thinking(sample.response)
+        if self.rule == "regex":
+            return _by_regex(text, sample.ground_truth)
+        golds = answers.several(sample.ground_truth)
+        value = self._by_number(text, golds) if self.rule == "number" else self._by_text(text, golds)
+        if value is None:
+            return Score(None, reason="ground truth is no number")
+        return Score(value, reason="right" if value == 1.0 else "partly right" if value else "wrong answer")
+
+    def _by_text(self, text: str, golds: Sequence[str]) -> float:
+        rule, part = TEXT_RULES[self.rule]
+        answer = answers.normalized(part(text), self.normalize)
+        return max(rule(answer, answers.normalized(gold, self.normalize)) for gold in golds)
+
+    def _by_number(self, text: str, golds: Sequence[str]) -> float | None:
+        values = [as_number(clean(gold)) for gold in golds]
+        if None in values:
+            return None
+        answer = said_number(text)
+        close = answer is not None and any(abs(answer - gold) <= self.tolerance * abs(gold) for gold in values)
+        return float(close)
+
+
+def _by_regex(text: str, pattern: str) -> Score | Failure:
+    """1.0 where the row's own pattern is found in the text."""
+    try:
+        found = matches(compiled("general_rule", "ground_truth", pattern), text, whole=False)
+    except RewardError:
+        return Score(None, reason="ground truth is no regular expression")
+    except PatternTimeout as timeout:
+        return Failure(TIMEOUT, f"reward general_rule: the row's pattern {timeout}")
+    return Score(float(found), reason="right" if found else "wrong answer")

@@ -1,0 +1,129 @@
+"""The reward of instructions that a rule can check: 1.0 where a response follows all of its row's, else 0.0.
+
+Rows name them as IFEval does (`instruction_id_list` and `kwargs`, keys of the row or of a JSON `ground_truth`) or as
+Tulu 3 and ROLL do (`func_name` and arguments in a JSON `ground_truth`).
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from roll_opd.rewards.answers import after_thinking
+from roll_opd.rewards.arguments import flag
+from roll_opd.rewards.ifeval_functions import FUNCTIONS
+from roll_opd.rewards.ifeval_rules import INSTRUCTIONS, Relation
+from roll_opd.rewards.interface import Failure, RewardSample, Score
+from roll_opd.rewards.language import LanguageUnknown
+from roll_opd.rewards.registry import register
+
+Check = Callable[[str], bool]
+
+
+class Unjudgeable(ValueError):
+    """A row names no instruction, one that is not known, or one whose arguments are not there."""
+
+
+@register("ifeval")
+class IFEval:
+    """`loose` judges as the paper's loose accuracy does; `partial` gives the share of the instructions followed.
+
+    Part `followed` is that share in any case. What precedes `</think>` is not judged.
+    """
+
+    def __init__(self, loose: bool = False, partial: bool = False) -> None:
+        self.views = loose_views if flag("ifeval", "loose", loose) else strict_view
+        self.partial = flag("ifeval", "partial", partial)
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: RewardSample) -> Score | Failure:
+        try:
+            checks = read_checks(sample.ground_truth, sample.extra)
+            views = self.views(after_thinking(sample.response))
+            followed = sum(any(check(view) for view in views) for check in checks) / len(checks)
+        except Unjudgeable as unjudgeable:
+            return Score(None, reason=str(unjudgeable))
+        except LanguageUnknown as missing:
+            return Failure("langdetect_missing", f"reward ifeval, sample {sample.id}: {missing}")
+        value = followed if self.partial else float(followed == 1.0)
+        return Score(value, {"followed": followed}, "followed" if followed == 1.0 else "not followed")
+
+
+def strict_view(text: str) -> list[str]:
+    """The text as it is; a text of spaces follows nothing."""
+    return [text] if text.strip() else []
+
+
+def loose_views(text: str) -> list[str]:
+    """The text, without its first line, last line, or both; each of them also without stars: any may follow."""
+    lines = text.split("\n")
+    parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [view for part in parts for view in (part, part.replace("*", "")) if view.strip()]
+
+
+def read_checks(ground_truth: str | None, row: Mapping[str, Any]) -> list[Check]:
+    """A row's instructions as functions of a text; `Unjudgeable` where they cannot all be read."""
+    if "instruction_id_list" in row:
+        return _instructions(row["instruction_id_list"], row.get("kwargs"))
+    try:
+        truth = json.loads(ground_truth or "")
+    except (ValueError, RecursionError):
+        raise Unjudgeable("no instruction") from None
+    if isinstance(truth, list) and len(truth) == 1:
+        truth = truth[0]
+    if not isinstance(truth, dict):
+        raise Unjudgeable("no instruction")
+    if "func_name" in truth:
+        return [_bound(FUNCTIONS, truth["func_name"], truth)]
+    # "instruction_id": the newer rows of Tulu 3's authors
+    return _instructions(truth.get("instruction_id_list", truth.get("instruction_id")), truth.get("kwargs"))
+
+
+def _instructions(names: Any, arguments: Any) -> list[Check]:
+    names, arguments = _list(names), _list(arguments)
+    if not names or len(arguments) not in (0, len(names)):
+        raise Unjudgeable("no instruction")
+    arguments = arguments or [{}] * len(names)
+    return [_bound(INSTRUCTIONS, name, given or {}) for name, given in zip(names, arguments, strict=True)]
+
+
+def _list(value: Any) -> Sequence[Any]:
+    """A list of a row, or of a JSON string in it; empty where it is none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return ()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[str, Any]) -> Check:
+    """The rule called `name`, its arguments read and bound."""
+    if not isinstance(name, str) or not isinstance(given, Mapping):
+        raise Unjudgeable("no instruction")
+    if name not in table:
+        raise Unjudgeable(f"unknown instruction {name}")
+    rule = table[name]
+    wanted = list(inspect.signature(rule).parameters.values())[1:]
+    try:
+        return partial(rule, **{one.name: _argument(given.get(one.name), one.annotation) for one in wanted})
+    except (ValueError, OverflowError):
+        raise Unjudgeable(f"bad arguments of {name}") from None
+
+
+def _argument(value: Any, kind: Any) -> Any:
+    """`value` as a rule wants it; `ValueError` where it cannot be."""
+    if kind is int and isinstance(value, int | float | str) and not isinstance(value, bool):
+        return int(value)
+    if kind is str and isinstance(value, str) and value:
+        return value
+    if kind is Relation and value in get_args(Relation):
+        return value
+    if kind == list[str] and isinstance(value, str) and value:
+        return [one.strip() for one in value.split(",")]
+    if kind == list[str] and value and isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return value
+    raise ValueError

@@ -1,0 +1,64 @@
+"""A term that takes from long answers, to be added to another reward.
+
+With L tokens in the response, DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) is
+
+    0                                            L <= max_tokens - cache_tokens
+    (max_tokens - cache_tokens - L)/cache_tokens      in between
+    -1                                           L >  max_tokens
+
+`coef` adds ROLL's term, which takes from short answers: coef times -0.5 up to 100 tokens, rising to 0 at 400.
+"""
+
+from collections.abc import Sequence
+
+from roll_opd.rewards.arguments import number
+from roll_opd.rewards.interface import RewardError, RewardSample, Score
+from roll_opd.rewards.registry import register
+
+SHORT, LONG_ENOUGH = 100, 400  # tokens between which ROLL's term rises
+SHORT_VALUE = -0.5
+
+
+@register("length_penalty")
+class LengthPenalty:
+    """Counts the tokens that the student chose; part `tokens` is their number."""
+
+    def __init__(
+        self, max_tokens: int | None = None, cache_tokens: int | None = None, coef: float | None = None
+    ) -> None:
+        if (max_tokens is None) != (cache_tokens is None) or (max_tokens is None and coef is None):
+            raise RewardError(
+                f"reward length_penalty: max_tokens is {max_tokens}, cache_tokens {cache_tokens}, coef {coef}; write"
+                " max_tokens and cache_tokens, or coef"
+            )
+        self.coef = 0.0 if coef is None else number("length_penalty", "coef", coef)
+        self.limit = None
+        if max_tokens is not None:
+            cache = number("length_penalty", "cache_tokens", cache_tokens, least=1)
+            self.limit = number("length_penalty", "max_tokens", max_tokens, least=cache), cache
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score]:
+        return [self._score(response_tokens(sample)) for sample in samples]
+
+    def _score(self, tokens: int | None) -> Score:
+        if tokens is None:
+            return Score(None, reason="no tokens to count")
+        value = self.coef * shortness(tokens)
+        if self.limit is not None:
+            value += overlong(tokens, *self.limit)
+        return Score(value, {"tokens": float(tokens)})
+
+
+def response_tokens(sample: RewardSample) -> int | None:
+    """Tokens of the response that the student chose; None where only its text is known."""
+    return None if sample.experience is None else int(sample.experience.action_mask.sum())
+
+
+def overlong(tokens: int, max_tokens: float, cache_tokens: float) -> float:
+    """DAPO's soft overlong punishment, from 0 down to -1."""
+    return max(-1.0, min(0.0, (max_tokens - cache_tokens - tokens) / cache_tokens))
+
+
+def shortness(tokens: int) -> float:
+    """ROLL's term for short answers: -0.5 up to 100 tokens, rising to 0 at 400."""
+    return SHORT_VALUE * max(0.0, min(1.0, (LONG_ENOUGH - tokens) / (LONG_ENOUGH - SHORT)))

@@ -1,0 +1,108 @@
+"""No text takes a rule long: 100 kB of whatever could make a pattern start again at every character."""
+
+import inspect
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from roll_opd.rewards.ifeval_functions import FUNCTIONS
+from roll_opd.rewards.ifeval_rules import INSTRUCTIONS
+from roll_opd.rewards.interface import RewardSample
+from roll_opd.rewards.registry import resolve
+
+LENGTH = 100_000  # characters
+SECONDS = 1.0  # for one of them
+WORDS = r"""
+    a A 1 . ... * ** ****** [ ] << >> { } \boxed{ \text{ \ $ ` ``` " ' - -- 1, -1. (A A' A- _ é 答案是 。 # ? !
+    <think> </think> <answer> SECTION P.S. Mr. e.g. A.B. answer not
+"""
+PIECES = WORDS.split()
+PIECES += [
+    "\n",
+    "\n\n",
+    " ",
+    "\t",
+    "\x00",
+    "\ud800",
+    "* * *",
+    "the answer is ",
+    "answer: A ",
+    "A or ",
+    "A and ",
+    "A ",
+    "word ",
+]
+ARGUMENTS: dict[str, Any] = {
+    "keywords": ["a", "zz"],
+    "forbidden_words": ["aaa", "zz"],
+    "keyword_list": ["a"],
+    "options": ["a"],
+    **dict.fromkeys(("relation", "let_relation", "capital_relation", "quantifier"), "at least"),
+    **dict.fromkeys(("keyword", "letter", "first_word", "end_phrase", "word", "language"), "a"),
+    **dict.fromkeys(("section_spliter", "section_splitter", "prompt_to_repeat", "original_prompt"), "SECTION"),
+    "postscript_marker": "P.P.S",
+}
+
+
+def hostile_texts() -> list[str]:
+    runs = [(piece * LENGTH)[: LENGTH - 12] for piece in PIECES]
+    rng = random.Random(0)
+    mixed = ["".join(rng.choices(PIECES, k=LENGTH // 4))[:LENGTH] for _ in range(5)]
+    return [*(run + "x!" for run in runs), *(rf"\boxed{{{run}}}" for run in runs), *mixed]
+
+
+TEXTS = hostile_texts()
+
+
+def arguments_of(rule: Any) -> dict[str, Any]:
+    return {name: ARGUMENTS.get(name, 3) for name in list(inspect.signature(rule).parameters)[1:]}
+
+
+def ifeval_rows() -> list[tuple[str | None, dict[str, Any]]]:
+    """Rows that name every rule but the language's, which has its own test."""
+    instructions = {name: arguments_of(rule) for name, rule in INSTRUCTIONS.items() if "language" not in name}
+    functions = [
+        {"func_name": name, **arguments_of(rule)} for name, rule in FUNCTIONS.items() if "language" not in name
+    ]
+    everything = {"instruction_id_list": list(instructions), "kwargs": list(instructions.values())}
+    return [(None, everything), *((json.dumps(truth), {}) for truth in functions)]
+
+
+CASES: list[tuple[str, dict[str, Any], list[tuple[str | None, dict[str, Any]]]]] = [
+    ("ifeval", {"loose": True}, ifeval_rows()),
+    ("multiple_choice", {}, [("B", {"options": ["Rome", "Paris", "aaa"]})]),
+    ("crossthinkqa", {}, [("Paris", {})]),
+    ("general_rule", {"rule": "exact"}, [("Paris", {})]),
+    ("general_rule", {"rule": "contains"}, [("a b", {})]),
+    ("general_rule", {"rule": "f1"}, [("a b c", {})]),
+    ("general_rule", {"rule": "number"}, [("12", {})]),
+    ("general_rule", {"rule": "regex"}, [("(a|aa)+$", {})]),
+    ("format", {}, [(None, {})]),
+    ("format", {"pattern": "(a|aa)+$"}, [(None, {})]),
+]
+
+
+@pytest.mark.parametrize(("worker", "options", "rows"), CASES, ids=lambda value: str(value)[:40])
+def test_it_is_scored_in_time(
+    worker: str, options: dict[str, Any], rows: list[tuple[str | None, dict[str, Any]]]
+) -> None:
+    reward = resolve(worker, options)
+    for text in TEXTS:
+        for truth, row in rows:
+            began = time.thread_time()  # of this thread, so that a busy machine does not count
+            reward([RewardSample("r", text, truth, "t", row)])
+            assert time.thread_time() - began < SECONDS, (text[:20], truth)
+
+
+def test_the_language_of_it_is_found_in_time() -> None:
+    langdetect = pytest.importorskip("langdetect")
+    langdetect.detector_factory.init_factory()  # reads its profiles once
+    row = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "en"}]}
+    reward = resolve("ifeval")
+    for text in TEXTS:
+        began = time.thread_time()
+        reward([RewardSample("r", text, None, "t", row)])
+        assert time.thread_time() - began < SECONDS, text[:20]
