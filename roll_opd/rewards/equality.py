@@ -100,10 +100,16 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
         return False
     for few, many, text in ((golds, answers, answer), (answers, golds, gold)):  # "1, 2" against (1, 2)
         point = _point(few)
-        if point and len(point) == len(many) and few[0].startswith("(") and not text.startswith(("\\{", "{")):
+        if (
+            point
+            and len(point) == len(many)
+            and few[0].startswith("(")
+            and not _RELATION.search(text)
+            and not text.startswith(("\\{", "{"))
+        ):
             return all(_same(one, other, algebra) for one, other in zip(point, many, strict=True))
     if _is_set(golds) and _is_set(answers):
-        return algebra.same_set(_as_union(golds), _as_union(answers))
+        return algebra.same_set(_as_one_set(golds, gold), _as_one_set(answers, answer))
     return _same_members(golds, answers, algebra)
 
 
@@ -260,8 +266,10 @@ def _is_set(members: Sequence[str]) -> bool:
     )
 
 
-def _as_union(members: Sequence[str]) -> str:
-    return "\\cup ".join(exact(member) for member in members)
+def _as_one_set(members: Sequence[str], text: str) -> str:
+    """Inequalities hold together unless "or" is between them; intervals in a row are a union."""
+    together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
+    return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)
 
 
 def brackets_inside(text: str) -> str | None:

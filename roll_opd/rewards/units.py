@@ -54,7 +54,7 @@ _KMH = [("km", 1), ("h", -1)]
 _SHORT = {"mph": [("mile", 1), ("h", -1)], "kmph": _KMH, "kph": _KMH, "kmh": _KMH, "cc": [("cm", 3)]}
 _NO_UNIT = {"unit", "of", "in", "total", "a", "the"}  # words that say nothing
 _NOT_UNITS = {"or", "and", "mod", "choose", "to", "pi", "if", "where", "for", "times", "over", "plus", "minus", "is",
-              "no", "not", "sin", "cos", "tan", "log", "exp", "sqrt", "cot", "sec", "csc", "half"}  # fmt: skip
+              "no", "not", "sin", "cos", "tan", "log", "exp", "sqrt", "cot", "csc", "half"}  # fmt: skip
 
 _PREFIX = re.compile(r"(-?)\s*(\\?\$|€|£|US\\?\$|USD)\s*(?=[-\d.\\({])")
 _TAIL = re.compile(
