@@ -129,7 +129,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "
 TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink", "chatml", "base", "empty")
 # reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
 REWARD_WORKERS: dict[str, frozenset[str]] = {
-    "math_rule": frozenset(),
+    "math_rule": _names("timeout"),
     "ifeval": _names("loose partial"),
     "multiple_choice": _names("require_boxed"),
     "crossthinkqa": _names("reward_type response_length_penalty_coef"),

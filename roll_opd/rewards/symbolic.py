@@ -1,110 +1,202 @@
-r"""Whether two mathematical expressions are the same, by math-verify, within a limit that holds everywhere.
+r"""Processes that answer questions of `algebra`, each within a limit of time that holds everywhere.
 
 math-verify limits its own time with signals, which work in the main thread only and cannot interrupt one long
-integer operation; `\boxed{9^{9^9}}` then hangs a run. Here it lives in one child process that
-an alarm ends, and that is started again when it is next needed. The child also ends when its parent does,
-because its input closes.
+integer operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that has not answered in time is killed and
+another takes its place. Processes start when they are first needed, up to `PROCESSES`, and end with their parent:
+their input closes, and an alarm ends one that is busy.
 """
 
 import json
 import os
+import queue
+import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Literal
 
 from roll_opd.rewards.interface import RewardError
 
-SECONDS = 3  # for one comparison
-MEMORY_BYTES = 4 << 30  # address space of the child
+PROCESSES = 4
+PATIENCE = 0.5  # seconds that a question waits for a free process, on top of its own time
+START_SECONDS = 120  # that the first process may take
+MEMORY_BYTES = 2 << 30  # address space of a process
 
-READY = "ready"  # the child's first line
+READY = "ready"  # a process's first line
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
-
-def same_expression(gold: str, answer: str) -> bool:
-    """Whether `answer` is mathematically `gold`; False where either cannot be read or time runs out.
-
-    Raises `RewardError` where math-verify cannot be started at all.
-    """
-    return _CHILD.ask(gold, answer)
+Question = Literal["same_expression", "same_set"]
 
 
-class _Child:
-    """The child process, one question at a time."""
+class TimedOut(Exception):
+    """The question had its time and was not answered."""
+
+
+class Crashed(Exception):
+    """The question ended two processes."""
+
+
+class Busy(Exception):
+    """Other questions took the time of this one."""
+
+
+class Algebra:
+    """`equality.Algebra` for one pair of answers, `seconds` for all their questions together."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    def same_expression(self, gold: str, answer: str) -> bool:
+        return self._ask("same_expression", gold, answer)
+
+    def same_set(self, gold: str, answer: str) -> bool:
+        return self._ask("same_set", gold, answer)
+
+    def _ask(self, question: Question, gold: str, answer: str) -> bool:
+        if self._left <= 0:
+            raise TimedOut
+        began = time.monotonic()
+        same = POOL.ask(question, gold, answer, self._left)
+        self._left -= time.monotonic() - began
+        return same
+
+
+class _Process:
+    """One process, one question at a time. Raises `RewardError` where math-verify cannot be started."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, gold: str, answer: str) -> bool:
-        with self._lock:
-            process = self._running()
-            reply = _exchange(process, json.dumps([gold, answer]))
-            if not reply:  # the alarm ended it
-                process.wait()
-                self._process = None
-            return reply == "true"
-
-    def _running(self) -> "subprocess.Popen[str]":
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start()
-        return self._process
-
-
-def _exchange(process: "subprocess.Popen[str]", line: str) -> str:
-    """Write a line, read a line; empty where the process is gone."""
-    if process.stdin is None or process.stdout is None:  # never: both are pipes
-        return ""
-    try:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
-    except OSError:
-        return ""
-
-
-def _start() -> "subprocess.Popen[str]":
-    paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from roll_opd.rewards.symbolic import _serve; _serve()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    if process.stdout is None or process.stdout.readline().strip() != READY:
-        raise RewardError(
-            f"math-verify could not be started (exit code {process.wait()}); check it with "
-            f"`{sys.executable} -c 'import math_verify'`, install it with `pip install math-verify`"
+        paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from roll_opd.rewards.symbolic import _serve; _serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
-    return process
+        if self._line(None) != READY:
+            raise RewardError(
+                f"math-verify could not be started (exit code {self.process.wait()}); check it with "
+                f"`{sys.executable} -c 'import math_verify'`, install it with `pip install math-verify`"
+            )
+
+    def ask(self, question: Question, gold: str, answer: str, seconds: float) -> str | None:
+        """The reply; empty where the process has ended; None, and the process is ended, where time ran out."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps([question, gold, answer, seconds]).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            return ""
+        reply = self._line(seconds)
+        if not reply:
+            self.process.kill()
+            self.process.communicate()
+        return reply
+
+    def _line(self, seconds: float | None) -> str | None:
+        assert self.process.stdout is not None
+        ready = select.poll()
+        ready.register(self.process.stdout, select.POLLIN | select.POLLHUP)
+        if not ready.poll(None if seconds is None else seconds * 1000):
+            return None
+        return self.process.stdout.readline().decode().strip()
+
+
+class Pool:
+    """Up to `processes` processes, for questions from any thread."""
+
+    def __init__(self, processes: int = PROCESSES) -> None:
+        self._free: queue.LifoQueue[_Process | RewardError] = queue.LifoQueue()
+        self._lock = threading.Lock()
+        self._room = self._processes = processes
+        self._tried = threading.Event()  # the first process is up, or failed to come up
+
+    def warm(self) -> None:
+        """Start the first process in the background."""
+        if self._room == self._processes:
+            self.start()
+
+    def start(self) -> None:
+        """Start a process in the background, where there is room for one."""
+        with self._lock:
+            if self._room == 0:
+                return
+            self._room -= 1
+        threading.Thread(target=self._add, daemon=True).start()
+
+    def ask(self, question: Question, gold: str, answer: str, seconds: float) -> bool:
+        """The reply to a question, at most `seconds` + `PATIENCE` after the first process is up.
+
+        Raises `TimedOut`, `Crashed` or `Busy`, and `RewardError` where math-verify cannot be started at all.
+        """
+        self.warm()
+        self._tried.wait(START_SECONDS)
+        end = time.monotonic() + seconds + PATIENCE
+        for _ in range(2):  # a process that somebody killed is not the question's fault
+            process = self._take(end)
+            given = min(seconds, end - time.monotonic())
+            reply = process.ask(question, gold, answer, given)
+            if reply:
+                self._free.put(process)
+                return reply == "true"
+            with self._lock:
+                self._room += 1
+            self.start()
+            if reply is None:
+                raise TimedOut if given == seconds else Busy
+        raise Crashed
+
+    def _take(self, end: float) -> _Process:
+        try:
+            taken = self._free.get_nowait()
+        except queue.Empty:
+            self.start()
+            try:
+                taken = self._free.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise Busy from None
+        if isinstance(taken, RewardError):
+            raise taken
+        return taken
+
+    def _add(self) -> None:
+        try:
+            self._free.put(_Process())
+        except RewardError as error:
+            with self._lock:
+                self._room += 1
+            self._free.put(error)
+        finally:
+            self._tried.set()
 
 
 def _serve() -> None:
-    """The child's whole life: read a pair, answer `true` or `false`; an alarm that nobody handles ends it."""
+    """A process's whole life: read a question, answer `true` or `false`."""
     import resource
     import signal
 
-    from math_verify import parse, verify
+    from roll_opd.rewards import algebra
 
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.set_int_max_str_digits(0)
+    algebra.same_expression("\\frac{1}{2}+x", "x+\\frac{2}{4}")  # what is built once, before the first question
     print(READY, flush=True)
     for line in sys.stdin:
-        signal.alarm(SECONDS)
+        question, gold, answer, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # the parent is gone: nobody else ends this process
         try:
-            gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in json.loads(line))
-            same = bool(gold) and bool(answer) and verify(gold, answer, timeout_seconds=None)
-        except Exception:  # an expression that no comparison takes is not the answer
+            same = getattr(algebra, question)(gold, answer)
+        except Exception:  # what cannot be read or compared is not the answer
             same = False
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print("true" if same else "false", flush=True)
 
 
-_CHILD = _Child()
+POOL = Pool()

@@ -3,31 +3,73 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import yaml
 
+from roll_opd.config.known_names import REWARD_WORKERS
 from roll_opd.rewards import symbolic
-from roll_opd.rewards.interface import RewardError, RewardSample
-from roll_opd.rewards.math_rule import as_number, clean, final_answer, is_right, math_rule
+from roll_opd.rewards.equality import as_number
+from roll_opd.rewards.final_answer import final_answer
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.math_rule import MathRule, is_right
+from roll_opd.rewards.notation import MAX_EXPRESSION, plain
+from roll_opd.rewards.registry import resolve
+
+PAIRS = Path(__file__).with_name("math_pairs.txt")
+PAGE = Path(__file__).parents[2] / "docs" / "rewards" / "math_rule.md"
+
+
+def pairs() -> Iterator[tuple[str, str, bool]]:
+    """Each gold, response and whether it is right, of the file."""
+    section = ""
+    for line in PAIRS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = line if line in ("[boxed]", "[text]") else section
+        if not line or line.startswith("# ") or line in ("[boxed]", "[text]"):
+            continue
+        gold, *responses = line.split(" ;; ")
+        right = True
+        for response in responses:
+            if response == "!!":
+                right = False
+            elif section == "[boxed]":
+                yield gold, rf"\boxed{{{response}}}", right
+            else:
+                yield gold, response.replace("\\n", "\n"), right
+
+
+def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
+    table = list(pairs())
+    assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 2000
+    with ThreadPoolExecutor(symbolic.PROCESSES) as pool:
+        found = list(pool.map(lambda pair: is_right(pair[1], pair[0], timeout=60) is True, table))
+    assert [pair for pair, verdict in zip(table, found, strict=True) if pair[2] is not verdict] == []
 
 
 def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not(gsm8k_dir: Path) -> None:
     rows = (gsm8k_dir / "test.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(row)["answer"] for row in rows]
     assert len(solutions) == 1319
-    for solution in solutions:
-        truth = solution.rpartition("####")[2].strip().replace(",", "")
-        neighbour = str(int(truth) + 1)
-        for text in (solution, f"So the answer is {truth}.", rf"Thus $\boxed{{{truth}}}$."):
-            assert is_right(text, truth), (text, truth)
-            assert not is_right(text, neighbour), (text, neighbour)
+    golds = [solution.rpartition("####")[2].strip() for solution in solutions]
+    for solution, gold, following in zip(solutions, golds, [*golds[1:], golds[0]], strict=True):
+        number = int(gold.replace(",", ""))
+        neighbours = {number + 1, number - 1, number * 10 + 5, int(following.replace(",", ""))} - {number}
+        for text in (solution, gold, f"So the answer is ${gold}.", rf"Thus $\boxed{{{gold}}}$."):
+            assert is_right(text, gold) is True, (text, gold)
+            assert is_right(text, str(number)) is True, (text, number)
+            for neighbour in neighbours:
+                assert is_right(text, str(neighbour)) is False, (text, neighbour)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +90,10 @@ def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not(gsm8k_dir: Path) -
         ("0.333", "1/3", False),
         ("1/0", "0", False),
         ("#### 72 clips\nand 5 more", "72", True),
-        ("1 2 3 #### none", "3", False),
+        ("1 2 3 #### none", "3", None),
         (r"\boxed{5} or 6", "5", True),
         (r"\boxed{5}, no: \boxed{6}", "5", False),
-        (r"\boxed{} 5", "5", False),
+        (r"\boxed{} 5", "5", None),
         (r"\boxed{72\text{ clips}}", "72", True),
         (r"\boxed{50\%}", "50", True),
         (r"\boxed{12{,}500}", "12500", True),
@@ -68,22 +110,90 @@ def test_every_gsm8k_answer_is_right_and_its_neighbour_is_not(gsm8k_dir: Path) -
         (r"\boxed{A}", "B", False),
     ],
 )
-def test_an_answer_is_right_or_not(response: str, truth: str, right: bool) -> None:
+def test_the_final_answer_of_a_text(response: str, truth: str, right: bool | None) -> None:
     assert is_right(response, truth) is right
 
 
-def test_numbers_are_compared_exactly() -> None:
+def test_a_rational_number_is_itself_in_every_notation_and_no_other() -> None:
     rng = random.Random(0)
-    for _ in range(500):
-        value = Fraction(rng.randint(-(10**12), 10**12), rng.choice([1, 10, 100, 1000, 8]))
-        decimal = f"{float(value):.3f}" if Fraction(f"{float(value):.3f}") == value else None
-        texts = [f"{value.numerator}/{value.denominator}", *([decimal] if decimal else [])]
-        assert {as_number(text) for text in texts} == {value}
-    commas = f"{1234567890:,}"
-    assert as_number(clean(commas)) == 1234567890
-    assert is_right("x = 0.1" + "0" * 60 + "1", "0.1") is False
-    assert as_number("9" * 101) is None
-    assert [as_number(text) for text in ("", ".", "-", "1e5", "1_000", "٣", "1/0")] == [None] * 7
+    for _ in range(300):
+        value = Fraction(rng.randint(-(10**9), 10**9), rng.choice([1, 2, 7, 8, 10, 100, 1000]))
+        other = value + Fraction(rng.choice([-1, 1]), rng.choice([1, 2, 10**6]))
+        for one in notations(value):
+            assert is_right(rf"\boxed{{{one}}}", str(value)) is True, (one, value)
+            assert is_right(rf"\boxed{{{one}}}", str(other)) is False, (one, other)
+    assert [as_number(text) for text in ("", ".", "-", "1e5", "1_000", "٣", "1/0", "9" * 101)] == [None] * 8
+
+
+def notations(value: Fraction) -> list[str]:
+    sign, (whole, rest) = "-" if value < 0 else "", divmod(abs(value.numerator), value.denominator)
+    below = value.denominator
+    texts = [
+        f"{value}",
+        rf"\frac{{{value.numerator}}}{{{below}}}",
+        rf"{sign}\dfrac{{{abs(value.numerator)}}}{{{below}}}",
+    ]
+    if rest:
+        texts += [f"{sign}{whole}\\frac{{{rest}}}{{{below}}}", f"{sign}{whole} {rest}/{below}"] if whole else []
+    if 1000 % below == 0:
+        decimals = f"{rest * 1000 // below:03d}"
+        texts += [f"{sign}{whole}.{decimals}", f"{sign}{whole:,}.{decimals}", f"\\${sign}{whole}.{decimals}"]
+    return texts
+
+
+HOSTILE = {
+    "tower of powers": r"\boxed{9^{9^9}}",
+    "factorials": r"\boxed{100!!!!}",
+    "sum": r"\boxed{\sum_{k=1}^{10^{12}} \frac{\sin(k)}{k!}}",
+    "integral": r"\boxed{\int_0^1\int_0^1\int_0^1 e^{xyz}\sin(x^y)\,dx\,dy\,dz}",
+    "power of a sum": r"\boxed{(x+y+z+w)^{500}-(a+b+c)^{400}}",
+    "determinant": r"\boxed{\det\begin{pmatrix}"
+    + r"\\".join("&".join(f"x_{{{row}{column}}}" for column in range(6)) for row in range(6))
+    + r"\end{pmatrix}}",
+    "binomial": r"\boxed{\binom{10^9}{5\cdot10^8}}",
+    "brackets": r"\boxed{" + "[(" * 240 + "}",
+    "10,000 braces": r"\boxed{" + "{" * 10_000 + "6" + "}" * 10_000 + "}",
+    "parentheses": r"\boxed{" + "(" * 240 + "x" + ")" * 240 + "}",
+    "letters": r"\boxed{" + "a" * 499 + "}",
+    "words": r"\boxed{5 " + "ab " * 160 + "}",
+    "1 MB": r"\boxed{" + "x+" * 500_000 + "}",
+    "1 MB of numbers": "1," * 500_000,
+    "1 MB of dollars": "$a " * 330_000,
+    "1 MB of brackets": "\\[" * 500_000,
+    "1 MB of marks": "the answer is " * 70_000,
+    "control characters": "".join(map(chr, range(32))) * 100 + r"\boxed{\x}",
+    "surrogates": "\ud800\\boxed{6\udfff}",
+    "ligatures": r"\boxed{" + "ﷺ" * 300 + "}",
+}  # fmt: skip
+
+
+def test_hostile_text_is_not_right_and_ends_in_time_and_the_next_answer_is_scored() -> None:
+    rule = MathRule(timeout=0.5)
+    is_right(r"\boxed{\sqrt{4}}", "3", timeout=60)  # the processes are up
+    reasons = {}
+    for name, text in HOSTILE.items():
+        began = time.monotonic()
+        (score,) = rule.score([RewardSample("a", text, r"2\sqrt{3}", "t")])
+        assert time.monotonic() - began < 0.5 + 1, name
+        assert isinstance(score, Failure) or score.value == 0.0, name
+        reasons[name] = score.kind if isinstance(score, Failure) else score.reason
+    assert {reasons[name] for name in ("tower of powers", "sum", "power of a sum")} <= {"timeout", "busy"}
+    assert is_right(r"\boxed{\sqrt{4}}", "2", timeout=60) is True
+
+
+def test_many_hostile_answers_at_once_end_in_time_too() -> None:
+    rule = MathRule(timeout=0.5)
+
+    def score(number: int) -> tuple[float, Score | Failure]:
+        began = time.monotonic()
+        (found,) = rule.score([RewardSample("a", rf"\boxed{{9^{{9^{{{number + 9}}}}}}}", "5", "t")])
+        return time.monotonic() - began, found
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(score, range(32)))
+    assert max(seconds for seconds, _ in found) < 0.5 + 1
+    kinds = {each.kind if isinstance(each, Failure) else each.reason for _, each in found}
+    assert kinds <= {"timeout", "busy"}  # never a verdict that nobody reached
 
 
 def test_any_text_is_taken() -> None:
@@ -107,44 +217,41 @@ def test_any_text_is_taken() -> None:
         "é",
     ]
     texts = ["".join(rng.choices(pieces, k=rng.randint(0, 30))) for _ in range(300)]
-    texts += [
-        "9" * 100_000,
-        "{" * 100_000,
-        "\\boxed{" * 20_000,
-        "1," * 50_000,
-        "-" * 100_000,
-        "1/" * 50_000,
-        "",
-    ]
+    texts += ["9" * 100_000, "{" * 100_000, "\\boxed{" * 20_000, "1," * 50_000, "-" * 100_000, "1/" * 50_000, ""]
     began = time.monotonic()
     for text in texts:
-        final_answer(text)
-        final_answer(text, numeric=False)
-        is_right(text, "no number, and equal to nothing" * 40)  # too long for math-verify: the rule alone
+        answers = final_answer(text), final_answer(text, numeric=False)
+        for answer in filter(None, answers):
+            plain(answer[:MAX_EXPRESSION])
+        is_right(text, "no number, and equal to nothing" * 40)  # too long for algebra: the rule alone
     assert time.monotonic() - began < 10
 
 
-def test_an_expression_that_never_ends_is_wrong_in_time_and_the_next_is_scored() -> None:
-    began = time.monotonic()
-    assert is_right(r"\boxed{9^{9^9}}", "5") is False
-    assert time.monotonic() - began < symbolic.SECONDS + 10
-    assert is_right(r"\boxed{\sqrt{4}}", "2") is True
+def test_a_score_says_why() -> None:
+    samples = [RewardSample(text, text, "5", "t") for text in ("it is 5", "it is 6", "no idea")]
+    samples.append(RewardSample("a", "5", None, "t"))
+    assert MathRule().score(samples) == [
+        Score(1.0, reason="right"),
+        Score(0.0, reason="wrong"),
+        Score(0.0, reason="no answer"),
+        Score(None, reason="no ground truth"),
+    ]
 
 
-def test_it_works_in_threads() -> None:
-    samples = [RewardSample(str(n), rf"\boxed{{\sqrt{{{n * n}}}}}", str(n + n % 2), "t") for n in range(1, 13)]
-    with ThreadPoolExecutor(4) as pool:
-        scores = list(pool.map(lambda sample: math_rule([sample])[0], samples))
-    assert scores == math_rule(samples) == [float(n % 2 == 0) for n in range(1, 13)]
+def test_a_timeout_that_is_no_time_is_refused() -> None:
+    for timeout in (0, -1, "3", float("nan"), True):
+        with pytest.raises(RewardError, match=r"math_rule: timeout is .*; give a number of seconds"):
+            MathRule(timeout)
 
 
-def test_a_killed_child_is_started_again() -> None:
-    assert symbolic.same_expression(r"\frac{2}{4}", r"\frac12")
-    process = symbolic._CHILD._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert symbolic.same_expression(r"\frac{2}{4}", r"\frac12")
+def test_a_killed_process_is_replaced() -> None:
+    pool = symbolic.Pool(processes=1)
+    assert pool.ask("same_expression", r"\frac{2}{4}", r"\frac12", 60)
+    process = pool._free.get()
+    os.kill(process.process.pid, signal.SIGKILL)
+    process.process.wait()
+    pool._free.put(process)
+    assert pool.ask("same_expression", r"\frac{2}{4}", r"\frac12", 60)
 
 
 def test_math_verify_that_does_not_start_is_an_error_and_not_a_zero(
@@ -153,18 +260,23 @@ def test_math_verify_that_does_not_start_is_an_error_and_not_a_zero(
     (tmp_path / "math_verify.py").write_text("raise ImportError('broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RewardError, match="pip install math-verify"):
-        symbolic._Child().ask("x", "y")
+        symbolic.Pool(processes=1).ask("same_expression", "x", "y", 60)
 
 
 def test_nothing_is_left_running_when_the_parent_is_killed() -> None:
     code = (
-        "from roll_opd.rewards import symbolic; symbolic.same_expression('x', 'y');"
-        "print(symbolic._CHILD._process.pid, flush=True); import time; time.sleep(60)"
+        "import threading, time\n"
+        "from roll_opd.rewards.symbolic import POOL\n"
+        "POOL.ask('same_expression', 'x', 'y', 60)\n"
+        "process = POOL._free.get()\n"
+        "print(process.process.pid, flush=True)\n"
+        "process.ask('same_expression', '9^{9^{9}}', 'y', 1)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + symbolic.SECONDS + 10
+    deadline = time.monotonic() + 20
     while _runs(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(child)
@@ -178,5 +290,18 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_missing_ground_truth_is_not_a_zero() -> None:
-    assert math_rule([RewardSample("a", "5", "5", "t"), RewardSample("b", "5", None, "t")]) == [1.0, None]
+def test_the_page_of_the_worker_says_what_is_so() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    section = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]["math_rule"]
+    arguments = {key: value for key, value in section.items() if key in REWARD_WORKERS["math_rule"]}
+    assert arguments.keys() == REWARD_WORKERS["math_rule"]
+    rule = resolve(section["worker_cls"], arguments)
+    row = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    (score,) = rule([RewardSample(row["id"], r"So \boxed{\frac{3}{4}}", row["ground_truth"], row["tag"])])
+    assert score == Score(1.0, reason="right")
+    table = re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    for gold, equal, unequal in table:
+        for texts, verdict in ((equal, True), (unequal, False)):
+            for text in re.findall(r"`(.+?)`", texts):
+                assert is_right(rf"\boxed{{{text}}}", gold) is verdict, (gold, text)
+    assert len(table) > 10

@@ -1,0 +1,346 @@
+r"""Whether two answers are the same, by their form: words, choices, times, ratios, lists, sets, points, intervals.
+
+What is left, single expressions and sets of numbers, is compared by the two functions of `Algebra`; see
+docs/rewards/math_rule.md for the rules.
+"""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+from roll_opd.rewards.notation import MAX_DIGITS, exact, plain
+from roll_opd.rewards.units import conversion, split_unit
+
+MAX_MEMBERS = 30  # of a list; longer ones are compared as text
+
+_NUMBER = re.compile(
+    rf"([-+]?)\s*(?:\\frac\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}\{{\s*(-?\d{{1,{MAX_DIGITS}}})\s*\}}"
+    rf"|(\d{{0,{MAX_DIGITS}}})(?:\.(\d{{1,{MAX_DIGITS}}})|\.)?(?:\s*/\s*(\d{{1,{MAX_DIGITS}}}))?)",
+    re.ASCII,
+)
+_OPEN = ("(", "[", "{", "\\{")
+_BRACKET = re.compile(r"\\[{}]|[()\[\]{}]")
+_COMMA = re.compile(r",?\s*(?<![A-Za-z])(?:and|or)(?![A-Za-z])|[,;]")
+_CUP = re.compile(r"\\cup(?![A-Za-z])")
+_RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
+_EQUALS = re.compile(r"(?:=|\\approx(?![A-Za-z]))")
+_NAME = re.compile(
+    r"\(?\s*\\?[A-Za-z]{1,12}(?:_\{?\w{1,3}\}?)?'?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\s*\)?(?:\([a-z, ]{1,9}\))?"
+)
+_FUNCTION = re.compile(r"[A-Za-z]'?\([a-z]\)|y")
+_MEMBER = re.compile(r"^\s*[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*|^[A-Z](?=\([^()]*,)")  # x in [0,1), P(2,3)
+_CHOICE = re.compile(
+    r"(?:(?:option|choice)\s+)?(?:\(\s*([A-J])\s*\)\s*|([A-J])(?:[.):]\s*|$))([\w\\$].*)?", re.IGNORECASE
+)
+_CLOCK = re.compile(r"(\d{1,2}):(\d\d)\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_BASE = re.compile(r"\(?\s*(?=[\dA-F]*\d)([\dA-F]+)\s*\)?_\{?\s*(\d+)\s*\}?", re.ASCII)
+_WORDS = re.compile(r"(?=.*[A-Za-z]{3}|no$)[A-Za-z][A-Za-z0-9 ,.'?-]*", re.IGNORECASE)
+_NOT_WORDS = re.compile(r"[^A-Za-z0-9 ,.'?-]|^\d|(?<![A-Za-z])(?:sin|cos|tan|log|exp|sqrt)(?![A-Za-z])")
+
+
+class Algebra(Protocol):
+    """What a computer algebra system decides, for texts in LaTeX."""
+
+    def same_expression(self, gold: str, answer: str) -> bool: ...
+
+    def same_set(self, gold: str, answer: str) -> bool: ...
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact value of a plain text that is an integer, a decimal or a quotient of two; None for others."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        return None
+    sign, above, below, whole, decimals, divisor = match.groups()
+    if above is None and not whole and not decimals:
+        return None
+    value = Fraction(above) if above is not None else Fraction(f"{whole or '0'}.{decimals or '0'}")
+    divisor = int(below or divisor or 1)
+    if divisor == 0:
+        return None
+    return (-value if sign == "-" else value) / divisor
+
+
+def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
+    """Whether `answer` is `gold`; both as people write them."""
+    gold, answer = plain(gold), plain(answer)
+    if not gold or not answer:
+        return False
+    if _squeezed(gold) == _squeezed(answer):
+        return True
+    for same in (_same_choice, _same_time, _same_in_base):
+        verdict = same(gold, answer)
+        if verdict is not None:
+            return verdict
+    return _same(gold, answer, algebra)
+
+
+def _same(gold: str, answer: str, algebra: Algebra) -> bool:
+    gold, answer = _MEMBER.sub("", gold), _MEMBER.sub("", answer)
+    golds, answers = _members(gold), _members(answer)
+    gold_names, answer_names = _assigned(golds), _assigned(answers)
+    if gold_names and answer_names:
+        return gold_names.keys() == answer_names.keys() and all(
+            _same(gold_names[name], answer_names[name], algebra) for name in gold_names
+        )
+    if gold_names or answer_names:  # x=1, y=2 against (1,2)
+        golds, answers = (
+            list((gold_names or dict(enumerate(golds))).values()),
+            list((answer_names or dict(enumerate(answers))).values()),
+        )
+        gold_point, answer_point = _point(golds), _point(answers)
+        golds, answers = (gold_point or golds), (answer_point or answers)
+        return len(golds) == len(answers) <= MAX_MEMBERS and all(
+            _same(one, other, algebra) for one, other in zip(golds, answers, strict=True)
+        )
+    if len(golds) == len(answers) == 1:
+        return _same_single(golds[0], answers[0], algebra)
+    if max(len(golds), len(answers)) > MAX_MEMBERS:
+        return False
+    for few, many, text in ((golds, answers, answer), (answers, golds, gold)):  # "1, 2" against (1, 2)
+        point = _point(few)
+        if (
+            point
+            and len(point) == len(many)
+            and few[0].startswith("(")
+            and not _RELATION.search(text)
+            and not text.startswith(("\\{", "{"))
+        ):
+            return all(_same(one, other, algebra) for one, other in zip(point, many, strict=True))
+    if _is_set(golds) and _is_set(answers):
+        return algebra.same_set(_as_one_set(golds, gold), _as_one_set(answers, answer))
+    return _same_members(golds, answers, algebra)
+
+
+def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
+    """Whether each of either is in the other: order and repetition do not count."""
+    same = [[_same_single(gold, answer, algebra) for answer in answers] for gold in golds]
+    return all(map(any, same)) and all(map(any, zip(*same, strict=True)))
+
+
+def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
+    gold, answer = _sides(gold, answer)
+    words = _same_words(gold, answer)
+    if words is not None:
+        return words
+    if _squeezed(gold) == _squeezed(answer):
+        return True
+    if len(_members(gold)) > 1 or len(_members(answer)) > 1:
+        return _same(gold, answer, algebra)
+    gold_point, answer_point = _point([gold]), _point([answer])
+    if gold_point and answer_point and _squeezed(gold)[0] == _squeezed(answer)[0] and gold[-1] == answer[-1]:
+        return len(gold_point) == len(answer_point) and all(
+            _same(one, other, algebra) for one, other in zip(gold_point, answer_point, strict=True)
+        )
+    if _is_set([gold]) and _is_set([answer]):
+        return algebra.same_set(exact(gold), exact(answer))
+    if gold_point or answer_point:
+        return False
+    if ":" in gold or ":" in answer:
+        return _same_ratio(gold.split(":"), answer.split(":"), algebra)
+    return _same_quantity(gold, answer, algebra)
+
+
+def _same_quantity(gold: str, answer: str, algebra: Algebra) -> bool:
+    (gold, gold_unit), (answer, answer_unit) = split_unit(gold), split_unit(answer)
+    factor = conversion(answer_unit, gold_unit)
+    if factor is None:
+        return False
+    gold_percent, answer_percent = gold.endswith("%"), answer.endswith("%")
+    gold, answer = exact(gold.rstrip("% ")), exact(answer.rstrip("% "))
+    if factor != 1:
+        answer = f"\\frac{{{factor.numerator}}}{{{factor.denominator}}}\\cdot ({answer})"
+    if gold_percent == answer_percent:
+        return _same_value(gold, answer, algebra)
+    ratio, percent = (answer, gold) if gold_percent else (gold, answer)
+    whole = as_number(percent)
+    if whole is not None and abs(whole) >= 1 and _same_value(ratio, percent, algebra):  # 50 for 50 %; not 0.5 for 0.5 %
+        return True
+    return _same_value(ratio, f"\\frac{{1}}{{100}}\\cdot ({percent})", algebra)
+
+
+def _same_value(gold: str, answer: str, algebra: Algebra) -> bool:
+    numbers = as_number(gold), as_number(answer)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0] == numbers[1]
+    if not gold or not answer:
+        return False
+    return algebra.same_expression(gold, answer)
+
+
+def _same_ratio(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
+    """3:4 is 6:8, and 3/4 where only one of the two is written as a ratio."""
+    if len(golds) != len(answers):
+        quotients = [f"\\frac{{{side[0]}}}{{{side[1]}}}" if len(side) == 2 else side[0] for side in (golds, answers)]
+        return max(len(golds), len(answers)) == 2 and _same_value(exact(quotients[0]), exact(quotients[1]), algebra)
+    first_gold, first_answer = golds[0], answers[0]
+    return all(
+        _same_value(exact(f"({gold})\\cdot ({first_answer})"), exact(f"({answer})\\cdot ({first_gold})"), algebra)
+        for gold, answer in zip(golds[1:], answers[1:], strict=True)
+    )
+
+
+def _sides(gold: str, answer: str) -> tuple[str, str]:
+    """Without "x =" or "x in" where only one has it, or where both define a function."""
+    golds, answers = split_outside(gold, _EQUALS), split_outside(answer, _EQUALS)
+    if len(golds) > 1 and len(answers) > 1:
+        if _squeezed(golds[0]) == _squeezed(answers[0]) and _NAME.fullmatch(golds[0].strip()):
+            return golds[-1].strip(), answers[-1].strip()
+        functions = [_FUNCTION.fullmatch(sides[0].strip()) for sides in (golds, answers)]
+        if all(functions) and golds[0].strip() != answers[0].strip():
+            return golds[-1].strip(), answers[-1].strip()
+        return gold, answer
+    if len(answers) > 1:
+        return gold, _value(answers)
+    if len(golds) > 1 and (_NAME.fullmatch(golds[0].strip()) or _NAME.fullmatch(golds[-1].strip())):
+        return _value(golds), answer
+    return gold, answer
+
+
+def _value(sides: Sequence[str]) -> str:
+    first, last = sides[0].strip(), sides[-1].strip()
+    return first if _NAME.fullmatch(last) and not _NAME.fullmatch(first) else last
+
+
+def _assigned(members: Sequence[str]) -> dict[str, str] | None:
+    """The values by name, in the names' order, of "x=1, y=2"; None for others, and for x_1=1, x_2=2."""
+    if len(members) == 1 and len(members[0].split("=")) == 2:  # (x,y) = (1,2)
+        names, values = (_point([side.strip()]) or [] for side in members[0].split("="))
+        if len(names) == len(values) and all(map(_NAME.fullmatch, names)):
+            return dict(sorted(zip(names, values, strict=True))) or None
+    if len(members) < 2:
+        return None
+    sides = [member.split("=") for member in members]
+    if not all(len(side) == 2 and _NAME.fullmatch(side[0].strip()) for side in sides):
+        return None
+    values = {name.strip(): value.strip() for name, value in sides}
+    bare = {name.partition("_")[0] for name in values}
+    return dict(sorted(values.items())) if len(bare) == len(members) else None
+
+
+def _members(text: str) -> list[str]:
+    r"""What a list, a set in braces or a +- stands for; the text alone where it is one thing."""
+    text = text.strip()
+    inside = brackets_inside(text)
+    while inside is not None and text.startswith("(") and len(split_outside(inside, _COMMA)) == 1:
+        text = inside.strip()
+        inside = brackets_inside(text)
+    if inside is not None and text.startswith(("\\{", "{")) and inside.strip() not in ("", "\\emptyset"):
+        text = inside
+    members = [part for whole in split_outside(text, _COMMA) for part in _both_signs(whole.strip())]
+    return members if all(members) else [text]
+
+
+def _both_signs(text: str) -> list[str]:
+    name = ""
+    if "\\pm" in text and "=" in text:
+        name, _, text = text.rpartition("=")
+        name += "="
+    if text.count("\\pm") == 1:
+        return [name + text.replace("\\pm", "+").replace("\\mp", "-").strip().removeprefix("+"),
+                name + text.replace("\\pm", "-").replace("\\mp", "+")]  # fmt: skip
+    return [name + text]
+
+
+def _point(members: Sequence[str]) -> list[str] | None:
+    """The coordinates of (1, 2) or [0, 1), where that is all there is."""
+    if len(members) != 1:
+        return None
+    inside = brackets_inside(members[0].strip())
+    if inside is None or not members[0].strip().startswith(("(", "[")):
+        return None
+    coordinates = split_outside(inside, re.compile(r"[,;]"))
+    return [part.strip() for part in coordinates] if len(coordinates) > 1 else None
+
+
+def _is_set(members: Sequence[str]) -> bool:
+    """Whether these are intervals, inequalities and their unions."""
+    return all(
+        len(split_outside(part, _CUP)) > 1
+        or _RELATION.search(part)
+        or "\\mathbb" in part
+        or "\\emptyset" in part
+        or (_point([part]) is not None and len(_point([part]) or ()) == 2)
+        for part in members
+    )
+
+
+def _as_one_set(members: Sequence[str], text: str) -> str:
+    """Inequalities hold together unless "or" is between them; intervals in a row are a union."""
+    together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
+    return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)
+
+
+def brackets_inside(text: str) -> str | None:
+    """What is between the brackets around the whole text, of any kind; None where there are none."""
+    opening = "\\{" if text.startswith("\\{") else text[:1]
+    if opening not in ("(", "[", "\\{", "{"):
+        return None
+    closing = ("\\}",) if opening == "\\{" else ("}",) if opening == "{" else (")", "]")
+    if not text.endswith(closing):
+        return None
+    closing_length = 2 if opening == "\\{" else 1
+    depth = 0
+    for bracket in _BRACKET.finditer(text):
+        depth += _step(bracket[0])
+        if depth <= 0:
+            return text[len(opening) : -closing_length] if bracket.end() == len(text) else None
+    return None
+
+
+def _step(bracket: str) -> int:
+    if bracket in _OPEN:
+        return 1
+    return -1
+
+
+def split_outside(text: str, separator: "re.Pattern[str]") -> list[str]:
+    """The parts of a text between the separators that are in no bracket."""
+    parts, depth, at = [], 0, 0
+    pattern = re.compile(f"(?P<bracket>{_BRACKET.pattern})|(?P<cut>{separator.pattern})")
+    for token in pattern.finditer(text):
+        if token["bracket"]:
+            depth += _step(token[0])
+        elif depth == 0:
+            parts.append(text[at : token.start()])
+            at = token.end()
+    return [*parts, text[at:]]
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"(?<!\d)\s|\s(?!\d)", "", text)
+
+
+def _same_choice(gold: str, answer: str) -> bool | None:
+    golds, answers = _CHOICE.fullmatch(gold), _CHOICE.fullmatch(answer)
+    if golds is None or answers is None:
+        return None
+    if (golds[1] or golds[2]).upper() != (answers[1] or answers[2]).upper():
+        return False
+    return not golds[3] or not answers[3] or golds[3].casefold() == answers[3].casefold()
+
+
+def _same_time(gold: str, answer: str) -> bool | None:
+    golds, answers = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
+    if golds is None or answers is None:
+        return None
+    halves = {half.lower() for half in (golds[3], answers[3]) if half}
+    return [int(golds[1]), golds[2]] == [int(answers[1]), answers[2]] and len(halves) < 2
+
+
+def _same_in_base(gold: str, answer: str) -> bool | None:
+    golds, answers = _BASE.fullmatch(gold), _BASE.fullmatch(answer)
+    if golds is None and answers is None:
+        return None
+    return golds is not None and answers is not None and golds.groups() == answers.groups()
+
+
+def _same_words(gold: str, answer: str) -> bool | None:
+    texts = [re.sub(r"\s+", " ", text.strip(" .?")) for text in (gold, answer)]
+    if not any(map(_WORDS.fullmatch, texts)) or any(map(_NOT_WORDS.search, texts)):
+        return None
+    words = [
+        [word for word in re.split(r"[ ,.-]+", text.casefold()) if word not in ("a", "an", "the")] for text in texts
+    ]
+    return words[0] == words[1]

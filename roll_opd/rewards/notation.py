@@ -1,0 +1,179 @@
+r"""One way of writing for each thing that people and models write in many: LaTeX's synonyms, Unicode, numbers.
+
+Decimals become exact fractions, so that nothing after this compares floats: 0.333 is not 1/3. The patterns are
+linear in the text, which is short (`MAX_EXPRESSION`).
+"""
+
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_EXPRESSION = 500  # characters of an answer that is more than a plain number
+MAX_DIGITS = 100  # digits on one side of a number's point; longer ones are compared as text
+
+_SYMBOLS = str.maketrans(
+    {
+        **dict.fromkeys("−–—‐‑﹣", "-"),
+        **dict.fromkeys("×✕", "\\times "),
+        **dict.fromkeys("⋅·∙•", "\\cdot "),
+        **dict.fromkeys("“”‘’", ""),
+        "÷": "/", "∕": "/", "⁄": "/", "∶": ":", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "º": "^\\circ ",
+        "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ",
+        "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "ℝ": "\\mathbb{R}",
+        "ℤ": "\\mathbb{Z}", "ℚ": "\\mathbb{Q}", "ℕ": "\\mathbb{N}", "ℂ": "\\mathbb{C}", "∠": "\\angle ",
+        "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "δ": "\\delta ", "θ": "\\theta ", "λ": "\\lambda ",
+        "μ": "\\mu ", "φ": "\\phi ", "ω": "\\omega ", "σ": "\\sigma ", "ρ": "\\rho ", "τ": "\\tau ",
+    }
+)  # fmt: skip
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_VULGAR = re.compile("[¼½¾⅐-⅞]")
+_ROOT = re.compile(r"√\s*(\d+|\w|\([^()]*\)|\{[^{}]*\})")
+
+_ARGUMENT = r"(\\[A-Za-z]+|[0-9A-Za-z]|\{[^{}]*\})"
+# Each is (what is written, what is meant), in order
+_RULES = [
+    (re.compile(pattern), meaning)
+    for pattern, meaning in (
+        (r"\\(?:left|right|middle)\s?\.", ""),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|rm|bf|it)(?![A-Za-z])", ""),
+        (r"(?<!\\)\\!|(?<!\\)\\\)$|^\\\(|(?<!\\)\\\]$|^\\\[|\{\}", ""),
+        (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\s+|&nbsp;", " "),
+        (r"\\(?:text|math|mbox|hbox|operatorname|emph|underline|boldsymbol|bm|f?box|boxed)(?:rm|bf|it|sf|tt|normal)?\s*"
+         r"\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:text|math)(?:rm|bf|it|sf|tt|normal)?\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:text)?color\s*\{\w+\}", ""),
+        (r"\s*([_^])\s*", r"\1"),
+        (r"(?<=\d)\^\{?o\}?(?![A-Za-z])", r"^\\circ "),
+        (r"_([0-9A-Za-z])", r"_{\1}"),
+        (r"\\over(?:line|rightarrow)\s*\{\s*([A-Z]{1,3})\s*\}", r"\1"),
+        (r"\\(?:dfrac|tfrac|cfrac)", r"\\frac"),
+        (r"\\[dt]binom", r"\\binom"),
+        (r"\\varnothing|\\\{\s*\\\}|\\lbrace\s*\\rbrace", r"\\emptyset"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])", ")"),
+        (r"\\[lr]?vert(?![A-Za-z])|\\mid(?![A-Za-z])", "|"),
+        (r"\\(?:leq|leqslant|le)(?![A-Za-z])|<=", r"\\le "),
+        (r"\\(?:geq|geqslant|ge)(?![A-Za-z])|>=", r"\\ge "),
+        (r"^\s*\\approx", ""),
+        (r"\\lt(?![A-Za-z])|&lt;", "<"),
+        (r"\\gt(?![A-Za-z])|&gt;", ">"),
+        (r"\\neq?(?![A-Za-z])|!=", r"\\ne "),
+        (r"\\(?:colon|ratio)(?![A-Za-z])", ":"),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\*\*(?=\S)", "^"),
+        (r"\*|\\ast(?![A-Za-z])", r"\\cdot "),
+        (r"\^?\{?\\(?:circ|degree|textdegree)(?![A-Za-z])\s*\}?", r"^\\circ "),
+        (r"\\mathbb\s*\{?\s*R\s*\}?|\\R(?![A-Za-z])|\\Reals|(?i:all real numbers|all reals)", r"\\mathbb{R}"),
+        (r"^\s*\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:]\s*(.*)\\\}\s*$", r"\1"),
+        (r"(?i:\bno (?:real )?solutions?\b|\bempty set\b|^\s*none\s*$)", r"\\emptyset"),
+        (r"(?i:\bdoes not exist\b)", "DNE"),
+        (r"\\?(?<![A-Za-z])(?:\\?infty|infinity|inf)(?![A-Za-z])", r"\\infty "),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (r"\+\s*\\infty", r"\\infty"),
+        (r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln "),
+        (r"(?<![A-Za-z\\])(sqrt|ln|log|sin|cos|tan|exp)(?=\s*[\d(])", r"\\\1"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9A-Za-z])", r"\\sqrt\1{\2}"),
+        (r"\\frac\s*" + _ARGUMENT + r"\s*" + _ARGUMENT, lambda found: _braced("frac", found)),
+        (r"\\binom\s*" + _ARGUMENT + r"\s*" + _ARGUMENT, lambda found: _braced("binom", found)),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\{?([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}?", r"\\binom{\1}{\2}"),
+        (r"[(\[]?\s*\\begin\{(?:array\}\s*\{[^{}]*|matrix|smallmatrix)\}", r"\\begin{pmatrix}"),
+        (r"\\end\{(?:array|matrix|smallmatrix)\}\s*[)\]]?", r"\\end{pmatrix}"),
+        (r"(begin|end)\{bmatrix\}", r"\1{pmatrix}"),
+        (r"(?i:(?<=\d)\s*per ?cent\b|(?<=\d)\s*pct\b)|\\%", "%"),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s?\^)", r"\\cdot "),
+        (r"(?<=\d)\s+to\s+(?=\d)", ":"),
+        (r"(?i)^\s*(?:the )?(?:final )?answer(?: is|:|=)", ""),
+        (r"\((?:mod|\\mod)\s*\d+\)|\\pmod\{\d+\}", ""),
+    )
+]  # fmt: skip
+
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,]|\.\d*,)", re.ASCII)
+_THOUSANDS_BRACED = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!)(?=\d{3}(?!\d))", re.ASCII)
+_SPACED = re.compile(r"([-+$\\]*)(\d{1,3})((?: \d{3})+)(?![\d/])", re.ASCII)
+_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{?(\d{1,20})\}?", re.ASCII)
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])", re.ASCII)
+_DECIMAL = re.compile(rf"(?<![\d.])(\d{{0,{MAX_DIGITS}}})\.(\d{{1,{MAX_DIGITS}}})(?![\d.])", re.ASCII)
+_MIXED = re.compile(
+    r"(?<![\w.^_}\\/])(\d{1,20})\s*(?:\s(?:and )?(\d{1,20})/(\d{1,20})|\\frac\{(\d{1,20})\}\{(\d{1,20})\})", re.ASCII
+)
+_POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MILLIONS = re.compile(rf"(?<=[\d}}])\s*({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])", re.ASCII | re.IGNORECASE)
+
+
+def plain(text: str) -> str:
+    """`text` without what does not change its meaning: wrappers, spaces, synonyms, thousands separators."""
+    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
+    text = _SUPERSCRIPT.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = _SUBSCRIPT.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS)
+    text = "".join(" " if char in "\t\n\r" else char for char in text if char in "\t\n\r" or char.isprintable())
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1].strip('(){}')}}}", text)
+    text = unwrapped(text)
+    text = _THOUSANDS_BRACED.sub("", text)
+    for pattern, meaning in _RULES:
+        text = pattern.sub(meaning, text)
+    text = unwrapped(text)
+    if not re.search(r"[(\[]|\\\{|^\{", text):  # (1,234) is a pair
+        text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    text = _SPACED.sub(lambda found: found[0].replace(" ", ""), text, count=1) if _SPACED.match(text) else text
+    text = _MILLIONS.sub(lambda found: f"\\cdot 10^{{{_POWERS_OF_TEN[found[1].lower()]}}}", text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def exact(text: str) -> str:
+    """A plain text with its decimals, mixed and repeating numbers as fractions in LaTeX."""
+    text = _REPEATING.sub(lambda found: _latex(_repeating(*found.groups())), text)
+    text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
+    text = _MIXED.sub(_mixed, text)
+    return _DECIMAL.sub(lambda found: _latex(Fraction(found[0])), text)
+
+
+def unwrapped(text: str) -> str:
+    """Without dollars, stars and braces around the whole, and marks after it."""
+    for _ in range(4):
+        text = text.strip().strip("*").rstrip(".;:,").lstrip(":=").strip()
+        if text.endswith("\\"):
+            text = text[:-1]
+        for left, right in (("$$", "$$"), ("$", "$"), ("{", "}")):
+            inside = text[len(left) : -len(right)]
+            if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
+                if left == "$" and (inside.endswith("\\") or "$" in inside):
+                    continue
+                if left == "{" and (inside.endswith("\\") or "," in inside or not _closes_last(text)):
+                    continue
+                text = inside
+    return text
+
+
+def _closes_last(text: str) -> bool:
+    depth = 0
+    for position, char in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if depth == 0:
+            return position == len(text) - 1
+    return False
+
+
+def _braced(command: str, found: "re.Match[str]") -> str:
+    return f"\\{command}" + "".join(part if part.startswith("{") else f"{{{part}}}" for part in found.groups())
+
+
+def _repeating(whole: str, once: str, again: str) -> Fraction:
+    head = Fraction(f"{whole or '0'}.{once or '0'}")
+    return head + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+
+
+def _mixed(found: "re.Match[str]") -> str:
+    whole, above, below = (int(part) for part in found.groups() if part)
+    if above >= below:
+        return found[0]
+    return _latex(whole + Fraction(above, below))
+
+
+def _latex(value: Fraction) -> str:
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value.numerator)
