@@ -128,11 +128,15 @@ MEGATRON_FIELDS = _names("""
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink", "chatml", "base", "empty")
 # reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
-REWARD_WORKERS: dict[str, frozenset[str]] = {"math_rule": frozenset()}
-REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule"}
+REWARD_WORKERS: dict[str, frozenset[str]] = {
+    "math_rule": frozenset(),
+    "code_sandbox": _names("""
+        partial unsafe workers cpu_seconds wall_seconds memory_mb processes open_files disk_mb output_mb
+    """),
+}
+REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule", "CodeSandboxRewardWorker": "code_sandbox"}
 # ROLL's other reward workers: they are planned under these names, and there is no worker of the name yet
 REWARD_CLASSES_LATER = {
-    "CodeSandboxRewardWorker": "code_sandbox",
     "LLMJudgeRewardWorker": "llm_judge",
     "PerAlignLLMJudgeRewardWorker": "llm_judge",
     "GeneralRuleRewardWorker": "ifeval",

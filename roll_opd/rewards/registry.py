@@ -18,12 +18,12 @@ REWARDS = Registry(
     made_of="function or class",
     example="mypackage.my_reward",
     error=RewardError,
-    ours={"math_rule": "roll_opd.rewards.math_rule"},
+    ours={"math_rule": "roll_opd.rewards.math_rule", "code_sandbox": "roll_opd.rewards.code_sandbox"},
 )
 register = REWARDS.register
 
 # ROLL's reward worker classes -> the reward that plays the same role here
-ROLL_CLASSES = {"MathRuleRewardWorker": "math_rule"}
+ROLL_CLASSES = {"MathRuleRewardWorker": "math_rule", "CodeSandboxRewardWorker": "code_sandbox"}
 
 
 def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:

@@ -1,0 +1,76 @@
+"""Sandboxes that are started before they are needed, each for one program."""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from roll_opd.rewards.sandbox.cases import Case
+from roll_opd.rewards.sandbox.judge import NOT_RUN, PASSED, REFUSED, TIME, judge
+from roll_opd.rewards.sandbox.process import Sandbox
+from roll_opd.rewards.sandbox.settings import Limits, SandboxError
+
+
+class Pool:
+    """`size` sandboxes ready at any time. `run` may be called from any thread."""
+
+    def __init__(self, limits: Limits, size: int, unsafe: bool = False) -> None:
+        """Returns when a first program has run; raises `SandboxError` where none can."""
+        self._limits, self._unsafe = limits, unsafe
+        self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
+        self._wanted: queue.Queue[bool] = queue.Queue()
+        self._keeper = threading.Thread(target=self._keep, name="code_sandbox", daemon=True)
+        for _ in range(size):
+            self._wanted.put(True)
+        self._keeper.start()
+        try:
+            found = self.run("print(6 * 7)", [Case(expected_stdout="42")], all_cases=True)
+            if found != [PASSED]:
+                raise SandboxError(f"code_sandbox: the sandbox starts but does not work: {found[0]}")
+        except SandboxError:
+            self.close()
+            raise
+
+    def run(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
+        """A reason for each case. Unless `all_cases`, the first failure ends the program; a time limit always does."""
+        reasons = self._attempt(program, cases, all_cases)
+        return self._attempt(program, cases, all_cases) if REFUSED in reasons else reasons
+
+    def _attempt(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
+        sandbox = self._take()
+        reasons: list[str] = []
+        try:
+            for case in cases:
+                check = None if case.check is None else case.check.code
+                outcome = sandbox.run(case.before + program, case.stdin, check)
+                reasons.append(REFUSED if outcome is None else judge(case, outcome))
+                if reasons[-1] in (TIME, REFUSED) or (reasons[-1] != PASSED and not all_cases):
+                    break
+        finally:
+            sandbox.close()
+        return reasons + [NOT_RUN] * (len(cases) - len(reasons))
+
+    def close(self) -> None:
+        """End all that is ready; what runs ends by itself."""
+        self._wanted.put(False)
+        self._keeper.join()
+        while not self._ready.empty():
+            sandbox = self._ready.get()
+            if isinstance(sandbox, Sandbox):
+                sandbox.close()
+
+    def _take(self) -> Sandbox:
+        sandbox = self._ready.get()
+        self._wanted.put(True)
+        if isinstance(sandbox, SandboxError):
+            raise sandbox
+        return sandbox
+
+    def _keep(self) -> None:
+        """The one thread that starts sandboxes, because the kernel ends them with the thread that did."""
+        while self._wanted.get():
+            try:
+                self._ready.put(Sandbox(self._limits, self._unsafe))
+            except SandboxError as error:
+                self._ready.put(error)
+            except OSError as error:
+                self._ready.put(SandboxError(f"code_sandbox: no sandbox can be started: {error}"))

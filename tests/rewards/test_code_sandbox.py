@@ -1,0 +1,292 @@
+# ruff: noqa: E501 - programs are easier to read on one line
+"""The sandbox against hostile programs, honest ones, and its own end."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hostile import HOSTILE
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.interface import RewardError, RewardSample
+from roll_opd.rewards.registry import resolve
+
+REPOSITORY = str(Path(__file__).resolve().parents[2])
+LIMITS = {"cpu_seconds": 1, "wall_seconds": 1.5, "memory_mb": 256, "processes": 8, "disk_mb": 4, "output_mb": 1}
+ROLL = "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"
+
+
+def bwrap_works() -> bool:
+    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    return shutil.which("bwrap") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+needs_bwrap = pytest.mark.skipif(
+    not bwrap_works(), reason="bubblewrap is not installed, or may not make namespaces here"
+)
+
+
+def sample(name: str, program: str, **row: object) -> RewardSample:
+    return RewardSample(name, f"So:\n```python\n{program}\n```\nThat is it.", None, "code", FrozenDict(row))
+
+
+def processes_of(pid: int) -> set[int]:
+    """All that descend from `pid`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def wait_until(holds, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+@pytest.fixture(scope="module")
+def rewards() -> Iterator[dict[bool, CodeSandbox]]:
+    """By `partial`. Their processes are gone after them."""
+    os.environ["SECRET"] = "of the worker"
+    made = {partial: CodeSandbox(partial=partial, workers=4, **LIMITS) for partial in (False, True)}
+    yield made
+    for reward in made.values():
+        reward.close()
+    del os.environ["SECRET"]
+    assert wait_until(lambda: not processes_of(os.getpid()))
+
+
+@pytest.fixture(scope="module")
+def hostile_verdicts(rewards) -> dict[str, str]:
+    """All at once, as a batch has them, among honest ones."""
+    cases = [{"stdin": "21", "expected_stdout": "42"}]
+    samples = [
+        sample(name, program.replace("REPOSITORY", repr(REPOSITORY)), test_cases=cases) for name, program, _ in HOSTILE
+    ]
+    honest = [sample(f"honest {i}", "print(2 * int(input()))", test_cases=cases) for i in range(20)]
+    started = time.monotonic()
+    verdicts = rewards[False].verdicts([*samples, *honest])
+    assert time.monotonic() - started < 60
+    found = {item.id: verdict.reason for item, verdict in zip([*samples, *honest], verdicts, strict=True)}
+    assert {verdict.reward for verdict in verdicts if verdict.reason == "passed"} == {1.0}
+    assert {verdict.reward for verdict in verdicts if verdict.reason != "passed"} == {0.0}
+    return found
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("name", "wanted"), [(name, wanted) for name, _, wanted in HOSTILE], ids=lambda text: text)
+def test_a_hostile_program_gets_its_true_verdict(hostile_verdicts, name: str, wanted: str) -> None:
+    assert re.search(wanted, hostile_verdicts[name])
+
+
+@needs_bwrap
+def test_honest_programs_beside_hostile_ones_pass(hostile_verdicts) -> None:
+    assert {hostile_verdicts[f"honest {i}"] for i in range(20)} == {"passed"}
+
+
+@needs_bwrap
+def test_nothing_of_a_hostile_program_stays(rewards, hostile_verdicts) -> None:
+    """What is left are the sandboxes that wait for a program: two processes each, and no file anywhere."""
+
+    def commands() -> set[str]:
+        found = set()
+        for pid in processes_of(os.getpid()):
+            try:
+                found.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[-40:])
+            except OSError:
+                continue
+        return found
+
+    assert wait_until(lambda: len(processes_of(os.getpid())) <= 2 * 8)
+    assert all(command.endswith("/python/supervisor.py /work ") for command in commands()), commands()
+    assert not list(Path("/tmp").glob("code_sandbox-*"))
+
+
+SQUARE = "def f(x):\n    return x * x\nif __name__ == '__main__':\n    print(f(int(input())))"
+IO = [{"stdin": str(i), "expected_stdout": f"{i * i}\n"} for i in range(4)]
+ASSERTS = [{"assert_code": f"assert f({i}) == {i * i}"} for i in range(4)]
+TESTS = [{"assert_code": "def test_one():\n    assert f(2) == 4\ndef test_two():\n    assert f(3) > 8 and 16 == f(4)"}]
+CHECK = [
+    {
+        "assert_code": "def check(g):\n    for i in range(3):\n        assert g(i) == i * i\n    assert g(5) == 25",
+        "entry_point": "f",
+    }
+]
+WRONG = SQUARE.replace("x * x", "x + x")  # right for 0 and 2
+FORMS = {
+    "io": IO,
+    "columns": {"inputs": ["2", "3"], "outputs": ["4", "9"]},
+    "assert": ASSERTS,
+    "test": TESTS,
+    "check": CHECK,
+}
+GUESSES = {
+    "equal to all": "class E:\n    __eq__ = __gt__ = __lt__ = __req__ = lambda *a: True\ndef f(x): return E()",
+    "an equal int": "class E(int):\n    __eq__ = __gt__ = __lt__ = lambda *a: True\n    __hash__ = int.__hash__\ndef f(x): return E(7)",
+    "ends": "import os\ndef f(x): os._exit(0)",
+    "leaves": "def f(x): raise SystemExit(0)",
+    "claims": "def f(x):\n    import os, json\n    os.write(3, json.dumps({'seen': [[0, ['i', '0x7']]]}).encode())\n    os._exit(0)",
+    "claims nothing": "def f(x):\n    import os, json\n    os.write(3, json.dumps({'seen': []}).encode())\n    os._exit(0)",
+    "replaces _seen": "import builtins\nbuiltins._seen = lambda *a: None\ndef f(x):\n    globals()['_seen'] = lambda *a: None\n    return 7",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("form", FORMS)
+def test_right_and_wrong_answers_in_every_form(rewards, form: str) -> None:
+    samples = [sample(kind, program, test_cases=FORMS[form]) for kind, program in (("right", SQUARE), ("wrong", WRONG))]
+    assert [verdict.reward for verdict in rewards[False].verdicts(samples)] == [1.0, 0.0]
+    share = {"io": 0.5, "assert": 0.5, "columns": 0.5}.get(form, 0.0)
+    assert [verdict.reward for verdict in rewards[True].verdicts(samples)] == [1.0, share]
+
+
+@needs_bwrap
+@pytest.mark.parametrize("guess", GUESSES)
+def test_an_assertion_against_a_literal_cannot_be_forged(rewards, guess: str) -> None:
+    samples = [sample(f"{guess} {form}", GUESSES[guess], test_cases=FORMS[form]) for form in ("assert", "test")]
+    assert rewards[False](samples) == [0.0, 0.0]
+
+
+@needs_bwrap
+def test_what_is_expected_never_enters_the_sandbox(rewards) -> None:
+    """Neither frames nor any object of the process hold it, for an output and for an assertion."""
+    look = (
+        "import gc, re, sys\ndef f(x=0):\n    frame, seen = sys._getframe(), []\n"
+        "    while frame: seen.append(repr(frame.f_globals) + repr(frame.f_locals)); frame = frame.f_back\n"
+        "    seen += [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple))]\n"
+        "    found = re.search('hid[d]en-[0-9]+', ''.join(seen))\n    return found and found[0]\nprint(f())"
+    )
+    cases = [{"expected_stdout": "hidden-83712"}, {"assert_code": "assert f(1) == 'hidden-83712'"}]
+    assert rewards[True].verdicts([sample("looks", look, test_cases=cases)])[0].reasons == ("wrong answer",) * 2
+    told = [{"stdin": "hidden-83712", "expected_stdout": "hidden-83712"}]
+    assert rewards[True]([sample("told", "hidden = input()\n" + look, test_cases=told)]) == [1.0]  # it would find it
+
+
+@needs_bwrap
+def test_the_program_is_the_last_python_block_and_rows_may_be_json(rewards) -> None:
+    cases = '[{"stdin": "", "expected_stdout": "1 2\\n3"}]'
+    right, wrong = "```python\nprint('1   2 \\n3\\n')\n```", "```python\nprint(1)\n```"
+    texts = [wrong + right, right + wrong, right + "\n```text\nno program\n```", "print(1)", f"{right}</think>nothing"]
+    samples = [
+        RewardSample("a", text.replace("```p", "\n```p"), None, "code", FrozenDict({"test_cases": cases}))
+        for text in texts
+    ]
+    found = rewards[False].verdicts(samples)
+    assert [verdict.reward for verdict in found] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [verdict.reason for verdict in found[3:]] == ["no code", "no code"]
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "cases", [None, [], "{", [3], [{"stdin": "1"}], [{"assert_code": "assert ("}], {"inputs": [1], "outputs": []}]
+)
+def test_a_row_without_usable_cases_has_no_reward(rewards, cases: object) -> None:
+    verdict = rewards[False].verdicts([sample("bad", "print(1)", test_cases=cases)])[0]
+    assert verdict.reward is None and verdict.reason.startswith("unusable test cases")
+
+
+@needs_bwrap
+def test_values_that_compare_equal_in_python_are_equal(rewards) -> None:
+    pairs = [
+        "1 == 1.0",
+        "[1, (2, 'é')] == [1, (2, 'é')]",
+        "{1: {2, 3}} == {1: {3, 2}}",
+        "None is None",
+        "b'x' in [b'x']",
+        "0.1 + 0.2 != 0.3",
+    ]
+    pairs += [
+        "collections.Counter('aab') == {'a': 2, 'b': 1}",
+        "10 ** 5000 > 7",
+        "fractions.Fraction(1, 2) == 0.5",
+        "-1 == -1",
+    ]
+    wrong = ["[1] == (1,)", "True is 1", "'1' == 1", "float('nan') == 1.0", "1 is True"]
+    for row, reward in ((pairs, 1.0), (wrong, 0.0)):
+        cases = [{"assert_code": "import collections, fractions\nassert " + code} for code in row]
+        assert rewards[True]([sample("values", "pass", test_cases=cases)]) == [reward]
+
+
+@needs_bwrap
+def test_cases_do_not_see_each_other(rewards) -> None:
+    program = (
+        "import os\nprint(len(os.listdir('.')), len(os.listdir('/dev/shm')))\nopen('x', 'w').write('x'); os.mkdir('y')"
+    )
+    assert rewards[True]([sample("state", program, test_cases=[{"expected_stdout": "0 0"}] * 3)]) == [1.0]
+
+
+WORKER = """
+import sys, time
+from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.interface import RewardSample
+reward = CodeSandbox(workers=1, wall_seconds=60.0, cpu_seconds=60, unsafe=sys.argv[1] == "unsafe")
+print("ready", flush=True)
+program = "import os, time\\nos.fork()\\nos.setsid() if os.getpid() != os.getsid(0) else 0\\ntime.sleep(60)"
+reward([RewardSample("a", "```python\\n" + program + "\\n```", None, "code", {"test_cases": [{"expected_stdout": "1"}]})])
+"""
+
+
+@needs_bwrap
+@pytest.mark.parametrize("mode", ["isolated", "unsafe"])
+def test_nothing_stays_of_a_worker_that_is_killed(mode: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": REPOSITORY}
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, mode], stdout=subprocess.PIPE, env=environment)
+    assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+    expected = 6 if mode == "isolated" else 4  # a sandbox that waits, one that runs, a program and its child
+    assert wait_until(lambda: len(processes_of(worker.pid)) >= expected)
+    started = processes_of(worker.pid)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    worker.stdout.close()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+    assert wait_until(lambda: not list(Path("/tmp").glob("code_sandbox-*")))
+
+
+def test_without_bubblewrap_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(RewardError, match=r"bwrap\) is not installed; install it \(`apt-get install bubblewrap`"):
+        resolve("code_sandbox")
+
+
+def test_where_namespaces_are_forbidden_it_says_what_to_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = tmp_path / "bwrap"
+    refuses.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(RewardError, match=r"No permissions to create new namespace.*kernel.unprivileged_userns_clone"):
+        resolve(ROLL)
+
+
+def test_unsafe_works_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    before = processes_of(os.getpid())
+    reward = CodeSandbox(unsafe=True, workers=1)
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint(9)"
+    samples = [sample("a", SQUARE, test_cases=IO), sample("b", daemon, test_cases=[{"expected_stdout": "9"}])]
+    assert reward(samples) == [1.0, 1.0]
+    reward.close()
+    assert "UNSAFE" in capsys.readouterr().err
+    assert wait_until(lambda: processes_of(os.getpid()) <= before)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("memory_mb", 0), ("wall_seconds", "long"), ("partial", 1), ("workers", 0), ("cpu_seconds", 1.5)]
+)
+def test_arguments_are_checked(key: str, value: object) -> None:
+    with pytest.raises(RewardError, match=f"code_sandbox: {key} is {value!r}"):
+        resolve("code_sandbox", {key: value})
