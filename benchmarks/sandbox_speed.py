@@ -43,7 +43,7 @@ def measure(programs: int, cases: int, workers: int | None) -> tuple[float, int]
     samples, rewards = zip(*(sample(number, cases) for number in range(programs)), strict=True)
     reward = CodeSandbox(workers=workers)
     started = time.monotonic()
-    found = [verdict.reward for verdict in reward.verdicts(samples)]
+    found = [score.value for score in reward.score(samples)]
     seconds = time.monotonic() - started
     reward.close()
     return programs / seconds, sum(one != other for one, other in zip(found, rewards, strict=True))

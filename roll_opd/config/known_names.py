@@ -131,7 +131,7 @@ TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink"
 REWARD_WORKERS: dict[str, frozenset[str]] = {
     "math_rule": frozenset(),
     "code_sandbox": _names("""
-        partial unsafe workers cpu_seconds wall_seconds memory_mb processes open_files disk_mb output_mb
+        partial unsafe workers packages cpu_seconds wall_seconds memory_mb processes open_files disk_mb files output_mb
     """),
 }
 REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule", "CodeSandboxRewardWorker": "code_sandbox"}

@@ -16,11 +16,11 @@ from hostile import HOSTILE
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.rewards.code_sandbox import CodeSandbox
-from roll_opd.rewards.interface import RewardError, RewardSample
+from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
-LIMITS = {"cpu_seconds": 1, "wall_seconds": 1.5, "memory_mb": 256, "processes": 8, "disk_mb": 4, "output_mb": 1}
+LIMITS = {"cpu_seconds": 1, "wall_seconds": 5.0, "memory_mb": 256, "processes": 8, "disk_mb": 4, "output_mb": 1}
 ROLL = "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"
 
 
@@ -36,6 +36,10 @@ needs_bwrap = pytest.mark.skipif(
 
 def sample(name: str, program: str, **row: object) -> RewardSample:
     return RewardSample(name, f"So:\n```python\n{program}\n```\nThat is it.", None, "code", FrozenDict(row))
+
+
+def values(reward: CodeSandbox, *samples: RewardSample) -> list[float | None]:
+    return [score.value for score in reward.score(samples)]
 
 
 def processes_of(pid: int) -> set[int]:
@@ -87,11 +91,11 @@ def hostile_verdicts(rewards) -> dict[str, str]:
     ]
     honest = [sample(f"honest {i}", "print(2 * int(input()))", test_cases=cases) for i in range(20)]
     started = time.monotonic()
-    verdicts = rewards[False].verdicts([*samples, *honest])
+    verdicts = rewards[False].score([*samples, *honest])
     assert time.monotonic() - started < 60
     found = {item.id: verdict.reason for item, verdict in zip([*samples, *honest], verdicts, strict=True)}
-    assert {verdict.reward for verdict in verdicts if verdict.reason == "passed"} == {1.0}
-    assert {verdict.reward for verdict in verdicts if verdict.reason != "passed"} == {0.0}
+    assert {verdict.value for verdict in verdicts if verdict.reason == "passed"} == {1.0}
+    assert {verdict.value for verdict in verdicts if verdict.reason != "passed"} == {0.0}
     return found
 
 
@@ -120,7 +124,7 @@ def test_nothing_of_a_hostile_program_stays(rewards, hostile_verdicts, strangers
         return found
 
     assert wait_until(lambda: len(processes_of(os.getpid()) - strangers) <= 2 * 8)
-    assert all(command.endswith("/python/supervisor.py /work ") for command in commands()), commands()
+    assert all(command.endswith(" /python /work ") for command in commands()), commands()
     assert not list(Path("/tmp").glob("code_sandbox-*"))
 
 
@@ -157,16 +161,16 @@ GUESSES = {
 @pytest.mark.parametrize("form", FORMS)
 def test_right_and_wrong_answers_in_every_form(rewards, form: str) -> None:
     samples = [sample(kind, program, test_cases=FORMS[form]) for kind, program in (("right", SQUARE), ("wrong", WRONG))]
-    assert [verdict.reward for verdict in rewards[False].verdicts(samples)] == [1.0, 0.0]
+    assert [verdict.value for verdict in rewards[False].score(samples)] == [1.0, 0.0]
     share = {"io": 0.5, "assert": 0.5, "columns": 0.5}.get(form, 0.0)
-    assert [verdict.reward for verdict in rewards[True].verdicts(samples)] == [1.0, share]
+    assert [verdict.value for verdict in rewards[True].score(samples)] == [1.0, share]
 
 
 @needs_bwrap
 @pytest.mark.parametrize("guess", GUESSES)
 def test_an_assertion_against_a_literal_cannot_be_forged(rewards, guess: str) -> None:
     samples = [sample(f"{guess} {form}", GUESSES[guess], test_cases=FORMS[form]) for form in ("assert", "test")]
-    assert rewards[False](samples) == [0.0, 0.0]
+    assert values(rewards[False], *samples) == [0.0, 0.0]
 
 
 @needs_bwrap
@@ -179,9 +183,13 @@ def test_what_is_expected_never_enters_the_sandbox(rewards) -> None:
         "    found = re.search('hid[d]en-[0-9]+', ''.join(seen))\n    return found and found[0]\nprint(f())"
     )
     cases = [{"expected_stdout": "hidden-83712"}, {"assert_code": "assert f(1) == 'hidden-83712'"}]
-    assert rewards[True].verdicts([sample("looks", look, test_cases=cases)])[0].reasons == ("wrong answer",) * 2
+    assert rewards[True].score([sample("looks", look, test_cases=cases)]) == [
+        Score(0.0, {"all_passed": 0.0}, "wrong answer")
+    ]
     told = [{"stdin": "hidden-83712", "expected_stdout": "hidden-83712"}]
-    assert rewards[True]([sample("told", "hidden = input()\n" + look, test_cases=told)]) == [1.0]  # it would find it
+    assert values(rewards[True], sample("told", "hidden = input()\n" + look, test_cases=told)) == [
+        1.0
+    ]  # it would find it
 
 
 @needs_bwrap
@@ -193,8 +201,8 @@ def test_the_program_is_the_last_python_block_and_rows_may_be_json(rewards) -> N
         RewardSample("a", text.replace("```p", "\n```p"), None, "code", FrozenDict({"test_cases": cases}))
         for text in texts
     ]
-    found = rewards[False].verdicts(samples)
-    assert [verdict.reward for verdict in found] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    found = rewards[False].score(samples)
+    assert [verdict.value for verdict in found] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert [verdict.reason for verdict in found[3:]] == ["no code", "no code"]
 
 
@@ -203,8 +211,8 @@ def test_the_program_is_the_last_python_block_and_rows_may_be_json(rewards) -> N
     "cases", [None, [], "{", [3], [{"stdin": "1"}], [{"assert_code": "assert ("}], {"inputs": [1], "outputs": []}]
 )
 def test_a_row_without_usable_cases_has_no_reward(rewards, cases: object) -> None:
-    verdict = rewards[False].verdicts([sample("bad", "print(1)", test_cases=cases)])[0]
-    assert verdict.reward is None and verdict.reason.startswith("unusable test cases")
+    verdict = rewards[False].score([sample("bad", "print(1)", test_cases=cases)])[0]
+    assert verdict.value is None and verdict.reason == "unusable test cases"
 
 
 @needs_bwrap
@@ -226,15 +234,16 @@ def test_values_that_compare_equal_in_python_are_equal(rewards) -> None:
     wrong = ["[1] == (1,)", "True is 1", "'1' == 1", "float('nan') == 1.0", "1 is True"]
     for row, reward in ((pairs, 1.0), (wrong, 0.0)):
         cases = [{"assert_code": "import collections, fractions\nassert " + code} for code in row]
-        assert rewards[True]([sample("values", "pass", test_cases=cases)]) == [reward]
+        assert values(rewards[True], sample("values", "pass", test_cases=cases)) == [reward]
 
 
 @needs_bwrap
 def test_cases_do_not_see_each_other(rewards) -> None:
     program = (
-        "import os\nprint(len(os.listdir('.')), len(os.listdir('/dev/shm')))\nopen('x', 'w').write('x'); os.mkdir('y')"
+        "import os\nprint(len(os.listdir('.')), len(os.listdir('/dev/shm')))\nopen('x', 'w').write('x'); os.mkdir('y')\n"
+        "open('/dev/shm/x', 'w').write('x'); os.mkdir('/dev/shm/y'); os.chmod('/dev/shm', 0)"
     )
-    assert rewards[True]([sample("state", program, test_cases=[{"expected_stdout": "0 0"}] * 3)]) == [1.0]
+    assert values(rewards[True], sample("state", program, test_cases=[{"expected_stdout": "0 0"}] * 3)) == [1.0]
 
 
 WORKER = """
@@ -244,7 +253,7 @@ from roll_opd.rewards.interface import RewardSample
 reward = CodeSandbox(workers=1, wall_seconds=60.0, cpu_seconds=60, unsafe=sys.argv[1] == "unsafe")
 print("ready", flush=True)
 program = "import os, time\\nos.fork()\\nos.setsid() if os.getpid() != os.getsid(0) else 0\\ntime.sleep(60)"
-reward([RewardSample("a", "```python\\n" + program + "\\n```", None, "code", {"test_cases": [{"expected_stdout": "1"}]})])
+reward.score([RewardSample("a", "```python\\n" + program + "\\n```", None, "code", {"test_cases": [{"expected_stdout": "1"}]})])
 """
 
 
@@ -284,7 +293,7 @@ def test_unsafe_works_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     reward = CodeSandbox(unsafe=True, workers=1)
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint(9)"
     samples = [sample("a", SQUARE, test_cases=IO), sample("b", daemon, test_cases=[{"expected_stdout": "9"}])]
-    assert reward(samples) == [1.0, 1.0]
+    assert values(reward, *samples) == [1.0, 1.0]
     reward.close()
     assert "UNSAFE" in capsys.readouterr().err
     assert wait_until(lambda: processes_of(os.getpid()) <= before)

@@ -2,7 +2,8 @@
 
 `assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside, where what was seen is compared. That
 works for comparisons of anything with a literal, anywhere in the code: in a `test_` or `check` function, joined by
-`and`, in a loop. Other assertions run inside, in the program's own process.
+`and`, in a loop. Of other assertions the outcome alone is told, so that each must have been reached; they are evaluated
+inside, in the program's own process.
 """
 
 import ast
@@ -46,7 +47,7 @@ class Expectation:
     def holds(self, written: Any) -> bool:
         try:
             return bool(self.compare(read_value(written), self.literal))
-        except (Unreadable, TypeError, ArithmeticError, RecursionError):
+        except (Unreadable, TypeError, ValueError, ArithmeticError, RecursionError):
             return False
 
 
@@ -82,15 +83,13 @@ class _Hider(ast.NodeTransformer):
         self.expected: list[Expectation] = []
         self._branches = 0
 
-    def visit_Assert(self, node: ast.Assert) -> ast.AST | list[ast.AST]:
+    def visit_Assert(self, node: ast.Assert) -> list[ast.AST]:
         parts = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else None
-        if parts is None:
-            return self._one(node.test, node)
-        return [self._one(part, ast.Assert(test=part, msg=None)) for part in parts]
+        return [self._one(part) for part in parts or [node.test]]
 
-    def _one(self, test: ast.expr, instead: ast.AST) -> ast.AST:
+    def _one(self, test: ast.expr) -> ast.AST:
         if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-            return instead
+            return self._outcome(test)
         for asked, literal, op in (
             (test.left, test.comparators[0], type(test.ops[0])),
             (test.comparators[0], test.left, _MIRROR.get(type(test.ops[0]))),
@@ -101,10 +100,17 @@ class _Hider(ast.NodeTransformer):
                 continue
             if op is None or (op in (ast.Is, ast.IsNot) and not (value is None or isinstance(value, bool))):
                 continue
-            self.expected.append(Expectation(_COMPARE[op], value, not self._branches))
-            arguments = [ast.Constant(len(self.expected) - 1), asked]
-            return ast.Expr(ast.Call(func=ast.Name("_seen", ast.Load()), args=arguments, keywords=[]))
-        return instead
+            return self._seen(_COMPARE[op], value, asked)
+        return self._outcome(test)
+
+    def _outcome(self, test: ast.expr) -> ast.AST:
+        outcome = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))
+        return self._seen(operator.is_, True, outcome)
+
+    def _seen(self, compare: Callable[[Any, Any], Any], literal: Any, asked: ast.expr) -> ast.AST:
+        self.expected.append(Expectation(compare, literal, not self._branches))
+        arguments = [ast.Constant(len(self.expected) - 1), asked]
+        return ast.Expr(ast.Call(func=ast.Name("_seen", ast.Load()), args=arguments, keywords=[]))
 
     def _branch(self, node: ast.AST) -> ast.AST:
         self._branches += 1

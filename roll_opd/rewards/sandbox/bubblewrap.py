@@ -9,12 +9,12 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from roll_opd.rewards.sandbox.settings import MEBI, Limits, SandboxError
 
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
+INSIDE = Path(__file__).with_name("inside")
 HOW_TO_GET_IT = (
     "install it (`apt-get install bubblewrap`, 0.6 or newer), or write `unsafe: true` to run programs without"
     " isolation, with your rights"
@@ -35,10 +35,12 @@ ENVIRONMENT = {
 }
 # no user's or site's packages, no bytecode written, UTF-8 everywhere
 FLAGS = ("-s", "-S", "-B", "-X", "utf8")
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.supervisor import main; main(*sys.argv[1:])"
+PACKAGES = "/python/packages"
 
 
-def isolated_command(limits: Limits, seccomp_fd: int) -> list[str]:
-    """Raises `SandboxError` where there is no bubblewrap."""
+def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
+    """`packages`: files and directories that programs may import. Raises `SandboxError` where there is no bubblewrap."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(f"code_sandbox: bubblewrap (bwrap) is not installed; {HOW_TO_GET_IT}")
@@ -51,16 +53,19 @@ def isolated_command(limits: Limits, seccomp_fd: int) -> list[str]:
         *("--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
         *("--clearenv", *variables, "--setenv", "LD_LIBRARY_PATH", "/python/lib"),
         *_root(),
-        *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *(part for path in packages for part in ("--ro-bind", str(path), f"{PACKAGES}/{path.name}")),
+        *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts", "--remount-ro", "/dev"),  # the machine's terminals are few
         *(*size, "--tmpfs", "/work", "--symlink", "work", "/tmp", "--remount-ro", "/"),
         *("--seccomp", str(seccomp_fd), "--chdir", "/work"),
-        *("/python/bin/python3", *FLAGS, "/python/supervisor.py", "/work"),
+        *("/python/bin/python3", *FLAGS, "-c", START, "/python", "/work", *([PACKAGES] if packages else [])),
     ]
 
 
-def bare_command(directory: str) -> list[str]:
+def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
     """The same supervisor without any wall, at work in `directory`."""
-    return [sys.executable, *FLAGS, str(SUPERVISOR), directory]
+    folders = dict.fromkeys(str(path.parent) for path in packages)
+    return [sys.executable, *FLAGS, "-c", START, str(INSIDE.parent), directory, *folders]
 
 
 def _root() -> Iterator[str]:
@@ -84,4 +89,4 @@ def _root() -> Iterator[str]:
     for packages in ("site-packages", "dist-packages"):
         if (library / packages).is_dir():
             yield from ("--tmpfs", f"{inside}/{packages}", "--remount-ro", f"{inside}/{packages}")
-    yield from ("--ro-bind", str(SUPERVISOR), "/python/supervisor.py")
+    yield from ("--ro-bind", str(INSIDE), "/python/inside")

@@ -8,10 +8,15 @@ import struct
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import IO
 
 from roll_opd.rewards.sandbox.bubblewrap import ENVIRONMENT, HOW_TO_ALLOW_IT, bare_command, isolated_command
+from roll_opd.rewards.sandbox.inside.supervisor import READY
+from roll_opd.rewards.sandbox.inside.watch import PATIENCE
 from roll_opd.rewards.sandbox.seccomp import ARCHITECTURES, filter_program
 from roll_opd.rewards.sandbox.settings import MEBI, Limits, SandboxError
 
@@ -19,7 +24,6 @@ START_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # beyond a case's wall time, for a busy machine; then the whole sandbox is ended
 LARGEST_FRAME = 64 * MEBI
 CLOSE_SECONDS = 2.0
-READY = b"ready"  # the supervisor's first words
 
 
 @dataclass(frozen=True)
@@ -33,29 +37,36 @@ class Outcome:
 
 
 class Sandbox:
-    """A started supervisor. It serves one program, then `close` ends everything in it."""
+    """A supervisor that starts. It serves one program, then `close` ends everything in it."""
 
-    def __init__(self, limits: Limits, unsafe: bool = False) -> None:
-        """Raises `SandboxError` where it does not start. The thread that makes it must outlive it: the kernel ends
+    def __init__(self, limits: Limits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
+        """Raises `SandboxError` where there is none to start. The thread that makes it must outlive it: the kernel ends
         the sandbox with that thread, which is how nothing stays when the worker is killed.
         """
         self._limits = limits
-        with tempfile.TemporaryFile() as errors:
-            self._process = _start_bare(errors) if unsafe else _start_isolated(limits, errors)
-            assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
-            self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-            os.set_blocking(self._requests, False)
-            if self._frame(time.monotonic() + START_SECONDS) != READY:
-                self.close()
-                errors.seek(0)
-                words = errors.read(2000).decode("utf-8", "replace").strip() or "no message"
-                raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
+        self._errors = tempfile.TemporaryFile()
+        try:
+            start = _start_bare if unsafe else partial(_start_isolated, limits)
+            self._process = start(packages, self._errors)
+        except BaseException:
+            self._errors.close()
+            raise
+        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._requests, False)
+
+    def wait_until_ready(self) -> None:
+        """Before the first `run`. Raises `SandboxError` where it did not start."""
+        if self._frame(time.monotonic() + START_SECONDS) != READY:
+            self._errors.seek(0)
+            words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"
+            raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
     def run(self, program: str, stdin: str, check: str | None) -> Outcome | None:
         """Run one case; None where the sandbox is gone or does not answer, and it is of no more use."""
         request = {"program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
-        deadline = time.monotonic() + self._limits.wall_seconds + GRACE_SECONDS
+        deadline = time.monotonic() + PATIENCE * self._limits.wall_seconds + GRACE_SECONDS
         if not self._send(struct.pack(">I", len(data)) + data, deadline):
             return None
         frames = []
@@ -78,6 +89,7 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._errors.close()
 
     def _send(self, data: bytes, deadline: float) -> bool:
         view = memoryview(data)
@@ -119,7 +131,7 @@ def _is_ready(end: int, event: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _start_isolated(limits: Limits, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _start_isolated(limits: Limits, packages: Sequence[Path], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -127,12 +139,13 @@ def _start_isolated(limits: Limits, errors: IO[bytes]) -> "subprocess.Popen[byte
     with tempfile.TemporaryFile() as rules:
         rules.write(filter_program(machine))
         rules.seek(0)
-        return _popen(isolated_command(limits, rules.fileno()), errors, "/", {}, (rules.fileno(),))
+        return _popen(isolated_command(limits, packages, rules.fileno()), errors, "/", {}, (rules.fileno(),))
 
 
-def _start_bare(errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _start_bare(packages: Sequence[Path], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
     directory = tempfile.mkdtemp(prefix="code_sandbox-")  # the supervisor removes it
-    return _popen(bare_command(directory), errors, directory, {**ENVIRONMENT, "HOME": directory, "TMPDIR": directory})
+    environment = {**ENVIRONMENT, "HOME": directory, "TMPDIR": directory}
+    return _popen(bare_command(directory, packages), errors, directory, environment)
 
 
 def _popen(

@@ -1,8 +1,9 @@
 """The system calls that a sandboxed process does not get, as a classic BPF program for seccomp(2).
 
 Namespaces are the walls; this narrows the kernel behind them: no tracing, mounting, new namespaces, keys, BPF,
-io_uring, modules, clocks, sockets (a pair of Unix sockets is allowed: event loops need one), and no memory that counts
-for no limit (memfd, System V). A call that is newer than this list does not exist (ENOSYS).
+io_uring, modules, clocks, sockets (a pair of Unix sockets is allowed: event loops need one), no memory that counts
+for no limit (memfd, System V), nothing that is counted for the user of the whole machine (inotify), and no say in how
+other processes are scheduled, of which the supervisor is one. A call that is newer than this list does not exist (ENOSYS).
 """
 
 import errno
@@ -73,6 +74,14 @@ DENIED = {
     "mq_open": (240, 180),
     "socket": (41, 198),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
     "mbind": (237, 235),
     "set_mempolicy": (238, 237),
     "migrate_pages": (256, 238),

@@ -15,12 +15,13 @@ class SandboxError(RewardError):
 class Limits:
     """Of one test case. All are enforced inside; `wall_seconds` is watched from outside as well."""
 
-    cpu_seconds: int = 5  # of each process
-    wall_seconds: float = 10.0
+    cpu_seconds: int = 5  # of all processes together
+    wall_seconds: float = 10.0  # waiting for a CPU does not count
     memory_mb: int = 512  # address space of a process, and resident memory of all together
     processes: int = 16  # processes and threads at once
     open_files: int = 64
-    disk_mb: int = 32  # the work directory, which is memory
+    disk_mb: int = 32  # the work directory, which is memory, and shared memory
+    files: int = 4096  # files and directories in either
     output_mb: int = 4  # standard output
 
     def __post_init__(self) -> None:

@@ -6,6 +6,11 @@ from fractions import Fraction
 from typing import Any
 
 
+# Whoever writes a report chooses what it costs to read it: equal hashes make a set slow, large terms a fraction
+MOST_MEMBERS = 2000  # of a set or a mapping; a literal that it could equal is shorter
+MOST_DIGITS = 1000  # of a fraction's terms
+
+
 class Unreadable(ValueError):
     """A report, or a value in it, that is none."""
 
@@ -33,6 +38,18 @@ def _values(items: Any) -> list[Any]:
     return [read_value(item) for item in items]
 
 
+def _members(items: Any) -> Any:
+    if len(items) > MOST_MEMBERS:
+        raise Unreadable
+    return items
+
+
+def _term(text: Any) -> int:
+    if len(text) > MOST_DIGITS:
+        raise Unreadable
+    return int(text, 16)
+
+
 def _text(text: Any) -> str:
     if not isinstance(text, str):
         raise Unreadable
@@ -46,9 +63,9 @@ _MAKE: dict[str, Any] = {
     "c": lambda real, imag: complex(float.fromhex(real), float.fromhex(imag)),
     "b": bytes.fromhex,
     "d": Decimal,
-    "q": lambda over, under: Fraction(int(over, 16), int(under, 16)),
+    "q": lambda over, under: Fraction(_term(over), _term(under)),
     "l": _values,
     "t": lambda items: tuple(_values(items)),
-    "e": lambda items: frozenset(_values(items)),
-    "m": lambda pairs: {read_value(key): read_value(item) for key, item in pairs},
+    "e": lambda items: frozenset(_values(_members(items))),
+    "m": lambda pairs: {read_value(key): read_value(item) for key, item in _members(pairs)},
 }
