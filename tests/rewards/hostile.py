@@ -182,4 +182,73 @@ HOSTILE = [
         "passed",
     ),
     ("a deep tree", "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')\nprint(42)", "passed"),
+    (
+        "the machine's settings",
+        DENY
+        + "def writable(top):\n    for entry in os.scandir(top):\n        if entry.is_symlink() or entry.name.isdigit(): continue\n"
+        "        if entry.is_dir(): yield from writable(entry.path)\n        elif attempt(entry.path): yield entry.path\n"
+        "def attempt(path):\n    try: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))\n    except OSError: return False\n    return True\n"
+        "deny(lambda: list(writable('/proc')), lambda: attempt('/proc/1/oom_score_adj'))",
+        "passed",
+    ),
+    (
+        "what only root may read of the machine",
+        DENY
+        + "deny(*[lambda p=p: open('/proc/' + p, 'rb').read(1) for p in ('kpageflags', 'slabinfo', 'kcore', 'keys', 'cmdline', 'kmsg')])",
+        "passed",
+    ),
+    (
+        "threads with small stacks",
+        "import threading, time\nthreading.stack_size(32768)\n"
+        "while True:\n    try: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n    except RuntimeError: time.sleep(.01)",
+        "process limit",
+    ),
+    ("processes that share the CPU time", "import os\nfor _ in range(2): os.fork()\nwhile True: pass", "time limit"),
+    (
+        "threads that share the CPU time",
+        "import threading\ndef spin():\n    while True: pass\nfor _ in range(4): threading.Thread(target=spin).start()",
+        "time limit",
+    ),
+    ("a fork bomb in C", DENY + "while True: libc.fork()", "limit"),
+    (
+        "a fork bomb that ignores signals, in sessions of its own",
+        "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+        "while True:\n    try:\n        if os.fork() == 0: os.setsid()\n    except OSError: pass",
+        "limit",
+    ),
+    ("empty files without end", "n = 0\nwhile True:\n    open(f'{n}', 'w').close(); n += 1", "disk limit"),
+    (
+        "links in shared memory without end",
+        "import os\nn = 0\nwhile True:\n    os.symlink('x', f'/dev/shm/{n}'); n += 1",
+        "disk limit|runtime",
+    ),
+    ("a sparse file", "open('x', 'wb').truncate(1 << 40)\nprint(42)", "runtime"),
+    (
+        "scheduling of the supervisor",
+        DENY
+        + "deny(lambda: os.setpriority(os.PRIO_PROCESS, 1, 19) is None, lambda: os.sched_setaffinity(1, {0}) is None,"
+        " lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)) is None, lambda: call(251, 1, 1, 0))",
+        "passed",
+    ),
+    (
+        "what the machine's user has few of",
+        DENY + "deny(os.openpty, lambda: open('/dev/ptmx'), lambda: libc.inotify_init() != -1)",
+        "passed",
+    ),
+    ("closes everything", "import os\nos.closerange(0, 1024)\nos._exit(0)", "wrong answer"),
+    ("floods the report", "import os\nwhile True: os.write(3, b'x' * 65536)", "output limit|runtime"),
+    (
+        "an exit code that lies",
+        "class X(int):\n    __and__ = lambda *a: 0\nraise SystemExit(X(7))",
+        "runtime|wrong answer",
+    ),
+    ("a regular expression without end", "import re\nre.match('(a+)+$', 'a' * 60 + 'b')", "time limit"),
+    ("a constant that folds to gigabytes", "x = 9 ** 9 ** 9 ** 9\nprint(42)", "limit|runtime"),
+    ("brackets without end", "x = " + "[" * 100_000 + "]" * 100_000, "runtime|memory"),
+    (
+        "an interpreter anew",
+        "import os\nos.execv('/python/bin/python3', ['/python/bin/python3', '-c', 'print(42)'])",
+        "passed",
+    ),
+    ("a program with half a character", "print(42)\nx = '\ud800'", "runtime"),
 ]

@@ -1,6 +1,8 @@
 # ruff: noqa: E501 - programs are easier to read on one line
 """The sandbox against hostile programs, honest ones, and its own end."""
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,10 @@ from hostile import HOSTILE
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.rewards.code_sandbox import CodeSandbox
-from roll_opd.rewards.interface import RewardError, RewardSample, Score
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.sandbox.judge import same_output
+from roll_opd.rewards.sandbox.response import program_of
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 LIMITS = {"cpu_seconds": 1, "wall_seconds": 5.0, "memory_mb": 256, "processes": 8, "disk_mb": 4, "output_mb": 1}
@@ -141,6 +146,9 @@ CHECK = [
 WRONG = SQUARE.replace("x * x", "x + x")  # right for 0 and 2
 FORMS = {
     "io": IO,
+    "call": {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4, 9]},
+    "call with lines of JSON": {"fn_name": "f", "inputs": ["2", "3\n"], "outputs": ["4", "9"]},
+    "call with answers in lists, as APPS": {"fn_name": "f", "inputs": [[2], [3]], "outputs": [[4], [9]]},
     "columns": {"inputs": ["2", "3"], "outputs": ["4", "9"]},
     "assert": ASSERTS,
     "test": TESTS,
@@ -153,6 +161,11 @@ GUESSES = {
     "leaves": "def f(x): raise SystemExit(0)",
     "claims": "def f(x):\n    import os, json\n    os.write(3, json.dumps({'seen': [[0, ['i', '0x7']]]}).encode())\n    os._exit(0)",
     "claims nothing": "def f(x):\n    import os, json\n    os.write(3, json.dumps({'seen': []}).encode())\n    os._exit(0)",
+    "equal hashes": "def f(x):\n    import os, json\n    members = [['i', hex(i * ((1 << 61) - 1))] for i in range(110_000)]\n"
+    "    text = json.dumps({'seen': [[0, ['e', members]]]}).encode()\n    while text: text = text[os.write(3, text):]\n    os._exit(0)",
+    "large fractions": "def f(x):\n    import os, json\n"
+    "    text = json.dumps({'seen': [[0, ['q', 'f' * 2_000_000, 'e' * 2_000_000]]]}).encode()\n"
+    "    while text: text = text[os.write(3, text):]\n    os._exit(0)",
     "replaces _seen": "import builtins\nbuiltins._seen = lambda *a: None\ndef f(x):\n    globals()['_seen'] = lambda *a: None\n    return 7",
 }
 
@@ -162,7 +175,7 @@ GUESSES = {
 def test_right_and_wrong_answers_in_every_form(rewards, form: str) -> None:
     samples = [sample(kind, program, test_cases=FORMS[form]) for kind, program in (("right", SQUARE), ("wrong", WRONG))]
     assert [verdict.value for verdict in rewards[False].score(samples)] == [1.0, 0.0]
-    share = {"io": 0.5, "assert": 0.5, "columns": 0.5}.get(form, 0.0)
+    share = 0.0 if form in ("test", "check") else 0.5
     assert [verdict.value for verdict in rewards[True].score(samples)] == [1.0, share]
 
 
@@ -190,6 +203,112 @@ def test_what_is_expected_never_enters_the_sandbox(rewards) -> None:
     assert values(rewards[True], sample("told", "hidden = input()\n" + look, test_cases=told)) == [
         1.0
     ]  # it would find it
+
+
+@needs_bwrap
+def test_an_assertion_without_a_literal_must_be_reached(rewards) -> None:
+    cases = [{"assert_code": "import math\nassert math.isclose(f(2), 4)\nassert f(3) == 3 * 3\nassert not f(0)"}]
+    programs = [SQUARE, WRONG, GUESSES["claims nothing"], "def f(x): raise SystemExit(0)"]
+    assert values(rewards[False], *[sample("a", text, test_cases=cases) for text in programs]) == [1.0, 0.0, 0.0, 0.0]
+
+
+@needs_bwrap
+def test_a_method_of_solution_is_called_and_tuples_are_lists(rewards) -> None:
+    program = "class Solution:\n    def pairs(self, items: List[int], by: Dict[str, int]):\n        return ANSWER"
+    cases = json.dumps({"inputs": [[[1, 2], {"a": 3}]], "outputs": [[[1, 4], [2, 5]]], "fn_name": "pairs"})
+    answers = ["tuple((n, n + by['a']) for n in items)", "[(n, n) for n in items]", "float('nan')", "{1, 2}", "exit"]
+    samples = [sample(text, program.replace("ANSWER", text), test_cases=cases) for text in answers]
+    assert values(rewards[False], *samples) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@needs_bwrap
+def test_cases_about_text_read_the_answer_and_run_none_of_it(rewards) -> None:
+    cases = ["assert len({response}.split()) == 3", {"assert_code": "assert {response}.startswith('one')"}]
+    row = FrozenDict({"test_cases": cases, "case_type": "text"})
+    texts = ["<think>so</think> one two three", "one two", "one'''+exit(0)+''' two three", "'''\nraise SystemExit(0)#"]
+    samples = [RewardSample(text, text, None, "code", row) for text in texts]
+    assert values(rewards[False], *samples) == [1.0, 0.0, 1.0, 0.0]
+
+
+@needs_bwrap
+def test_packages_can_be_imported_on_request(rewards) -> None:
+    cases = [{"expected_stdout": "1.10"}]
+    program = "from packaging.version import Version\nprint(max(Version('1.9'), Version('1.10')))"
+    reward = CodeSandbox(packages=["packaging"], workers=1, **LIMITS)
+    assert values(reward, sample("with", program, test_cases=cases)) == [1.0]
+    assert values(reward, sample("no others", "import pytest\nprint('1.10')", test_cases=cases)) == [0.0]
+    reward.close()
+    assert values(rewards[False], sample("without", program, test_cases=cases)) == [0.0]
+    with pytest.raises(RewardError, match="packages: no-such-thing is not installed"):
+        CodeSandbox(packages=["no-such-thing"])
+
+
+@needs_bwrap
+def test_workers_hold_over_all_calls() -> None:
+    reward = CodeSandbox(workers=2, **LIMITS)
+    sleeps = sample("sleeps", "import time\ntime.sleep(0.4)\nprint(1)", test_cases=[{"expected_stdout": "1"}])
+    started = time.monotonic()
+    with ThreadPoolExecutor(6) as callers:
+        assert list(callers.map(lambda _: values(reward, sleeps), range(6))) == [[1.0]] * 6
+    assert time.monotonic() - started > 3 * 0.4
+    reward.close()
+
+
+@needs_bwrap
+def test_a_program_whose_sandbox_is_killed_runs_again() -> None:
+    """Those that wait are killed as well."""
+    before = processes_of(os.getpid())
+    reward = CodeSandbox(workers=2, **LIMITS)
+    slow = sample("slow", "import time\ntime.sleep(1)\nprint(1)", test_cases=[{"expected_stdout": "1"}])
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(reward.score, [slow])
+        time.sleep(0.5)
+        for pid in processes_of(os.getpid()) - before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert answer.result() == [Score(1.0, reason="passed")]
+    reward.close()
+    assert wait_until(lambda: processes_of(os.getpid()) <= before)
+
+
+@needs_bwrap
+def test_where_sandboxes_stop_starting_samples_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = CodeSandbox(workers=1, **LIMITS)
+    breaks = tmp_path / "bwrap"
+    breaks.write_text("#!/bin/sh\necho 'no space left' >&2\nexit 1\n")
+    breaks.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = [sample(str(number), SQUARE, test_cases=IO) for number in range(3)]
+    scores = [reward.score([item])[0] for item in asked]
+    assert isinstance(scores[-1], Failure) and scores[-1].kind == "sandbox" and "no space left" in scores[-1].message
+    monkeypatch.undo()
+    assert wait_until(lambda: reward.score(asked[:1]) == [Score(1.0, reason="passed")])
+    assert values(reward, *asked) == [1.0] * 3
+    reward.close()
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        (b" 1  2 \n3\n\n", "1 2\n3", True),
+        (b"1.50 2", "1.5 2.0", True),
+        (b"1.5", "1.51", False),
+        (b"007", "7", False),
+        (b"1\n2", "1 2", False),
+        (b"42\x00\xff", "42", False),
+        (b"", "", True),
+        (b"nan", "nan", True),
+    ],
+)
+def test_what_counts_as_the_same_output(output: bytes, expected: str, same: bool) -> None:
+    assert same_output(output, expected) is same
+
+
+def test_a_response_is_read_in_linear_time() -> None:
+    started = time.monotonic()
+    for text in ("```" + "a" * 3_000_000 + "`", "```" + " " * 3_000_000 + "`\n", "```\n" * 600_000, " " * 3_000_000):
+        program_of(text)
+    assert time.monotonic() - started < 5
 
 
 @needs_bwrap

@@ -7,6 +7,7 @@ work directory in memory, and nothing else of the machine.
 
 import os
 import shutil
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -37,10 +38,11 @@ ENVIRONMENT = {
 FLAGS = ("-s", "-S", "-B", "-X", "utf8")
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.supervisor import main; main(*sys.argv[1:])"
 PACKAGES = "/python/packages"
+PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", "timer_list")  # files of /proc
 
 
 def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
-    """`packages`: files and directories that programs may import. Raises `SandboxError` where there is no bubblewrap."""
+    """`packages`: files and directories that programs may import. `SandboxError` where there is no bubblewrap."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(f"code_sandbox: bubblewrap (bwrap) is not installed; {HOW_TO_GET_IT}")
@@ -54,7 +56,8 @@ def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) 
         *("--clearenv", *variables, "--setenv", "LD_LIBRARY_PATH", "/python/lib"),
         *_root(),
         *(part for path in packages for part in ("--ro-bind", str(path), f"{PACKAGES}/{path.name}")),
-        *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *("--proc", "/proc", *_masked_proc(), "--remount-ro", "/proc"),
+        *("--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
         *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts", "--remount-ro", "/dev"),  # the machine's terminals are few
         *(*size, "--tmpfs", "/work", "--symlink", "work", "/tmp", "--remount-ro", "/"),
         *("--seccomp", str(seccomp_fd), "--chdir", "/work"),
@@ -66,6 +69,20 @@ def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
     """The same supervisor without any wall, at work in `directory`."""
     folders = dict.fromkeys(str(path.parent) for path in packages)
     return [sys.executable, *FLAGS, "-c", START, str(INSIDE.parent), directory, *folders]
+
+
+def _masked_proc() -> Iterator[str]:
+    """What of /proc is about the whole machine and no program's business. Where the worker is root, the sandbox's user
+    is root to /proc as well, although without any capability: it must find nothing there that is for root only.
+    """
+    for entry in sorted(os.scandir("/proc"), key=lambda entry: entry.name):
+        if entry.name.isdigit() or entry.is_symlink() or entry.name == "sys":
+            continue
+        is_for_root = not entry.stat().st_mode & stat.S_IROTH
+        if entry.is_dir():
+            yield from ("--tmpfs", f"/proc/{entry.name}", "--remount-ro", f"/proc/{entry.name}")
+        elif is_for_root or entry.name in PRIVATE:
+            yield from ("--ro-bind", "/dev/null", f"/proc/{entry.name}")
 
 
 def _root() -> Iterator[str]:

@@ -25,7 +25,7 @@ def is_wrapped(answers: Sequence[Any]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it, so that tuples are lists and the keys of mappings are texts. Raises ValueError for other types."""
+    """As JSON has it, so that tuples are lists and the keys of mappings are texts. ValueError for others."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

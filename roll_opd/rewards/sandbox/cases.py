@@ -93,7 +93,9 @@ def _calls(written: Sequence[Any], name: str) -> tuple[Case, ...]:
             try:
                 asked, answer = [json.loads(line) for line in asked.splitlines() if line.strip()], _json_or_text(answer)
             except (ValueError, RecursionError) as error:
-                raise BadCases(f"with fn_name the input must be a list of arguments, or a line of JSON each: {error}")
+                raise BadCases(
+                    f"with fn_name the input must be a list of arguments, or a line of JSON each: {error}"
+                ) from None
         if not _is_list(asked):
             raise BadCases(f"with fn_name the input must be a list of arguments, not {type(asked).__name__}")
         pairs.append((asked, answer))

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from roll_opd.rewards.sandbox.cases import Case
@@ -19,7 +20,7 @@ class Pool:
 
     def __init__(self, limits: Limits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
         """Returns when a first program has run; raises `SandboxError` where none can."""
-        self._limits, self._unsafe, self._packages = limits, unsafe, packages
+        self._limits, self._size, self._unsafe, self._packages = limits, size, unsafe, packages
         self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
         self._wanted: queue.Queue[bool] = queue.Queue()
         self._keeper = threading.Thread(target=self._keep, name="code_sandbox", daemon=True)
@@ -62,10 +63,9 @@ class Pool:
             raise SandboxError(f"code_sandbox: the sandbox starts but does not work: {found[0]}")
 
     def _attempt(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
-        sandbox = self._take()
+        sandbox = self._take_ready()
         reasons: list[str] = []
         try:
-            sandbox.wait_until_ready()
             for case in cases:
                 check = None if case.check is None else case.check.code
                 outcome = sandbox.run(case.program(program), case.stdin, check)
@@ -76,11 +76,23 @@ class Pool:
             sandbox.close()
         return reasons + [NOT_RUN] * (len(cases) - len(reasons))
 
+    def _take_ready(self) -> Sandbox:
+        """Those that were killed while they waited are nobody's fault; the one after them has to start."""
+        for _ in range(self._size):
+            with suppress(SandboxError):
+                return self._take()
+        return self._take()
+
     def _take(self) -> Sandbox:
         sandbox = self._ready.get()
         self._wanted.put(True)
         if isinstance(sandbox, SandboxError):
             raise sandbox
+        try:
+            sandbox.wait_until_ready()
+        except SandboxError:
+            sandbox.close()
+            raise
         return sandbox
 
     def _keep(self) -> None:

@@ -44,7 +44,7 @@ class Sandbox:
         the sandbox with that thread, which is how nothing stays when the worker is killed.
         """
         self._limits = limits
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         try:
             start = _start_bare if unsafe else partial(_start_isolated, limits)
             self._process = start(packages, self._errors)
@@ -57,7 +57,7 @@ class Sandbox:
 
     def wait_until_ready(self) -> None:
         """Before the first `run`. Raises `SandboxError` where it did not start."""
-        if self._frame(time.monotonic() + START_SECONDS) != READY:
+        if self._frame(time.monotonic() + START_SECONDS) != READY or self._process.poll() is not None:
             self._errors.seek(0)
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")

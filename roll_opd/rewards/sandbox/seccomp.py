@@ -3,7 +3,8 @@
 Namespaces are the walls; this narrows the kernel behind them: no tracing, mounting, new namespaces, keys, BPF,
 io_uring, modules, clocks, sockets (a pair of Unix sockets is allowed: event loops need one), no memory that counts
 for no limit (memfd, System V), nothing that is counted for the user of the whole machine (inotify), and no say in how
-other processes are scheduled, of which the supervisor is one. A call that is newer than this list does not exist (ENOSYS).
+other processes are scheduled, of which the supervisor is one. A call that is newer than this list does not exist
+(ENOSYS).
 """
 
 import errno

@@ -5,7 +5,6 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
-
 # Whoever writes a report chooses what it costs to read it: equal hashes make a set slow, large terms a fraction
 MOST_MEMBERS = 2000  # of a set or a mapping; a literal that it could equal is shorter
 MOST_DIGITS = 1000  # of a fraction's terms

@@ -26,12 +26,14 @@ PRELUDE = "".join(f"from {name} import *\n" for name in STARS) + "".join(
 )
 
 
-def load_prelude():
-    """The names that a program finds. What they need is imported here, once, before any fork."""
-    names = {}
-    exec(PRELUDE, names)
-    del names["__builtins__"]
-    return names
+def load_module():
+    """The module that a program becomes, with the names that it finds. It is made once, before any fork: a child that
+    filled it would touch, and so copy, the memory of every name.
+    """
+    module = types.ModuleType("__main__")
+    exec(PRELUDE, module.__dict__)
+    module.__dict__.update(exit=sys.exit, quit=sys.exit)
+    return module
 
 
 def confine(limits):
@@ -51,23 +53,21 @@ def confine(limits):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def play(program, check, limits, prelude, report_end, exit=os._exit, write=os.write):
-    """The program, then the check; never returns. Where there is a check the program is a module that somebody
-    imports, so that what stands under `__name__ == "__main__"` does not wait for an input.
+def play(module, program, check, limits, report_end, exit=os._exit, write=os.write):
+    """The program as `module`, then the check; never returns. Where there is a check the program is a module that
+    somebody imports, so that what stands under `__name__ == "__main__"` does not wait for an input.
     """
     confine(limits)
     random.seed(0)
     sys.setrecursionlimit(600_000)  # as ROLL does; memory is the limit
-    module = types.ModuleType("__main__" if check is None else "program")
-    sys.modules[module.__name__] = module
     if check is not None:
-        sys.modules["solution"] = module  # tests of KodCode import from there
+        module.__name__ = "solution"  # tests of KodCode import from there
+    sys.modules[module.__name__] = module
     space = module.__dict__
     seen = []
     code = 1
     report = {}
     try:
-        space.update(prelude, exit=sys.exit, quit=sys.exit)
         exec(compile(program, "program.py", "exec", dont_inherit=True), space)
         if check is not None:
             space["_seen"] = lambda key, value: seen.append([key, plain(value)])

@@ -16,7 +16,7 @@ import struct
 import sys
 from contextlib import suppress
 
-from .child import load_prelude, play
+from .child import load_module, play
 from .cleaning import IS_INIT, empty, kill_all
 from .pipes import close, read_exactly, write_all
 from .watch import WorkerGone, watch
@@ -47,22 +47,20 @@ def main(directory, *packages):
 
 def serve(requests, replies, directory):
     """Answer requests until their pipe ends. Cases run in `directory`, and what they leave in it is removed."""
-    prelude = load_prelude()
+    module = load_module()
     gc.freeze()  # a child that collects garbage copies no page of what is here already
-    write_frame(replies, READY)
+    write_frames(replies, READY)
     while True:
         head = read_exactly(requests, 4)
         if len(head) < 4:
             return
         request = json.loads(read_exactly(requests, struct.unpack(">I", head)[0]))
-        status, reason, output, report = run(request, prelude, directory, requests)
-        write_frame(replies, json.dumps([status, reason]).encode())
-        write_frame(replies, output)
-        write_frame(replies, report)
+        status, reason, output, report = run(request, module, directory, requests)
+        write_frames(replies, json.dumps([status, reason]).encode(), output, report)
         empty(directory)
 
 
-def run(request, prelude, directory, requests):
+def run(request, module, directory, requests):
     """One case: (wait status or None where it was killed, why, standard output, report)."""
     limits = request["limits"]
     stdin = request["stdin"].encode("utf-8", "surrogatepass")
@@ -76,7 +74,7 @@ def run(request, prelude, directory, requests):
             report_end = os.dup2(report_end, 3, inheritable=False)
             os.closerange(4, 1024)
             os.setsid()
-            play(request["program"], request["check"], limits, prelude, report_end)
+            play(module, request["program"], request["check"], limits, report_end)
         finally:
             os._exit(1)
     for end in (input_end, output_end, report_end):
@@ -90,5 +88,5 @@ def run(request, prelude, directory, requests):
             close(end)
 
 
-def write_frame(end, data):
-    write_all(end, struct.pack(">I", len(data)) + data)
+def write_frames(end, *frames):
+    write_all(end, b"".join(struct.pack(">I", len(frame)) + frame for frame in frames))
