@@ -1,11 +1,15 @@
 """Programs per second through the code sandbox, each with its test cases, and whether every verdict is right.
 
-python benchmarks/sandbox_speed.py [--programs 1000] [--cases 5] [--workers N] [--at-least 20]
+python benchmarks/sandbox_speed.py [--programs 1000] [--cases 5] [--workers N] [--at-least 20] [--json OUT]
 """
 
 import argparse
+import json
+import os
+import platform
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.rewards.code_sandbox import CodeSandbox
@@ -56,9 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=5, metavar="N")
     parser.add_argument("--workers", type=int, metavar="N", help="programs at once; default: the CPUs")
     parser.add_argument("--at-least", type=float, default=0.0, metavar="SPEED", help="exit with 1 when it is slower")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(arguments)
     speed, wrong = measure(options.programs, options.cases, options.workers)
     print(f"{speed:.1f} programs/s of {options.cases} cases, {wrong} of {options.programs} verdicts wrong")
+    if options.json:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        settings = {"programs": options.programs, "cases": options.cases, "workers": options.workers}
+        result = {"programs_per_second": speed, "wrong_verdicts": wrong, "settings": settings, "machine": machine}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
     return int(wrong > 0 or speed < options.at_least)
 
 

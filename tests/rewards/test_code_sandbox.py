@@ -2,6 +2,7 @@
 """The sandbox against hostile programs, honest ones, and its own end."""
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from hostile import HOSTILE
 
 from roll_opd.config.frozen import FrozenDict
@@ -241,6 +243,29 @@ def test_packages_can_be_imported_on_request(rewards) -> None:
     assert values(rewards[False], sample("without", program, test_cases=cases)) == [0.0]
     with pytest.raises(RewardError, match="packages: no-such-thing is not installed"):
         CodeSandbox(packages=["no-such-thing"])
+
+
+@needs_bwrap
+def test_the_page_is_true() -> None:
+    """Its YAML makes a worker with the documented defaults, and its rows work."""
+    page = (Path(REPOSITORY) / "docs/rewards/code_sandbox.md").read_text()
+    section = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])["rewards"]["code"]
+    arguments = {key: value for key, value in section.items() if key not in ("worker_cls", "tag_included")}
+    documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.MULTILINE))
+    defaults = {name: item.default for name, item in inspect.signature(CodeSandbox).parameters.items()}
+    assert set(documented) == set(defaults)
+    for name, default in documented.items():
+        if name not in ("workers", "packages"):
+            assert yaml.safe_load(default) == defaults[name], name
+    score = resolve(section["worker_cls"], {**arguments, "workers": 1})
+    rows = [json.loads(line) for line in re.search(r"```json\n(.*?)```", page, re.DOTALL)[1].splitlines()]
+    programs = ["print(int(input()) ** 2)", "def square(n): return n * n", "def square(n): return n * n"]
+    for row, program in zip(rows, programs, strict=True):
+        right, half = score(
+            [sample("a", text, **row) for text in (program, program.replace("** 2", "* 3").replace("n * n", "n * 3"))]
+        )
+        assert (right.value, half.value) == (1.0, 0.5)
+    score.__self__.close()
 
 
 @needs_bwrap
