@@ -172,6 +172,8 @@ def _json_or_text(value: Any) -> Any:
 def _text(value: Any, name: str) -> str:
     if _is_list(value):  # lines, as some sets write them
         value = "\n".join(map(str, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
     if not isinstance(value, str):
         raise BadCases(f"{name} must be a text, not {type(value).__name__}")
     return value
