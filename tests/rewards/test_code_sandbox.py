@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - programs are easier to read on one line
 """Programs by their rows' cases, in every form, and the worker's own start and limits."""
 
 import inspect

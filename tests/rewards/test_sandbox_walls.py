@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from hostile import HOSTILE
 from sandboxes import (
+    ASSERTS,
     LIMITS,
     REPOSITORY,
     SQUARE,
+    TESTS,
     WRONG,
     needs_bwrap,
     processes_of,
@@ -94,7 +96,8 @@ GUESSES = {
 @needs_bwrap
 @pytest.mark.parametrize("guess", GUESSES)
 def test_an_assertion_against_a_literal_cannot_be_forged(rewards, guess: str) -> None:
-    samples = [sample(f"{guess} {form}", GUESSES[guess], test_cases=FORMS[form]) for form in ("assert", "test")]
+    forms = {"assert": ASSERTS, "test": TESTS}
+    samples = [sample(f"{guess} {form}", GUESSES[guess], test_cases=cases) for form, cases in forms.items()]
     assert values(rewards[False], *samples) == [0.0, 0.0]
 
 
