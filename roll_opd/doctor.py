@@ -151,6 +151,14 @@ def no_compiler(facts: Facts) -> Iterator[Finding]:
         yield Finding("broken", what, "install Python's headers (Debian, Ubuntu: apt-get install python3-dev)")
 
 
+def no_sandbox(facts: Facts) -> Iterator[Finding]:
+    """What the reward `code_sandbox` needs; nothing else does."""
+    if facts.sandbox.error:
+        what, _, remedy = facts.sandbox.error.partition("code_sandbox: ")[2].partition("; ")
+        what = f"the reward code_sandbox cannot run programs: {what or facts.sandbox.error}"
+        yield Finding("warning", what, remedy or "install bubblewrap (`apt-get install bubblewrap`)")
+
+
 def small_machine(facts: Facts) -> Iterator[Finding]:
     """Memory, shared memory and cores."""
     if facts.shm_bytes is not None and facts.shm_bytes < SHM_NEEDED:
@@ -172,6 +180,7 @@ CHECKS: tuple[Check, ...] = (
     builds_and_devices,
     unregistered_plugin,
     no_compiler,
+    no_sandbox,
     small_machine,
 )
 
@@ -215,6 +224,7 @@ def used(facts: Facts) -> dict[str, str]:
         "memory": _size(facts.memory_bytes),
         "/dev/shm": shm,
         "compiler": facts.compiler or "-",
+        "code sandbox": "-" if facts.sandbox.error else "bubblewrap",
     }
 
 

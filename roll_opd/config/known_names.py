@@ -130,6 +130,9 @@ TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink"
 # reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
 REWARD_WORKERS: dict[str, frozenset[str]] = {
     "math_rule": _names("timeout"),
+    "code_sandbox": _names("""
+        partial unsafe workers packages cpu_seconds wall_seconds memory_mb processes open_files disk_mb files output_mb
+    """),
     "ifeval": _names("loose partial"),
     "multiple_choice": _names("require_boxed"),
     "crossthinkqa": _names("reward_type response_length_penalty_coef"),
@@ -140,6 +143,7 @@ REWARD_WORKERS: dict[str, frozenset[str]] = {
 REWARD_CLASSES_OF_ROLL = {
     "MathRuleRewardWorker": "math_rule",
     "GSM8KMathRewardWorker": "math_rule",
+    "CodeSandboxRewardWorker": "code_sandbox",
     "GeneralRuleRewardWorker": "ifeval",
     "GeneralValRuleRewardWorker": "general_rule",
     "CrossThinkQARuleRewardWorker": "crossthinkqa",
@@ -147,7 +151,6 @@ REWARD_CLASSES_OF_ROLL = {
 }
 # ROLL's other reward workers: they are planned under these names, and there is no worker of the name yet
 REWARD_CLASSES_LATER = {
-    "CodeSandboxRewardWorker": "code_sandbox",
     "LLMJudgeRewardWorker": "llm_judge",
     "PerAlignLLMJudgeRewardWorker": "llm_judge",
     "RemoteRewardSystemWorker": "remote_reward_system",

@@ -12,7 +12,7 @@ from roll_opd.rewards.final_answer import boxed, final_answer
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.notation import MAX_EXPRESSION, plain
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.symbolic import POOL, Algebra, Busy, Crashed, TimedOut
+from roll_opd.rewards.symbolic import Algebra, Busy, Crashed, TimedOut
 from roll_opd.rewards.units import split_unit
 
 
@@ -27,7 +27,6 @@ class MathRule:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 3600:
             raise RewardError(f"math_rule: timeout is {timeout!r}; give a number of seconds, such as 3")
         self._timeout = timeout
-        POOL.warm()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
         """Reasons: right, wrong, no answer, timeout, crash, no ground truth."""
@@ -43,7 +42,7 @@ class MathRule:
         except Crashed:
             return Score(0.0, reason="crash")
         except Busy:
-            return Failure("busy", "math_rule: too many answers at once that take long; give the domain more workers")
+            return Failure("busy", "math_rule: too many answers at once that take long; raise the domain's world_size")
         if right is None:
             return Score(0.0, reason="no answer")
         return Score(float(right), reason="right" if right else "wrong")

@@ -20,6 +20,7 @@ REWARDS = Registry(
     error=RewardError,
     ours={
         "math_rule": "roll_opd.rewards.math_rule",
+        "code_sandbox": "roll_opd.rewards.code_sandbox",
         "ifeval": "roll_opd.rewards.ifeval",
         "multiple_choice": "roll_opd.rewards.multiple_choice",
         "crossthinkqa": "roll_opd.rewards.crossthinkqa",
@@ -34,6 +35,7 @@ register = REWARDS.register
 ROLL_CLASSES = {
     "MathRuleRewardWorker": "math_rule",
     "GSM8KMathRewardWorker": "math_rule",
+    "CodeSandboxRewardWorker": "code_sandbox",
     "GeneralRuleRewardWorker": "ifeval",
     "GeneralValRuleRewardWorker": "general_rule",
     "CrossThinkQARuleRewardWorker": "crossthinkqa",

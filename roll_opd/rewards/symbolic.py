@@ -19,10 +19,10 @@ from typing import Literal
 
 from roll_opd.rewards.interface import RewardError
 
-PROCESSES = 4
-PATIENCE = 0.5  # seconds that a question waits for a free process, on top of its own time
+PROCESSES = 8
+PATIENCE = 60  # seconds that a question waits for a free process; its own time begins with that
 START_SECONDS = 120  # that the first process may take
-MEMORY_BYTES = 2 << 30  # address space of a process
+MEMORY_BYTES = 1 << 30  # address space of a process
 
 READY = "ready"  # a process's first line
 
@@ -40,7 +40,7 @@ class Crashed(Exception):
 
 
 class Busy(Exception):
-    """Other questions took the time of this one."""
+    """Other questions kept every process for too long."""
 
 
 class Algebra:
@@ -58,9 +58,8 @@ class Algebra:
     def _ask(self, question: Question, gold: str, answer: str) -> bool:
         if self._left <= 0:
             raise TimedOut
-        began = time.monotonic()
-        same = POOL.ask(question, gold, answer, self._left)
-        self._left -= time.monotonic() - began
+        same, spent = POOL.ask(question, gold, answer, self._left)
+        self._left -= spent
         return same
 
 
@@ -114,11 +113,6 @@ class Pool:
         self._room = self._processes = processes
         self._tried = threading.Event()  # the first process is up, or failed to come up
 
-    def warm(self) -> None:
-        """Start the first process in the background."""
-        if self._room == self._processes:
-            self.start()
-
     def start(self) -> None:
         """Start a process in the background, where there is room for one."""
         with self._lock:
@@ -127,35 +121,41 @@ class Pool:
             self._room -= 1
         threading.Thread(target=self._add, daemon=True).start()
 
-    def ask(self, question: Question, gold: str, answer: str, seconds: float) -> bool:
-        """The reply to a question, at most `seconds` + `PATIENCE` after the first process is up.
+    def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[bool, float]:
+        """The reply, and the seconds that it took.
+
+        The first question's time begins with the start of the first process, so that it too is over in time; half of
+        it is left for the question.
 
         Raises `TimedOut`, `Crashed` or `Busy`, and `RewardError` where math-verify cannot be started at all.
         """
-        self.warm()
-        self._tried.wait(START_SECONDS)
-        end = time.monotonic() + seconds + PATIENCE
+        began = time.monotonic()
+        if not self._tried.is_set():
+            if self._room == self._processes:
+                self.start()
+            self._tried.wait(START_SECONDS)
+        given = max(seconds - (time.monotonic() - began), seconds / 2)
         for _ in range(2):  # a process that somebody killed is not the question's fault
-            process = self._take(end)
-            given = min(seconds, end - time.monotonic())
+            process = self._take()
+            asked = time.monotonic()
             reply = process.ask(question, gold, answer, given)
             if reply:
                 self._free.put(process)
-                return reply == "true"
+                return reply == "true", time.monotonic() - asked
             with self._lock:
                 self._room += 1
             self.start()
             if reply is None:
-                raise TimedOut if given == seconds else Busy
+                raise TimedOut
         raise Crashed
 
-    def _take(self, end: float) -> _Process:
+    def _take(self) -> _Process:
         try:
             taken = self._free.get_nowait()
         except queue.Empty:
             self.start()
             try:
-                taken = self._free.get(timeout=max(0.0, end - time.monotonic()))
+                taken = self._free.get(timeout=PATIENCE)
             except queue.Empty:
                 raise Busy from None
         if isinstance(taken, RewardError):

@@ -1,0 +1,76 @@
+"""Programs per second through the code sandbox, each with its test cases, and whether every verdict is right.
+
+python benchmarks/sandbox_speed.py [--programs 1000] [--cases 5] [--workers N] [--at-least 20] [--json OUT]
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.interface import RewardSample
+
+# programs that read a number; the second of each pair is wrong for some number below 5
+PROGRAMS = (
+    ("print(int(input()) ** 2)", "n = int(input())\nprint(n * 2)", lambda n: n * n),
+    ("import math\nprint(math.factorial(int(input())))", "print(1 + int(input()))", lambda n: (1, 1, 2, 6, 24)[n]),
+    (
+        "from collections import Counter\nn = int(input())\nprint(sum(Counter(range(n)).values()))",
+        "print(len(range(1, int(input()))))",
+        lambda n: n,
+    ),
+)
+
+
+def sample(number: int, cases: int) -> tuple[RewardSample, float]:
+    """Every third program is wrong; every other one is asked by assertions."""
+    right, wrong, answer = PROGRAMS[number % len(PROGRAMS)]
+    is_right = number // len(PROGRAMS) % 3 != 2
+    program = right if is_right else wrong
+    if number % 2:
+        body = program.replace("int(input())", "n").replace("n = n\n", "").replace("print(", "return (")
+        program = "def f(n):\n" + "\n".join("    " + line for line in body.split("\n"))
+        rows = [{"assert_code": f"assert f({n % 5}) == {answer(n % 5)}"} for n in range(cases)]
+    else:
+        rows = [{"stdin": f"{n % 5}\n", "expected_stdout": f"{answer(n % 5)}\n"} for n in range(cases)]
+    response = f"```python\n{program}\n```"
+    return RewardSample(str(number), response, None, "code", FrozenDict({"test_cases": rows})), float(is_right)
+
+
+def measure(programs: int, cases: int, workers: int | None) -> tuple[float, int]:
+    """Programs per second, and how many verdicts were wrong."""
+    samples, rewards = zip(*(sample(number, cases) for number in range(programs)), strict=True)
+    reward = CodeSandbox(workers=workers)
+    started = time.monotonic()
+    found = [score.value for score in reward.score(samples)]
+    seconds = time.monotonic() - started
+    reward.close()
+    return programs / seconds, sum(one != other for one, other in zip(found, rewards, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the figures; return 1 where a verdict was wrong or the speed is below `--at-least`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=1000, metavar="N")
+    parser.add_argument("--cases", type=int, default=5, metavar="N")
+    parser.add_argument("--workers", type=int, metavar="N", help="programs at once; default: the CPUs")
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="SPEED", help="exit with 1 when it is slower")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args(arguments)
+    speed, wrong = measure(options.programs, options.cases, options.workers)
+    print(f"{speed:.1f} programs/s of {options.cases} cases, {wrong} of {options.programs} verdicts wrong")
+    if options.json:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        settings = {"programs": options.programs, "cases": options.cases, "workers": options.workers}
+        result = {"programs_per_second": speed, "wrong_verdicts": wrong, "settings": settings, "machine": machine}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return int(wrong > 0 or speed < options.at_least)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

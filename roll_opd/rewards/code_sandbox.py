@@ -1,0 +1,98 @@
+"""The reward of a program that passes its row's test cases, run where it can do no harm.
+
+The row's `test_cases` say what is run (docs/rewards/code_sandbox.md); the program is the last fenced Python block of
+the response. The sandbox is a security boundary: see `roll_opd.rewards.sandbox`.
+"""
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.registry import register
+from roll_opd.rewards.sandbox.cases import BadCases, needs_program, read_cases
+from roll_opd.rewards.sandbox.judge import NO_CODE, NOT_RUN, PASSED
+from roll_opd.rewards.sandbox.packages import files_of_packages
+from roll_opd.rewards.sandbox.pool import Pool
+from roll_opd.rewards.sandbox.response import program_of
+from roll_opd.rewards.sandbox.settings import Limits, SandboxError
+
+UNSAFE = (
+    "code_sandbox: UNSAFE: programs that a model wrote run with your rights, and can read, change and delete your files"
+    " and use your network; remove `unsafe: true` unless the machine is thrown away afterwards"
+)
+BAD_ROW = "unusable test cases"
+
+
+@register("code_sandbox")
+class CodeSandbox:
+    """1.0 for a program that passes all of its row's cases, else 0.0; with `partial`, the share that it passes.
+
+    None for a row whose cases cannot be used. `workers` programs run at once over all calls (default: the CPUs this
+    process may use); programs may import `packages`, names of installed ones, besides the standard library; the other
+    arguments are those of `Limits`. Raises `RewardError` where this machine offers no sandbox.
+    """
+
+    def __init__(
+        self,
+        partial: bool = False,
+        unsafe: bool = False,
+        workers: int | None = None,
+        packages: Sequence[str] = (),
+        cpu_seconds: int = Limits.cpu_seconds,
+        wall_seconds: float = Limits.wall_seconds,
+        memory_mb: int = Limits.memory_mb,
+        processes: int = Limits.processes,
+        open_files: int = Limits.open_files,
+        disk_mb: int = Limits.disk_mb,
+        files: int = Limits.files,
+        output_mb: int = Limits.output_mb,
+    ) -> None:
+        for name, value in (("partial", partial), ("unsafe", unsafe)):
+            if not isinstance(value, bool):
+                raise RewardError(f"code_sandbox: {name} is {value!r}; write true or false")
+        if workers is not None and (type(workers) is not int or workers < 1):
+            raise RewardError(f"code_sandbox: workers is {workers!r}; it must be a whole number above 0")
+        if isinstance(packages, str) or not all(isinstance(package, str) for package in packages):
+            raise RewardError(f"code_sandbox: packages is {packages!r}; write a list of names, such as [numpy]")
+        limits = Limits(cpu_seconds, wall_seconds, memory_mb, processes, open_files, disk_mb, files, output_mb)
+        if unsafe:
+            print(UNSAFE, file=sys.stderr, flush=True)
+        workers = workers or len(os.sched_getaffinity(0))
+        self._partial = partial
+        self._told = False
+        self._pool = Pool(limits, workers, unsafe, files_of_packages(packages))
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="code_sandbox")
+        self.close = weakref.finalize(self, _close, self._threads, self._pool)
+
+    def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
+        """Each sample's score, in order, with what became of its first case that did not pass as the reason."""
+        return list(self._threads.map(self._score, samples))
+
+    def _score(self, sample: RewardSample) -> Score | Failure:
+        try:
+            cases = read_cases(sample.extra, sample.response)
+        except BadCases as error:
+            if not self._told:  # the first tells what is wrong with the data; all are counted
+                self._told = True
+                print(f"code_sandbox: {sample.id}: {BAD_ROW}: {error}", file=sys.stderr, flush=True)
+            return Score(None, reason=BAD_ROW)
+        program = program_of(sample.response)
+        if program is None and needs_program(cases):
+            return Score(0.0, reason=NO_CODE)
+        try:
+            reasons = self._pool.run(program or "", cases, all_cases=self._partial)
+        except SandboxError as error:
+            return Failure("sandbox", str(error))
+        worst = next((reason for reason in reasons if reason not in (PASSED, NOT_RUN)), PASSED)
+        share = reasons.count(PASSED) / len(cases)
+        if self._partial:
+            return Score(share, {"all_passed": float(share == 1)}, worst)
+        return Score(float(share == 1), reason=worst)
+
+
+def _close(threads: ThreadPoolExecutor, pool: Pool) -> None:
+    threads.shutdown()
+    pool.close()

@@ -1,0 +1,126 @@
+"""Takes the expected values out of assertion code, so that a program never meets what it has to produce.
+
+`assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside, where what was seen is compared. That
+works for comparisons of anything with a literal, anywhere in the code: in a `test_` or `check` function, joined by
+`and`, in a loop. Of other assertions the outcome alone is told, so that each must have been reached; they are evaluated
+inside, in the program's own process.
+"""
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from roll_opd.rewards.sandbox.values import Unreadable, read_value
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: lambda left, right: type(left) is type(right) and left == right,  # of None, True and False
+    ast.IsNot: lambda left, right: type(left) is not type(right) or left != right,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_MIRROR: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.Eq,
+    ast.NotEq: ast.NotEq,
+    ast.Lt: ast.Gt,
+    ast.LtE: ast.GtE,
+    ast.Gt: ast.Lt,
+    ast.GtE: ast.LtE,
+}
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """One comparison that is made outside."""
+
+    compare: Callable[[Any, Any], Any]
+    literal: Any
+    always: bool  # it is reached in every right run: it stands under no condition and in no loop
+
+    def holds(self, written: Any) -> bool:
+        try:
+            return bool(self.compare(read_value(written), self.literal))
+        except (Unreadable, TypeError, ValueError, ArithmeticError, RecursionError):
+            return False
+
+
+@dataclass(frozen=True)
+class Check:
+    """Code to run after the program, and what it must have seen."""
+
+    code: str
+    expected: tuple[Expectation, ...]
+
+    def passes(self, seen: Any) -> bool:
+        """`seen`: pairs of an expectation's number and a value as the supervisor writes it; untrusted."""
+        reached = set()
+        for pair in seen if isinstance(seen, list) else ():
+            if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
+                return False
+            number, written = pair
+            if not 0 <= number < len(self.expected) or not self.expected[number].holds(written):
+                return False
+            reached.add(number)
+        return all(number in reached for number, item in enumerate(self.expected) if item.always)
+
+
+def hide_expected(code: str) -> Check:
+    """Raises SyntaxError for code that is not Python."""
+    hider = _Hider()
+    tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
+    return Check(ast.unparse(tree), tuple(hider.expected))
+
+
+class _Hider(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.expected: list[Expectation] = []
+        self._branches = 0
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.AST]:
+        parts = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else None
+        return [self._one(part) for part in parts or [node.test]]
+
+    def _one(self, test: ast.expr) -> ast.AST:
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            return self._outcome(test)
+        for asked, literal, op in (
+            (test.left, test.comparators[0], type(test.ops[0])),
+            (test.comparators[0], test.left, _MIRROR.get(type(test.ops[0]))),
+        ):
+            try:
+                value = ast.literal_eval(literal)
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                continue
+            if op is None or (op in (ast.Is, ast.IsNot) and not (value is None or isinstance(value, bool))):
+                continue
+            return self._seen(_COMPARE[op], value, asked)
+        return self._outcome(test)
+
+    def _outcome(self, test: ast.expr) -> ast.AST:
+        outcome = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))
+        return self._seen(operator.is_, True, outcome)
+
+    def _seen(self, compare: Callable[[Any, Any], Any], literal: Any, asked: ast.expr) -> ast.AST:
+        self.expected.append(Expectation(compare, literal, not self._branches))
+        arguments = [ast.Constant(len(self.expected) - 1), asked]
+        return ast.Expr(ast.Call(func=ast.Name("_seen", ast.Load()), args=arguments, keywords=[]))
+
+    def _branch(self, node: ast.AST) -> ast.AST:
+        self._branches += 1
+        self.generic_visit(node)
+        self._branches -= 1
+        return node
+
+    visit_If = visit_For = visit_While = visit_Try = visit_With = visit_ClassDef = visit_AsyncFunctionDef = _branch
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        # helpers may never be called; tests and checks are, once each
+        is_called = node.name.startswith("test_") or node.name == "check"
+        return self.generic_visit(node) if is_called else self._branch(node)

@@ -1,0 +1,109 @@
+"""The command that starts a supervisor in namespaces of its own, by bubblewrap
+(https://github.com/containers/bubblewrap).
+
+The sandbox's root holds the interpreter's own files (no site-packages) and the system's libraries, read-only, a
+work directory in memory, and nothing else of the machine.
+"""
+
+import os
+import shutil
+import stat
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from roll_opd.rewards.sandbox.settings import MEBI, Limits, SandboxError
+
+INSIDE = Path(__file__).with_name("inside")
+HOW_TO_GET_IT = (
+    "install it (`apt-get install bubblewrap`, 0.6 or newer), or write `unsafe: true` to run programs without"
+    " isolation, with your rights"
+)
+HOW_TO_ALLOW_IT = (
+    "user namespaces may be forbidden here: allow them (`sysctl kernel.unprivileged_userns_clone=1`; on Ubuntu `sysctl"
+    " kernel.apparmor_restrict_unprivileged_userns=0`; in a container a seccomp profile that lets unshare and"
+    " mount through, such as `--security-opt seccomp=unconfined`, and an unmasked /proc), install a newer"
+    " bubblewrap, or write `unsafe: true` to run programs without isolation, with your rights"
+)
+ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "PATH": "/python/bin",
+    "HOME": "/work",
+    "TMPDIR": "/work",
+    "PYTHONHASHSEED": "0",  # the order of a set is the same in every run
+    "OMP_NUM_THREADS": "1",
+}
+# no user's or site's packages, no bytecode written, UTF-8 everywhere
+FLAGS = ("-s", "-S", "-B", "-X", "utf8")
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.supervisor import main; main(*sys.argv[1:])"
+PACKAGES = "/python/packages"
+PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", "timer_list")  # files of /proc
+
+
+def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
+    """`packages`: files and directories that programs may import. `SandboxError` where there is no bubblewrap."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxError(f"code_sandbox: bubblewrap (bwrap) is not installed; {HOW_TO_GET_IT}")
+    size = ("--size", str(limits.disk_mb * MEBI))
+    variables = [part for name, value in ENVIRONMENT.items() for part in ("--setenv", name, value)]
+    return [
+        bwrap,
+        *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+        *("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--as-pid-1"),
+        *("--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
+        *("--clearenv", *variables, "--setenv", "LD_LIBRARY_PATH", "/python/lib"),
+        *_root(),
+        *(part for path in packages for part in ("--ro-bind", str(path), f"{PACKAGES}/{path.name}")),
+        *("--proc", "/proc", *_masked_proc(), "--remount-ro", "/proc"),
+        *("--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts", "--remount-ro", "/dev"),  # the machine's terminals are few
+        *(*size, "--tmpfs", "/work", "--symlink", "work", "/tmp", "--remount-ro", "/"),
+        *("--seccomp", str(seccomp_fd), "--chdir", "/work"),
+        *("/python/bin/python3", *FLAGS, "-c", START, "/python", "/work", *([PACKAGES] if packages else [])),
+    ]
+
+
+def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
+    """The same supervisor without any wall, at work in `directory`."""
+    folders = dict.fromkeys(str(path.parent) for path in packages)
+    return [sys.executable, *FLAGS, "-c", START, str(INSIDE.parent), directory, *folders]
+
+
+def _masked_proc() -> Iterator[str]:
+    """What of /proc is about the whole machine and no program's business. Where the worker is root, the sandbox's user
+    is root to /proc as well, although without any capability: it must find nothing there that is for root only.
+    """
+    for entry in sorted(os.scandir("/proc"), key=lambda entry: entry.name):
+        if entry.name.isdigit() or entry.is_symlink() or entry.name == "sys":
+            continue
+        is_for_root = not entry.stat().st_mode & stat.S_IROTH
+        if entry.is_dir():
+            yield from ("--tmpfs", f"/proc/{entry.name}", "--remount-ro", f"/proc/{entry.name}")
+        elif is_for_root or entry.name in PRIVATE:
+            yield from ("--ro-bind", "/dev/null", f"/proc/{entry.name}")
+
+
+def _root() -> Iterator[str]:
+    """The files that an interpreter needs, under /python, where any installation finds its own library."""
+    library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
+    executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+    yield from ("--ro-bind", "/usr/lib", "/usr/lib")
+    for name in ("lib", "lib64", "lib32", "usr/lib64"):
+        path = Path("/") / name
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
+    yield from ("--ro-bind", str(executable), "/python/bin/python3")
+    inside = f"/python/lib/{library.name}"
+    if library.parent.parent == Path("/usr"):  # the system's own: its shared libraries are there already
+        yield from ("--ro-bind", str(library), inside)
+    else:
+        yield from ("--ro-bind", str(library.parent), "/python/lib")
+    for packages in ("site-packages", "dist-packages"):
+        if (library / packages).is_dir():
+            yield from ("--tmpfs", f"{inside}/{packages}", "--remount-ro", f"{inside}/{packages}")
+    yield from ("--ro-bind", str(INSIDE), "/python/inside")

@@ -1,0 +1,39 @@
+"""Cases that call a function of the program, or a method of its class `Solution`, with arguments, as APPS, TACO and
+LiveCodeBench have them. What the call must give stays outside.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from roll_opd.rewards.sandbox.assertions import Check, Expectation
+
+
+def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> Check:
+    """`wrapped`: the answer is a list of the answer. Raises ValueError for arguments that cannot be written as code."""
+    wanted = plain(answer)
+    accepted = [wanted, wanted[0]] if wrapped else [wanted]
+    written = ", ".join(repr(plain(argument)) for argument in arguments)
+    code = f"_seen(0, getattr(Solution() if 'Solution' in globals() else __import__('solution'), {name!r})({written}))"
+    return Check(code, (Expectation(lambda value, _: plain(value) in accepted, None, always=True),))
+
+
+def is_wrapped(answers: Sequence[Any]) -> bool:
+    """Whether a row has every answer in a list of one, as APPS does. With other lists of one in it, a row would have
+    some answer that is no such list.
+    """
+    return all(isinstance(answer, tuple | list) and len(answer) == 1 for answer in answers)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it, so that tuples are lists and the keys of mappings are texts. ValueError for others."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if value - value != 0:
+            raise ValueError(f"{value} cannot be written as code")
+        return value
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return {str(key): plain(item) for key, item in value.items()}
+    raise ValueError(f"{type(value).__name__} is no plain value")

@@ -1,0 +1,118 @@
+"""The child in which a program runs: its limits, its names, and what it reports."""
+
+import atexit
+import collections.abc
+import decimal
+import json
+import numbers
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import types
+
+from .cleaning import IS_INIT
+from .pipes import write_all
+
+# names that ROLL gives to every program, in its order
+STARS = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+PRELUDE = "".join(f"from {name} import *\n" for name in STARS) + "".join(
+    f"import {name}\n" for name in STARS if name not in ("builtins", "typing")
+)
+
+
+def load_module():
+    """The module that a program becomes, with the names that it finds. It is made once, before any fork: a child that
+    filled it would touch, and so copy, the memory of every name.
+    """
+    module = types.ModuleType("__main__")
+    exec(PRELUDE, module.__dict__)
+    module.__dict__.update(exit=sys.exit, quit=sys.exit)
+    return module
+
+
+def confine(limits):
+    """The limits of this process and of what it starts."""
+    memory, disk, cpu = limits["memory_mb"] << 20, limits["disk_mb"] << 20, limits["cpu_seconds"]
+    for what, soft, hard in (
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_FSIZE, disk, disk),
+        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_CPU, cpu, cpu + 1),
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),
+    ):
+        if what == resource.RLIMIT_NPROC and not IS_INIT:
+            continue  # outside a user namespace it would count the user's own processes
+        resource.setrlimit(what, (soft, hard))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def play(module, program, check, limits, report_end, exit=os._exit, write=os.write):
+    """The program as `module`, then the check; never returns. Where there is a check the program is a module that
+    somebody imports, so that what stands under `__name__ == "__main__"` does not wait for an input.
+    """
+    confine(limits)
+    random.seed(0)
+    sys.setrecursionlimit(600_000)  # as ROLL does; memory is the limit
+    if check is not None:
+        module.__name__ = "solution"  # tests of KodCode import from there
+    sys.modules[module.__name__] = module
+    space = module.__dict__
+    seen = []
+    code = 1
+    report = {}
+    try:
+        exec(compile(program, "program.py", "exec", dont_inherit=True), space)
+        if check is not None:
+            space["_seen"] = lambda key, value: seen.append([key, plain(value)])
+            exec(compile(check, "check.py", "exec", dont_inherit=True), space)
+            report = {"seen": seen}
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        report = {"error": "SystemExit"}
+    except BaseException as error:
+        report = {"error": type(error).__name__}
+    try:
+        if check is not None:
+            write_all(report_end, json.dumps(report).encode(), write)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException as error:
+        report, code = {"error": type(error).__name__}, 1
+    if check is None:
+        write_all(report_end, json.dumps(report).encode(), write)
+    exit(code & 255)
+
+
+def plain(value, depth=0):
+    """A value as JSON that keeps its type's family; [] for what cannot be told. The other half is values.py."""
+    if depth > 100:
+        return []
+    if value is None or isinstance(value, bool | str):
+        return value if value is None or isinstance(value, bool) else ["s", str(value)]
+    if isinstance(value, int):
+        return ["i", hex(value)]
+    if isinstance(value, float):
+        return ["f", float(value).hex()]
+    if isinstance(value, complex):
+        return ["c", value.real.hex(), value.imag.hex()]
+    if isinstance(value, bytes | bytearray):
+        return ["b", value.hex()]
+    if isinstance(value, decimal.Decimal):
+        return ["d", str(value)]
+    if isinstance(value, numbers.Rational):
+        return ["q", hex(value.numerator), hex(value.denominator)]
+    if isinstance(value, collections.abc.Mapping):
+        return ["m", [[plain(key, depth + 1), plain(item, depth + 1)] for key, item in value.items()]]
+    for kind, family in (("l", list), ("t", tuple), ("e", collections.abc.Set)):
+        if isinstance(value, family):
+            return [kind, [plain(item, depth + 1) for item in value]]
+    return []

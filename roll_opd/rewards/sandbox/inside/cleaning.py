@@ -1,0 +1,75 @@
+"""What is done after a case, so that the next one finds the sandbox as this one did."""
+
+import os
+import signal
+import stat
+from contextlib import suppress
+
+IS_INIT = os.getpid() == 1  # in a pid namespace of its own; without one, in unsafe mode
+SHARED_MEMORY = "/dev/shm"
+
+
+def kill_all(child=None):
+    """End and reap everything but this process."""
+    if IS_INIT:
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        return
+    for _ in range(1000):  # without a pid namespace: whatever has become a child of this subreaper, again and again
+        try:
+            with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+                pids = [int(pid) for pid in file.read().split()]
+        except OSError:
+            pids = [child] if child else []
+        if not pids:
+            return
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def empty(directory):
+    """Remove all that a case wrote: its directory's content and, behind the wall, what is in shared memory. Raises
+    OSError where that cannot be done, and the sandbox is of no more use.
+    """
+    for place in (directory, SHARED_MEMORY) if IS_INIT else (directory,):
+        os.chmod(place, 0o700)
+        top = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _remove_content(top)
+        finally:
+            os.close(top)
+
+
+def _remove_content(top):
+    """Without paths and without recursion, for which a tree can be too deep: what lies in a directory's directories
+    is moved up before it goes.
+    """
+    while names := os.listdir(top):
+        for name in names:
+            if not _is_directory(name, top):
+                os.unlink(name, dir_fd=top)
+                continue
+            end = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for inner in os.listdir(end):
+                    if _is_directory(inner, end):
+                        os.rename(inner, os.urandom(16).hex(), src_dir_fd=end, dst_dir_fd=top)
+                    else:
+                        os.unlink(inner, dir_fd=end)
+            finally:
+                os.close(end)
+            os.rmdir(name, dir_fd=top)
+
+
+def _is_directory(name, parent):
+    """Made accessible where it is one."""
+    if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
+        return False
+    os.chmod(name, 0o700, dir_fd=parent)
+    return True

@@ -1,0 +1,122 @@
+"""The watch over one case: feeds it and takes what it says until it ends or breaks a limit."""
+
+import os
+import select
+import time
+
+from .cleaning import IS_INIT, SHARED_MEMORY, kill_all
+from .pipes import close, drain, feed_some
+
+TICK = 0.01  # s between looks at the processes of a case
+REPORT_BYTES = 4 << 20
+PATIENCE = 3  # times the wall time, at most, where the machine is so busy that a case waits for a CPU
+PAGE = os.sysconf("SC_PAGESIZE")
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # per second of CPU time
+
+
+class WorkerGone(Exception):
+    """Nobody waits for an answer any more."""
+
+
+def watch(child, limits, directory, stdin, feed, out, seen, requests):
+    """Feed and drain the child until it ends or breaks a limit; then everything that it started ends as well.
+
+    Returns its wait status (None where it was killed), why it ended, its standard output and its report.
+    """
+    started = time.monotonic()
+    room = {out: limits["output_mb"] << 20, seen: REPORT_BYTES}
+    got = {out: bytearray(), seen: bytearray()}
+    poll = select.poll()
+    for end in got:
+        poll.register(end, select.POLLIN)
+    poll.register(requests, select.POLLHUP)
+    pidfd = os.pidfd_open(child)
+    poll.register(pidfd, select.POLLIN)
+    if stdin:
+        poll.register(feed, select.POLLOUT)
+    else:
+        close(feed)
+    status = reason = None
+    looked = started
+    while reason is None:
+        for end, _ in poll.poll(TICK * 1000):
+            if end == requests:
+                raise WorkerGone
+            elif end == feed:
+                stdin = feed_some(feed, stdin)
+                if not stdin:
+                    poll.unregister(feed)
+                    close(feed)
+            elif end in got and not drain(end, got[end], room[end]):
+                poll.unregister(end)
+        now = time.monotonic()
+        if any(len(got[end]) > room[end] for end in got):
+            reason = "output limit"
+        elif now - looked > TICK:
+            looked = now
+            reason = broken_limit(limits, directory)
+            if reason is None and is_late(child, now - started, limits["wall_seconds"]):
+                reason = "time limit"
+        if reason is None:
+            ended, ended_status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                status, reason = ended_status, "ended"
+    kill_all(child if status is None else None)
+    os.close(pidfd)
+    for end in got:
+        drain(end, got[end], room[end])
+        if len(got[end]) > room[end]:
+            reason = "output limit"
+    return status, reason, bytes(got[out][: room[out]]), bytes(got[seen][: room[seen]])
+
+
+def is_late(child, seconds, wall_seconds):
+    """Whether the wall time is over. What the child waited for a CPU does not count: a busy machine is no fault of
+    its own. That ends at `PATIENCE` times the wall time.
+    """
+    if seconds <= wall_seconds:
+        return False
+    try:
+        with open(f"/proc/{child}/schedstat", "rb") as file:
+            waited = int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):  # a kernel that does not count it
+        waited = 0.0
+    return seconds - waited > wall_seconds or seconds > PATIENCE * wall_seconds
+
+
+def broken_limit(limits, directory):
+    """Which limit all processes of the case together break.
+
+    The kernel's own limits hold for one process each, that of processes not at all for root's, and none for the number
+    of files.
+    """
+    if not IS_INIT:
+        return None
+    tasks, pages, ticks, own = 0, 0, 0, usage("1")[1]
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            threads, resident, used = usage(name)
+            tasks += threads
+            pages += max(0, resident - own)  # what a fork shares with this process
+            ticks += used
+    if tasks > limits["processes"]:
+        return "process limit"
+    if pages * PAGE > limits["memory_mb"] << 20:
+        return "memory limit"
+    if ticks > (limits["cpu_seconds"] + 1) * CLOCK_TICKS:  # one process alone ends by its own limit, a second earlier
+        return "time limit"
+    for place in (directory, SHARED_MEMORY):
+        disk = os.statvfs(place)
+        if disk.f_files - disk.f_ffree > limits["files"]:
+            return "disk limit"
+    return None
+
+
+def usage(pid):
+    """(threads, pages resident, ticks of CPU time) of a process with the children that it has waited for."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the third of proc_pid_stat(5) and what follows
+    except OSError:
+        return 0, 0, 0
+    return int(fields[17]), int(fields[21]), sum(map(int, fields[11:15]))

@@ -1,0 +1,106 @@
+"""Sandboxes that are started before they are needed, each for one program."""
+
+import queue
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from roll_opd.rewards.sandbox.cases import Case
+from roll_opd.rewards.sandbox.judge import NOT_RUN, PASSED, REFUSED, TIME, judge
+from roll_opd.rewards.sandbox.process import Sandbox
+from roll_opd.rewards.sandbox.settings import Limits, SandboxError
+
+ATTEMPTS = 2  # of a program whose sandbox breaks down: somebody may have killed it
+PROBE = ("print(6 * 7)", (Case(expected_stdout="42"),))
+
+
+class Pool:
+    """`size` sandboxes ready at any time. `run` may be called from any thread."""
+
+    def __init__(self, limits: Limits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
+        """Returns when a first program has run; raises `SandboxError` where none can."""
+        self._limits, self._size, self._unsafe, self._packages = limits, size, unsafe, packages
+        self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
+        self._wanted: queue.Queue[bool] = queue.Queue()
+        self._keeper = threading.Thread(target=self._keep, name="code_sandbox", daemon=True)
+        for _ in range(size):
+            self._wanted.put(True)
+        self._keeper.start()
+        try:
+            self._probe()
+        except SandboxError:
+            self.close()
+            raise
+
+    def run(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
+        """A reason for each case. Unless `all_cases`, the first failure ends the program; a time limit always does.
+
+        `REFUSED` where this program breaks its sandbox, and another does not; `SandboxError` where others do too.
+        """
+        for _ in range(ATTEMPTS):
+            try:
+                reasons = self._attempt(program, cases, all_cases)
+            except SandboxError:
+                continue
+            if REFUSED not in reasons:
+                return reasons
+        self._probe()
+        return [REFUSED] + [NOT_RUN] * (len(cases) - 1)
+
+    def close(self) -> None:
+        """End all that is ready; what runs ends by itself."""
+        self._wanted.put(False)
+        self._keeper.join()
+        while not self._ready.empty():
+            sandbox = self._ready.get()
+            if isinstance(sandbox, Sandbox):
+                sandbox.close()
+
+    def _probe(self) -> None:
+        found = self._attempt(*PROBE, all_cases=True)
+        if found != [PASSED]:
+            raise SandboxError(f"code_sandbox: the sandbox starts but does not work: {found[0]}")
+
+    def _attempt(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
+        sandbox = self._take_ready()
+        reasons: list[str] = []
+        try:
+            for case in cases:
+                check = None if case.check is None else case.check.code
+                outcome = sandbox.run(case.program(program), case.stdin, check)
+                reasons.append(REFUSED if outcome is None else judge(case, outcome))
+                if reasons[-1] in (TIME, REFUSED) or (reasons[-1] != PASSED and not all_cases):
+                    break
+        finally:
+            sandbox.close()
+        return reasons + [NOT_RUN] * (len(cases) - len(reasons))
+
+    def _take_ready(self) -> Sandbox:
+        """Those that were killed while they waited are nobody's fault; the one after them has to start."""
+        for _ in range(self._size):
+            with suppress(SandboxError):
+                return self._take()
+        return self._take()
+
+    def _take(self) -> Sandbox:
+        sandbox = self._ready.get()
+        self._wanted.put(True)
+        if isinstance(sandbox, SandboxError):
+            raise sandbox
+        try:
+            sandbox.wait_until_ready()
+        except SandboxError:
+            sandbox.close()
+            raise
+        return sandbox
+
+    def _keep(self) -> None:
+        """The one thread that starts sandboxes, because the kernel ends them with the thread that did."""
+        while self._wanted.get():
+            try:
+                self._ready.put(Sandbox(self._limits, self._unsafe, self._packages))
+            except SandboxError as error:
+                self._ready.put(error)
+            except Exception as error:  # no memory, processes or descriptors left: whoever waits must hear of it
+                self._ready.put(SandboxError(f"code_sandbox: no sandbox can be started: {error!r}"))

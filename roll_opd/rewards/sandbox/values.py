@@ -1,0 +1,70 @@
+"""What the supervisor's `plain` wrote, as Python values again. It comes from the program: anything may be in it."""
+
+import json
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any
+
+# Whoever writes a report chooses what it costs to read it: equal hashes make a set slow, large terms a fraction
+MOST_MEMBERS = 2000  # of a set or a mapping; a literal that it could equal is shorter
+MOST_DIGITS = 1000  # of a fraction's terms
+
+
+class Unreadable(ValueError):
+    """A report, or a value in it, that is none."""
+
+
+def read_report(report: bytes) -> dict[str, Any]:
+    """The object in a report, {} where there is none."""
+    try:
+        found = json.loads(report)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_value(written: Any) -> Any:
+    """Raises `Unreadable`."""
+    if written is None or isinstance(written, bool):
+        return written
+    try:
+        return _MAKE[written[0]](*written[1:])
+    except (LookupError, TypeError, ValueError, AttributeError, InvalidOperation, ArithmeticError, RecursionError):
+        raise Unreadable from None
+
+
+def _values(items: Any) -> list[Any]:
+    return [read_value(item) for item in items]
+
+
+def _members(items: Any) -> Any:
+    if len(items) > MOST_MEMBERS:
+        raise Unreadable
+    return items
+
+
+def _term(text: Any) -> int:
+    if len(text) > MOST_DIGITS:
+        raise Unreadable
+    return int(text, 16)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise Unreadable
+    return text
+
+
+_MAKE: dict[str, Any] = {
+    "s": _text,
+    "i": lambda text: int(text, 16),
+    "f": float.fromhex,
+    "c": lambda real, imag: complex(float.fromhex(real), float.fromhex(imag)),
+    "b": bytes.fromhex,
+    "d": Decimal,
+    "q": lambda over, under: Fraction(_term(over), _term(under)),
+    "l": _values,
+    "t": lambda items: tuple(_values(items)),
+    "e": lambda items: frozenset(_values(_members(items))),
+    "m": lambda pairs: {read_value(key): read_value(item) for key, item in _members(pairs)},
+}
