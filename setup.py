@@ -34,6 +34,7 @@ COMMON = [
     "datasets>=4.0",
     "pyarrow>=20.0",
     "math-verify==0.9.0",
+    "httpx>=0.27",
     "tensorboard>=2.20",
 ]
 # torch and vLLM come with an extra, because the builds for CPUs and for GPUs exclude each other

@@ -128,19 +128,29 @@ MEGATRON_FIELDS = _names("""
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 TEMPLATES = ("native", "native_nonthinking", "qwen2_5", "qwen3", "qwen3_nothink", "chatml", "base", "empty")
 # reward workers known by name and the arguments each takes, and the class names under which ROLL users know them
-REWARD_WORKERS: dict[str, frozenset[str]] = {"math_rule": frozenset()}
-REWARD_CLASSES_OF_ROLL = {"MathRuleRewardWorker": "math_rule"}
+REWARD_WORKERS: dict[str, frozenset[str]] = {
+    "math_rule": frozenset(),
+    "llm_judge": _names("""
+        judge_model_name judge_api_url judge_api_key judge_model_type judge_prompt prompt_file system_prompt verdict
+        verdict_key pattern min_score max_score temperature max_tokens extra_body api_key_env cache_size
+        request_seconds retry_seconds concurrency requests_per_minute
+    """),
+    "remote": _names("url headers request_seconds retry_seconds concurrency requests_per_minute"),
+}
+REWARD_CLASSES_OF_ROLL = {
+    "MathRuleRewardWorker": "math_rule",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "PerAlignLLMJudgeRewardWorker": "llm_judge",
+    "RemoteRewardSystemWorker": "remote",
+}
 # ROLL's other reward workers: they are planned under these names, and there is no worker of the name yet
 REWARD_CLASSES_LATER = {
     "CodeSandboxRewardWorker": "code_sandbox",
-    "LLMJudgeRewardWorker": "llm_judge",
-    "PerAlignLLMJudgeRewardWorker": "llm_judge",
     "GeneralRuleRewardWorker": "ifeval",
     "GeneralValRuleRewardWorker": "general_val",
     "CrossThinkQARuleRewardWorker": "crossthinkqa",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice_boxed",
     "GSM8KMathRewardWorker": "gsm8k_math",
-    "RemoteRewardSystemWorker": "remote_reward_system",
 }
 REWARDS_THAT_NEED_ANSWERS = ("math_rule", "multiple_choice", "crossthinkqa", "general_rule")  # a row's ground_truth
 # those that keep time themselves, by what they are asked to do; others have `timeout` seconds a sample

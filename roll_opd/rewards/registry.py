@@ -18,12 +18,21 @@ REWARDS = Registry(
     made_of="function or class",
     example="mypackage.my_reward",
     error=RewardError,
-    ours={"math_rule": "roll_opd.rewards.math_rule"},
+    ours={
+        "math_rule": "roll_opd.rewards.math_rule",
+        "llm_judge": "roll_opd.rewards.llm_judge",
+        "remote": "roll_opd.rewards.remote",
+    },
 )
 register = REWARDS.register
 
 # ROLL's reward worker classes -> the reward that plays the same role here
-ROLL_CLASSES = {"MathRuleRewardWorker": "math_rule"}
+ROLL_CLASSES = {
+    "MathRuleRewardWorker": "math_rule",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "PerAlignLLMJudgeRewardWorker": "llm_judge",
+    "RemoteRewardSystemWorker": "remote",
+}
 
 
 def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:
@@ -60,7 +69,8 @@ def _fitting(worker: str, args: Mapping[str, Any] | None) -> Callable[..., Any]:
         inspect.signature(found).bind(*(() if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
         made = "made" if is_class else "called"
-        raise RewardError(f"reward {worker}: cannot be {made} with {dict(args or {})}: {error}") from error
+        given = sorted(args or ())  # the names alone: a value may be a key
+        raise RewardError(f"reward {worker}: cannot be {made} with {given}: {error}") from error
     except ValueError:  # written in C, it has no signature that could be checked
         pass
     return found

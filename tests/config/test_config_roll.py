@@ -268,5 +268,5 @@ def test_names_agree_with_the_rooms_that_own_them() -> None:
     assert set(TEMPLATES) == set(OWNED_TEMPLATES)
     assert REWARD_CLASSES_OF_ROLL == ROLL_CLASSES
     for name, arguments in REWARD_WORKERS.items():
-        assert set(inspect.signature(REWARDS.find(name)).parameters) - {"samples"} == arguments
+        assert set(inspect.signature(REWARDS.find(name)).parameters) - {"samples", "complete"} == arguments
     assert OWNED_DEFAULT_TAG == DEFAULT_TAG
