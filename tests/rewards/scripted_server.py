@@ -7,6 +7,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 from roll_opd.rewards.interface import Failure, RewardSample, Scored, read_scores
 
-STALL_SECONDS = 1.5
+STALL_SECONDS = 2.5
 BROKEN = {  # what the client must call it, by the script's name
     "cut": "broken_json",  # JSON that ends in the middle
     "alien": "broken_json",  # JSON that is no such answer
@@ -84,7 +85,8 @@ class ScriptedServer:
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self._connections):
-            _reset(connection)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -127,11 +129,9 @@ class ScriptedServer:
 
 
 def _reset(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.shutdown(socket.SHUT_RD)
-    with contextlib.suppress(OSError):
-        connection.close()
+    """End it with a reset instead of a farewell."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(connection.detach())
 
 
 def scored(reward: Any, samples: Sequence[RewardSample], at_once: int = 1) -> list[Scored]:

@@ -24,7 +24,7 @@ def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve) -> None:
     faults = ["429", "429 after 1", "500", "502", "cut", "alien", "half", "reset", "stall", *[None] * 20]
     random.Random(0).shuffle(faults)
     server = serve(lengths, faults, seconds=0.02)
-    scores = scored(Remote(server.url, request_seconds=1, concurrency=4), SAMPLES, at_once=3)
+    scores = scored(Remote(server.url, request_seconds=2, concurrency=4), SAMPLES, at_once=3)
     assert scores == [Score(float(n), errors=score.errors) for n, score in enumerate(scores)]
     assert sum(server.wrong.values()) == 9
     assert attempts_failed(scores) == server.wrong
