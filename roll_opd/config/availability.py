@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from roll_opd.config.algorithms import ADVANTAGES, LOSSES, LossFacts
-from roll_opd.config.known_names import REWARD_CLASSES_LATER, REWARD_WORKERS
+from roll_opd.config.known_names import REWARD_WORKERS
 from roll_opd.config.models import read_json
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.trackers import lacking
@@ -61,8 +61,7 @@ def _unavailable_rewards(plan: RunPlan) -> list[str]:
         " path of a class of your own"
         for reward in plan.rewards
         for term in reward.terms
-        if term.worker not in REWARD_WORKERS
-        and (term.worker in REWARD_CLASSES_LATER.values() or term.worker.startswith("roll."))
+        if term.worker.startswith("roll.")
     ]
 
 

@@ -133,6 +133,12 @@ REWARD_WORKERS: dict[str, frozenset[str]] = {
     "code_sandbox": _names("""
         partial unsafe workers packages cpu_seconds wall_seconds memory_mb processes open_files disk_mb files output_mb
     """),
+    "llm_judge": _names("""
+        judge_model_name judge_api_url judge_api_key judge_model_type judge_prompt prompt_file system_prompt verdict
+        verdict_key pattern min_score max_score temperature max_tokens extra_body api_key_env cache_size
+        request_seconds retry_seconds concurrency requests_per_minute
+    """),
+    "remote": _names("url headers request_seconds retry_seconds concurrency requests_per_minute"),
     "ifeval": _names("loose partial"),
     "multiple_choice": _names("require_boxed"),
     "crossthinkqa": _names("reward_type response_length_penalty_coef"),
@@ -144,16 +150,13 @@ REWARD_CLASSES_OF_ROLL = {
     "MathRuleRewardWorker": "math_rule",
     "GSM8KMathRewardWorker": "math_rule",
     "CodeSandboxRewardWorker": "code_sandbox",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "PerAlignLLMJudgeRewardWorker": "llm_judge",
     "GeneralRuleRewardWorker": "ifeval",
     "GeneralValRuleRewardWorker": "general_rule",
     "CrossThinkQARuleRewardWorker": "crossthinkqa",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
-}
-# ROLL's other reward workers: they are planned under these names, and there is no worker of the name yet
-REWARD_CLASSES_LATER = {
-    "LLMJudgeRewardWorker": "llm_judge",
-    "PerAlignLLMJudgeRewardWorker": "llm_judge",
-    "RemoteRewardSystemWorker": "remote_reward_system",
+    "RemoteRewardSystemWorker": "remote",
 }
 REWARDS_THAT_NEED_ANSWERS = ("math_rule", "multiple_choice", "crossthinkqa", "general_rule")  # a row's ground_truth
 # those that keep time themselves, by what they are asked to do; others have `timeout` seconds a sample

@@ -9,7 +9,6 @@ from roll_opd.config.known_names import (
     DOTTED,
     MOST_REWARD_CALLS,
     REWARD_CALLS,
-    REWARD_CLASSES_LATER,
     REWARD_CLASSES_OF_ROLL,
     REWARD_KEYS_OF_ROLL,
     REWARD_SECONDS,
@@ -79,13 +78,12 @@ def _terms(path: str, domain: str, reward: Reward, findings: Findings) -> tuple[
 
 def _term(path: str, default: str, name: str | None, term: Term, findings: Findings) -> RewardTerm:
     worker = _worker(path, term.worker_cls or default, findings)
-    return RewardTerm(
-        name=name or worker.rpartition(".")[2],
-        worker=worker,
-        args=FrozenDict(_arguments(path, worker, term.args, findings)),
-        weight=term.weight,
-        timeout=term.timeout or (None if worker in REWARDS_THAT_KEEP_TIME else REWARD_SECONDS),
-    )
+    args, timeout = _arguments(path, worker, term.args, findings), term.timeout
+    if timeout is None:
+        timeout = None if worker in REWARDS_THAT_KEEP_TIME else REWARD_SECONDS
+    elif "timeout" in REWARD_WORKERS.get(worker, ()):
+        args, timeout = {**args, "timeout": timeout}, None
+    return RewardTerm(name or worker.rpartition(".")[2], worker, FrozenDict(args), term.weight, timeout)
 
 
 def _shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
@@ -96,10 +94,10 @@ def _shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> 
 
 def _worker(path: str, name: str, findings: Findings) -> str:
     """Return the worker's registered name or dotted path; a class of ROLL's becomes the name of its counterpart."""
-    classes = {**REWARD_CLASSES_OF_ROLL, **REWARD_CLASSES_LATER}
+    classes = REWARD_CLASSES_OF_ROLL
     class_name = name.rpartition(".")[2]
     known = classes.get(class_name, name)
-    if known in REWARD_WORKERS or known in REWARD_CLASSES_LATER.values():
+    if known in REWARD_WORKERS:
         return known
     near = difflib.get_close_matches(class_name, (*classes, *REWARD_WORKERS), n=1, cutoff=0.8)
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):

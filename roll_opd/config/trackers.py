@@ -77,7 +77,7 @@ ARGUMENTS: dict[str, type[Section]] = {
 TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and those above
 # modules that a tracker needs beyond what every run has; the extra of setup.py has the tracker's name
 MODULES = {"wandb": ("wandb",), "swanlab": ("swanlab",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-SECRETS = ("api_key", "token", "password", "secret")  # endings of keys
+SECRETS = ("api_key", "token", "password", "secret", "authorization")  # endings of keys
 
 
 def read_trackers(top: Run, findings: Findings) -> dict[str, dict[str, Any]]:

@@ -17,9 +17,10 @@ from roll_opd.rewards.arguments import choice, number
 from roll_opd.rewards.choices import is_choice, options_of
 from roll_opd.rewards.interface import RewardSample, Score
 from roll_opd.rewards.length_penalty import response_tokens, shortness
-from roll_opd.rewards.math_rule import is_right as is_right_number
+from roll_opd.rewards.math_rule import is_right
 from roll_opd.rewards.multiple_choice import choice_score
 from roll_opd.rewards.registry import register
+from roll_opd.rewards.symbolic import Crashed, TimedOut
 
 # (right, boxed) -> value
 WORTH = {
@@ -76,4 +77,9 @@ def same_answer(answer: str, gold: str) -> bool:
     """Whether two short answers are the same text, or where `gold` has digits or LaTeX the same number or formula."""
     if answers.same_text(answer, gold):
         return True
-    return _MATHEMATICAL.search(gold) is not None and is_right_number(rf"\boxed{{{answer}}}", gold)
+    if not _MATHEMATICAL.search(gold):
+        return False
+    try:
+        return bool(is_right(rf"\boxed{{{answer}}}", gold))
+    except (TimedOut, Crashed):  # it was not shown to be right
+        return False

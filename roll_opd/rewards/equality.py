@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
-from roll_opd.rewards.notation import MAX_DIGITS, exact, plain
+from roll_opd.rewards.notation import MAX_DIGITS, MAX_EXPRESSION, exact, plain
 from roll_opd.rewards.units import conversion, split_unit
 
 MAX_MEMBERS = 30  # of a list; longer ones are compared as text
@@ -60,6 +60,13 @@ def as_number(text: str) -> Fraction | None:
     if divisor == 0:
         return None
     return (-value if sign == "-" else value) / divisor
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number of an answer that is one, as people write it: with a unit, thousands commas or a percent sign."""
+    if len(text) > MAX_EXPRESSION:
+        return None
+    return as_number(split_unit(plain(text))[0].rstrip("%"))
 
 
 def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:

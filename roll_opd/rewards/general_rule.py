@@ -11,8 +11,8 @@ from fractions import Fraction
 
 from roll_opd.rewards import answers
 from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards.equality import number_in
 from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.math_rule import as_number, clean
 from roll_opd.rewards.multiple_choice import choice_score
 from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
 from roll_opd.rewards.registry import register
@@ -45,9 +45,9 @@ def said_number(text: str) -> Fraction | None:
     for part in answers.announced(text) if boxed is None else (boxed,):
         said = _numbers(part.rpartition("=")[2])
         if said:
-            return as_number(clean(said[0]))
+            return number_in(said[0])
     said = _numbers(text)
-    return as_number(clean(said[-1])) if said else None
+    return number_in(said[-1]) if said else None
 
 
 def _numbers(text: str) -> list[str]:
@@ -102,7 +102,7 @@ class GeneralRule:
         return max(rule(answer, answers.normalized(gold, self.normalize)) for gold in golds)
 
     def _by_number(self, text: str, golds: Sequence[str]) -> float | None:
-        values = [as_number(clean(gold)) for gold in golds]
+        values = [number_in(gold) for gold in golds]
         if None in values:
             return None
         answer = said_number(text)

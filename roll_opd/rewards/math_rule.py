@@ -7,13 +7,12 @@ what a model writes can keep a computer algebra system busy for ever.
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.equality import as_number, same_answer
+from roll_opd.rewards.equality import number_in, same_answer
 from roll_opd.rewards.final_answer import boxed, final_answer
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.notation import MAX_EXPRESSION, plain
+from roll_opd.rewards.notation import MAX_EXPRESSION
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.symbolic import Algebra, Busy, Crashed, TimedOut
-from roll_opd.rewards.units import split_unit
 
 
 @register("math_rule")
@@ -54,13 +53,9 @@ def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | N
     Raises `TimedOut`, `Crashed` or `Busy` where it could not be found out.
     """
     gold = boxed(ground_truth) or ground_truth
-    answer = final_answer(response, numeric=_is_number(gold))
+    answer = final_answer(response, numeric=number_in(gold) is not None)
     if answer is None or not answer.strip():
         return None
     if max(len(gold), len(answer)) > MAX_EXPRESSION:
         return gold.strip() == answer.strip()
     return same_answer(gold, answer, Algebra(timeout))
-
-
-def _is_number(gold: str) -> bool:
-    return len(gold) <= MAX_EXPRESSION and as_number(split_unit(plain(gold))[0].rstrip("%")) is not None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from roll_opd.config.known_names import REWARD_CLASSES_OF_ROLL
 from roll_opd.extensions import Registry
 from roll_opd.rewards.interface import Reward, RewardError
 
@@ -27,20 +28,11 @@ REWARDS = Registry(
         "general_rule": "roll_opd.rewards.general_rule",
         "format": "roll_opd.rewards.format",
         "length_penalty": "roll_opd.rewards.length_penalty",
+        "llm_judge": "roll_opd.rewards.llm_judge",
+        "remote": "roll_opd.rewards.remote",
     },
 )
 register = REWARDS.register
-
-# ROLL's reward worker classes -> the reward that plays the same role here
-ROLL_CLASSES = {
-    "MathRuleRewardWorker": "math_rule",
-    "GSM8KMathRewardWorker": "math_rule",
-    "CodeSandboxRewardWorker": "code_sandbox",
-    "GeneralRuleRewardWorker": "ifeval",
-    "GeneralValRuleRewardWorker": "general_rule",
-    "CrossThinkQARuleRewardWorker": "crossthinkqa",
-    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
-}
 
 
 def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:
@@ -77,7 +69,8 @@ def _fitting(worker: str, args: Mapping[str, Any] | None) -> Callable[..., Any]:
         inspect.signature(found).bind(*(() if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
         made = "made" if is_class else "called"
-        raise RewardError(f"reward {worker}: cannot be {made} with {dict(args or {})}: {error}") from error
+        given = sorted(args or ())  # the names alone: a value may be a key
+        raise RewardError(f"reward {worker}: cannot be {made} with {given}: {error}") from error
     except ValueError:  # written in C, it has no signature that could be checked
         pass
     return found
@@ -86,8 +79,8 @@ def _fitting(worker: str, args: Mapping[str, Any] | None) -> Callable[..., Any]:
 def _find(worker: str) -> Callable[..., Any]:
     if not worker.startswith("roll."):
         return REWARDS.find(worker)
-    name = ROLL_CLASSES.get(worker.rpartition(".")[2])
+    name = REWARD_CLASSES_OF_ROLL.get(worker.rpartition(".")[2])
     if name is None:
         known = REWARDS.known
-        raise RewardError(f"{worker} has no counterpart here yet; known are {known}, or give a dotted path of your own")
+        raise RewardError(f"{worker} has no counterpart here; known are {known}, or give a dotted path of your own")
     return REWARDS.find(name)

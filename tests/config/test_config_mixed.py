@@ -212,10 +212,6 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
         ({"importance_sampling": "manual_on_policy"}, "importance_sampling: manual_on_policy is not available yet"),
         ({"opd_token_kld_clip": 2.0}, "opd_token_kld_clip: 2.0 is not available yet"),
         (
-            {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker"},
-            "rewards.math_rule: the reward worker 'llm_judge' is not available yet",
-        ),
-        (
             {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker"},
             "the reward worker 'roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker' is not available yet",
         ),

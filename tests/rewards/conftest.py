@@ -1,10 +1,12 @@
-"""Code sandboxes that the tests of a file share."""
+"""Code sandboxes that the tests of a file share, and servers that do what a test tells them to."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sandboxes import LIMITS, processes_of, wait_until
+from scripted_server import ScriptedServer
 
 from roll_opd.rewards.code_sandbox import CodeSandbox
 
@@ -25,3 +27,19 @@ def rewards(strangers: set[int]) -> Iterator[dict[bool, CodeSandbox]]:
         reward.close()
     del os.environ["SECRET"]
     assert wait_until(lambda: processes_of(os.getpid()) <= strangers)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScriptedServer]]:
+    """Start a server; it ends with the test."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    servers: list[ScriptedServer] = []
+
+    def started(*args: Any, **settings: Any) -> ScriptedServer:
+        servers.append(ScriptedServer(*args, **settings))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.die()

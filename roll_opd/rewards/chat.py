@@ -1,0 +1,63 @@
+"""How a model is asked a question: `Complete`, and the one over HTTP, for any server with OpenAI's chat completions."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx
+
+from roll_opd.rewards.endpoint import Endpoint, Limits
+from roll_opd.rewards.interface import RewardError
+
+Messages = list[dict[str, str]]
+# The text that a model answers; failed attempts that it tried again are added to the counter by kind, and `GaveUp`
+# is raised where there is no answer.
+Complete = Callable[[Messages, Counter[str]], Awaitable[str]]
+
+ADVICE = {
+    **dict.fromkeys(("http_401", "http_403"), "check judge_api_key, or the environment variable of api_key_env"),
+    "http_404": "check judge_api_url and judge_model_name",
+    **dict.fromkeys(("http_400", "http_422"), "check judge_model_name, max_tokens and extra_body"),
+}
+
+
+class ChatEndpoint:
+    """A `Complete` over HTTP."""
+
+    def __init__(self, url: str, body: Mapping[str, Any], key: str, limits: Limits) -> None:
+        """`body`: what a request holds beside the messages; a key with the value None is left out."""
+        if not url or not body["model"]:
+            raise RewardError(
+                "llm_judge needs judge_api_url (such as http://host:8000/v1) and judge_model_name; write both"
+            )
+        self._body = {name: value for name, value in body.items() if value is not None}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._endpoint = Endpoint(chat_url(url), headers, limits, ADVICE)
+
+    async def __call__(self, messages: Messages, errors: Counter[str]) -> str:
+        return await self._endpoint.ask({**self._body, "messages": messages}, read_completion, errors)
+
+
+def chat_url(url: str) -> str:
+    """`http://host`, `http://host/v1` or the whole `http://host/v1/chat/completions` -> the last."""
+    try:
+        given = httpx.URL(url)
+    except httpx.InvalidURL:
+        given = httpx.URL()
+    if not given.host:
+        return url  # the endpoint says what is wrong
+    path = given.path.rstrip("/")
+    if not path.endswith("/chat/completions"):
+        path = f"{path or '/v1'}/chat/completions"
+    return str(given.copy_with(path=path))
+
+
+def read_completion(answer: Any) -> str:
+    """The text of a chat completion, empty where the model wrote none; ValueError for anything else."""
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError("no choices[0].message.content") from None
+    if content is not None and not isinstance(content, str):
+        raise ValueError("choices[0].message.content is no text")
+    return content or ""

@@ -1,0 +1,245 @@
+"""JSON over HTTP to one URL that may be slow, refuse, break off or be away for a while.
+
+What may pass (429, 5xx, time-outs, lost connections, answers that cannot be read) is tried again for as long as an
+outage may last, and each attempt that failed is counted; what only the user can mend (401, 404) is given up at once.
+While nothing but failures comes back the endpoint is down: one request at a time then asks whether it is there again,
+and all others wait for that.
+"""
+
+import asyncio
+import contextlib
+import email.utils
+import json
+import logging
+import math
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from roll_opd.rewards.interface import RewardError
+
+FIRST_DELAY, LONGEST_DELAY = 0.5, 5.0  # seconds before another attempt
+LONGEST_PAUSE = 60.0  # seconds of a Retry-After that are waited
+CONNECT_SECONDS = 10.0
+DOWN_AFTER = 8  # failures in a row, by any requests
+EXCERPT = 200  # characters of an answer in a message
+
+ADVICE = {
+    "connect": "see whether the server runs and the URL is right",
+    "timeout": "raise request_seconds, or lower concurrency",
+    "http_429": "lower concurrency, or set requests_per_minute",
+}
+
+Answer = TypeVar("Answer")
+_log = logging.getLogger(__name__)
+
+
+class GaveUp(Exception):
+    """No usable answer; `kind` is a short name to count by, the text says what failed, where, and what to do."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is asked of an endpoint, and how long it is borne with. `RewardError` names a wrong one."""
+
+    request_seconds: float = 120  # for one request, from its first byte to the answer's last
+    retry_seconds: float = 300  # for which a request, or the endpoint as a whole, may go on failing
+    concurrency: int = 16  # requests under way at a time
+    requests_per_minute: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "requests_per_minute" and value is None:
+                continue
+            fits = isinstance(value, int if name == "concurrency" else int | float) and not isinstance(value, bool)
+            if not fits or not math.isfinite(value) or value < 0 or (value == 0 and name != "retry_seconds"):
+                raise RewardError(f"{name}: {value!r} is not a positive {'whole ' * (name == 'concurrency')}number")
+
+
+class _Failed(Exception):
+    """One attempt came to nothing."""
+
+    def __init__(self, kind: str, detail: str, again: bool = True, pause: float = 0.0) -> None:
+        super().__init__(detail)
+        self.kind, self.again, self.pause = kind, again, pause
+
+
+class Endpoint:
+    """One URL. Made anywhere, used from one event loop, by any number of tasks."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], limits: Limits, advice: Mapping[str, str]) -> None:
+        """`advice`: kind of failure -> what to do about it; headers and the URL's query are never shown."""
+        self._url, self.shown_url = _checked_url(url)
+        self._headers = {"Content-Type": "application/json", **_checked_headers(headers)}
+        self._secrets = [word for value in headers.values() for word in value.split() if len(word) > 3]
+        self._limits, self._advice = limits, {**ADVICE, **advice}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failures = 0  # in a row
+        self._failing_since = self._resume_at = self._next_turn = 0.0  # on the monotonic clock
+        self._last = ""
+
+    async def ask(self, body: Any, read: Callable[[Any], Answer], errors: Counter[str]) -> Answer:
+        """POST `body`, and return what `read` makes of the JSON that comes back (ValueError: it cannot be used).
+
+        Attempts that failed and were followed by another are counted in `errors` by kind. Raises `GaveUp` with
+        the kind of the last one.
+        """
+        self._settle()
+        content = json.dumps(body, default=str).encode()
+        arrived, began, attempts = time.monotonic(), math.inf, 0
+        while True:
+            attempts += 1
+            try:
+                answer = await self._attempt(content, read, arrived)
+            except _Failed as failed:
+                now = time.monotonic()
+                self._note(failed, now)
+                began = min(began, now - self._down_for(arrived, now))
+                if not failed.again or now - began >= self._limits.retry_seconds:
+                    raise GaveUp(failed.kind, self._message(failed, attempts)) from None
+                errors[failed.kind] += 1
+                await asyncio.sleep(min(_delay(now - began), began + self._limits.retry_seconds - now))
+            else:
+                self._note(None, time.monotonic())
+                return answer
+
+    def _settle(self) -> None:
+        """Make what belongs to the running event loop, once."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop = loop
+            self._client = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_post` keeps the time of the whole
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
+            )
+            self._slots, self._probe = asyncio.Semaphore(self._limits.concurrency), asyncio.Lock()
+
+    @property
+    def _down(self) -> bool:
+        return self._failures >= DOWN_AFTER
+
+    def _note(self, failed: _Failed | None, now: float) -> None:
+        """Keep account of the endpoint as a whole."""
+        if failed is None or not failed.again:
+            if self._down:
+                _log.warning("%s answers again after %.0f s", self.shown_url, now - self._failing_since)
+            self._failures = 0
+            return
+        self._last = f"{failed.kind}: {failed}"
+        if self._failures == 0:
+            self._failing_since = now
+        self._failures += 1
+        if self._failures == DOWN_AFTER:
+            _log.warning("%s is down, last with %s; asking it once at a time", self.shown_url, self._last)
+        pause = _delay(now - self._failing_since) if self._down else 0.0
+        self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
+
+    def _down_for(self, arrived: float, now: float) -> float:
+        """Seconds of the outage that a request which `arrived` then has waited through; 0 where there is none."""
+        return now - max(arrived, self._failing_since) if self._down else 0.0
+
+    async def _attempt(self, content: bytes, read: Callable[[Any], Answer], arrived: float) -> Answer:
+        async with self._slots:
+            if self._down:
+                async with self._probe:
+                    if self._down:
+                        self._refuse_if_lost(arrived)
+                        await self._turn()
+                        return await self._post(content, read)
+            await self._turn()
+            return await self._post(content, read)
+
+    def _refuse_if_lost(self, arrived: float) -> None:
+        """One that has waited through the whole of `retry_seconds` need not find out for itself."""
+        waited = self._down_for(arrived, time.monotonic())
+        if waited >= self._limits.retry_seconds:
+            raise GaveUp(
+                "down", f"{self.shown_url}: failing for {waited:.0f} s, last with {self._last}; not asked again"
+            )
+
+    async def _turn(self) -> None:
+        """Wait out a pause, and keep requests `requests_per_minute` apart."""
+        while (wait := self._resume_at - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        if self._limits.requests_per_minute is not None:
+            now = time.monotonic()
+            start = max(now, self._next_turn)
+            self._next_turn = start + 60 / self._limits.requests_per_minute
+            await asyncio.sleep(start - now)
+
+    async def _post(self, content: bytes, read: Callable[[Any], Answer]) -> Answer:
+        seconds = self._limits.request_seconds
+        try:
+            response = await asyncio.wait_for(self._client.post(self._url, content=content), seconds)
+        except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
+            raise _Failed("connect", f"{type(error).__name__} {error}".strip()) from None
+        except (asyncio.TimeoutError, httpx.TimeoutException):
+            raise _Failed("timeout", f"no answer in {seconds:g} s") from None
+        except httpx.DecodingError as error:
+            raise _Failed("broken_json", str(error)) from None
+        status = response.status_code
+        if not response.is_success:
+            again = status in (408, 425, 429) or status >= 500
+            moved = f"moved to {response.headers.get('Location')}" if response.is_redirect else ""
+            raise _Failed(f"http_{status}", moved or self._excerpt(response.text), again, _retry_after(response))
+        try:
+            return read(response.json())
+        except (ValueError, RecursionError) as error:
+            raise _Failed("broken_json", f"{error} in {self._excerpt(response.text)!r}") from None
+
+    def _excerpt(self, text: str) -> str:
+        for secret in self._secrets:  # some servers say back what they were sent
+            text = text.replace(secret, "***")
+        text = " ".join(text[: 10 * EXCERPT].split())
+        return text if len(text) <= EXCERPT else text[:EXCERPT] + "..."
+
+    def _message(self, failed: _Failed, attempts: int) -> str:
+        tried = f" ({attempts} attempts)" if attempts > 1 else ""
+        advice = self._advice.get(failed.kind, "see what the server logs")
+        return f"{self.shown_url}: {failed.kind}{tried}: {failed}; {advice}"
+
+
+def _delay(failing_for: float) -> float:
+    """About as long again as it has been failing: exponential, with jitter so that requests do not march in step."""
+    return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), LONGEST_DELAY)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the server asks to be left alone, 0 where it asks for nothing; it writes a number or a date."""
+    text = response.headers.get("Retry-After", "").strip()
+    seconds = 0.0
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        seconds = (
+            float(text) if text[:1].isdigit() else email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+        )
+    return min(max(seconds, 0.0), LONGEST_PAUSE)
+
+
+def _checked_url(text: str) -> tuple[httpx.URL, str]:
+    """The URL, and as it is shown: without a password and a query, which may hold a key."""
+    try:
+        url = httpx.URL(text)
+    except (httpx.InvalidURL, TypeError):
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        shown = re.sub(r"//[^/]*@|\?.*", "", str(text))
+        raise RewardError(f"{shown!r} is not a URL; write one such as http://host:8000")
+    return url, str(url.copy_with(username=None, password=None, query=None, fragment=None))
+
+
+def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    for name, value in headers.items():
+        if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
+            raise RewardError(f"the header {name} (of the key or of headers) is no line of printable ASCII; correct it")
+    return dict(headers)

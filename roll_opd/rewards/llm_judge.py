@@ -1,0 +1,177 @@
+"""A language model as the judge: it is asked about each response and its verdict, read from its words, is the reward.
+
+What asks the model is a `Complete`, see `roll_opd.rewards.chat`.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from roll_opd.config.models import find_path, places
+from roll_opd.rewards.chat import ChatEndpoint, Complete, Messages
+from roll_opd.rewards.endpoint import GaveUp, Limits
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.judge_prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
+from roll_opd.rewards.registry import register
+from roll_opd.rewards.remembered import Remembered
+from roll_opd.rewards.verdicts import ReadVerdict, Verdict, by_json, by_pattern
+
+VERDICT_ATTEMPTS = 3
+AGAIN = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
+DEFAULT_KEY_ENV = "OPENAI_API_KEY"
+
+
+@register("llm_judge")
+class LLMJudge:
+    """The verdict of a judge on each sample, 0..1; None for a row that lacks what the question names."""
+
+    def __init__(
+        self,
+        judge_model_name: str = "",
+        judge_api_url: str = "",
+        judge_api_key: str = "",
+        judge_model_type: str = "api",
+        judge_prompt: str | None = None,
+        prompt_file: str | None = None,
+        system_prompt: str | None = None,
+        verdict: str | None = None,
+        verdict_key: str | Sequence[str] | None = None,
+        pattern: str | None = None,
+        min_score: float | None = None,
+        max_score: float | None = None,
+        temperature: float = 0.0,
+        max_tokens: int = 1024,
+        extra_body: Mapping[str, Any] | None = None,
+        api_key_env: str | None = None,
+        cache_size: int = 10_000,
+        request_seconds: float = 120,
+        retry_seconds: float = 300,
+        concurrency: int = 16,
+        requests_per_minute: float | None = None,
+        complete: Complete | None = None,
+    ) -> None:
+        """The keys of docs/rewards/llm_judge.md; with `judge_model_type` inference, `complete` asks an engine here."""
+        if judge_model_type not in ("api", "inference"):
+            raise RewardError(f"judge_model_type: {judge_model_type!r} is neither api nor inference")
+        if not isinstance(cache_size, int) or cache_size < 0:
+            raise RewardError(f"cache_size: {cache_size!r} is no number of verdicts; write 0 or more")
+        prompt = _prompt(judge_prompt, prompt_file)
+        self._template = prompt.template
+        self._read = _reader(prompt, verdict, verdict_key, pattern, min_score, max_score)
+        self._opening = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._verdicts: Remembered[Verdict] = Remembered(cache_size)
+        if complete is None and judge_model_type == "api":
+            complete = ChatEndpoint(
+                judge_api_url,
+                {
+                    "model": judge_model_name,
+                    "temperature": temperature,
+                    "max_tokens": max_tokens,
+                    **(extra_body or {}),
+                },
+                _key(judge_api_key, api_key_env),
+                Limits(request_seconds, retry_seconds, concurrency, requests_per_minute),
+            )
+        self._complete = complete
+
+    async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
+        """A score or a failure for each sample, all asked at once."""
+        return list(await asyncio.gather(*map(self._score, samples)))
+
+    async def _score(self, sample: RewardSample) -> Scored:
+        question = filled(self._template, sample)
+        if question is None:
+            return Score(None)
+        messages = [*self._opening, {"role": "user", "content": question}]
+        errors: Counter[str] = Counter()
+        try:
+            verdict = await self._verdicts.get(_digest(messages), partial(self._judge, messages, errors))
+        except GaveUp as error:
+            return Failure(error.kind, str(error), dict(errors))
+        return Score(verdict.value, verdict.parts, errors=dict(errors))
+
+    async def _judge(self, messages: Messages, errors: Counter[str]) -> Verdict:
+        """Ask until there is a verdict: the second time with its first answer, since the same question is answered
+        alike.
+        """
+        text = await self._complete(messages, errors)
+        for _ in range(VERDICT_ATTEMPTS - 1):
+            verdict = self._read(text)
+            if verdict is not None:
+                return verdict
+            errors["no_verdict"] += 1
+            again = [{"role": "assistant", "content": text}, {"role": "user", "content": AGAIN}]
+            text = await self._complete([*messages, *again], errors)
+        verdict = self._read(text)
+        if verdict is None:
+            raise GaveUp(
+                "no_verdict",
+                f"no verdict in {VERDICT_ATTEMPTS} answers of the judge, the last ending in {text[-200:]!r}; correct"
+                " the prompt, or how it is read (verdict, pattern, verdict_key, min_score, max_score), or raise"
+                " max_tokens",
+            )
+        return verdict
+
+
+def _digest(messages: Messages) -> str:
+    return hashlib.sha256(json.dumps(messages).encode()).hexdigest()
+
+
+def _prompt(name: str | None, file: str | None) -> JudgePrompt:
+    if file is None:
+        if name is not None and name not in JUDGE_PROMPTS:
+            known = ", ".join(JUDGE_PROMPTS)
+            raise RewardError(
+                f"judge_prompt: {name!r} is not known; take one of {known}, or write your own prompt_file"
+            )
+        return JUDGE_PROMPTS[name or "match"]
+    if name is not None:
+        raise RewardError("judge_prompt and prompt_file are both written; remove one")
+    path = find_path(file)
+    if path is None or not path.is_file():
+        raise RewardError(f"prompt_file: no file {file!r} from {places()}; give the path of a text file")
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardError(f"prompt_file: {path} cannot be read: {error}") from error
+    check_template(template, f"prompt_file {path}")
+    return JudgePrompt(template)
+
+
+def _reader(
+    prompt: JudgePrompt,
+    verdict: str | None,
+    key: str | Sequence[str] | None,
+    pattern: str | None,
+    low: float | None,
+    high: float | None,
+) -> ReadVerdict:
+    """How the verdict is read: as the prompt asks for it, where the configuration does not say otherwise."""
+    low, high = (prompt.min_score if low is None else low), (prompt.max_score if high is None else high)
+    if not low < high:
+        raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the judge's own range")
+    verdict = verdict or ("regex" if pattern is not None else "json" if key is not None else prompt.verdict)
+    if verdict == "json":
+        key = key or prompt.verdict_key
+        return by_json([key] if isinstance(key, str) else list(key), low, high)
+    if verdict != "regex":
+        raise RewardError(f"verdict: {verdict!r} is neither json nor regex")
+    try:
+        return by_pattern(re.compile(pattern or prompt.pattern), low, high)
+    except re.error as error:
+        raise RewardError(f"pattern: {pattern!r} is no regular expression: {error}") from None
+
+
+def _key(written: str, variable: str | None) -> str:
+    """The key that is written, or that of the environment; empty where there is none."""
+    if written:
+        return written.strip()
+    if variable is not None and not os.environ.get(variable):
+        raise RewardError(f"api_key_env: the environment variable {variable} is not set here; set it before the launch")
+    return os.environ.get(variable or DEFAULT_KEY_ENV, "").strip()

@@ -1,0 +1,91 @@
+"""A reward that somebody else computes: batches of samples to an HTTP endpoint, rewards back."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from roll_opd.rewards.endpoint import Endpoint, GaveUp, Limits
+from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
+from roll_opd.rewards.registry import register
+
+ADVICE = {
+    **dict.fromkeys(("http_401", "http_403"), "check headers"),
+    "http_404": "check url",
+    **dict.fromkeys(("http_400", "http_422"), "the server does not take the samples in this form, see what it logs"),
+    "broken_json": 'let the server answer {"rewards": [...]}, one a sample',
+}
+
+
+@register("remote")
+class Remote:
+    """The rewards that `url` answers to a POST of samples."""
+
+    def __init__(
+        self,
+        url: str = "",
+        headers: Mapping[str, str] | None = None,
+        request_seconds: float = 120,
+        retry_seconds: float = 300,
+        concurrency: int = 16,
+        requests_per_minute: float | None = None,
+    ) -> None:
+        """The keys of docs/rewards/remote.md."""
+        if not url:
+            raise RewardError("remote needs url, such as http://host:8000/score; write it")
+        limits = Limits(request_seconds, retry_seconds, concurrency, requests_per_minute)
+        self._endpoint = Endpoint(url, headers or {}, limits, ADVICE)
+
+    async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
+        """One request for all samples; its failed attempts are counted with the first of them."""
+        if not samples:
+            return []
+        errors: Counter[str] = Counter()
+        body = {"samples": [as_json(sample) for sample in samples]}
+        scores: list[Scored]
+        try:
+            scores = list(await self._endpoint.ask(body, partial(read_rewards, count=len(samples)), errors))
+        except GaveUp as error:
+            scores = [Failure(error.kind, str(error))] * len(samples)
+        return [replace(scores[0], errors=dict(errors)), *scores[1:]]
+
+
+def as_json(sample: RewardSample) -> dict[str, Any]:
+    """What the endpoint is told of a sample."""
+    return {
+        "id": sample.id,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "ground_truth": sample.ground_truth,
+        "tag": sample.tag,
+        "extra": sample.extra,
+    }
+
+
+def read_rewards(answer: Any, count: int) -> list[Score]:
+    """`{"rewards": [...]}`, or the list alone, as `count` scores; ValueError says what is wrong with it."""
+    rewards = answer.get("rewards") if isinstance(answer, dict) else answer
+    if not isinstance(rewards, list):
+        raise ValueError("no list of rewards")
+    if len(rewards) != count:
+        raise ValueError(f"{len(rewards)} rewards for {count} samples")
+    return [_score(reward) for reward in rewards]
+
+
+def _score(reward: Any) -> Score:
+    """A number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}."""
+    if not isinstance(reward, dict):
+        return Score(None if reward is None else _number(reward))
+    value, parts, reason = reward.get("reward"), reward.get("parts") or {}, reward.get("reason") or ""
+    if "reward" not in reward or not isinstance(parts, dict) or not isinstance(reason, str):
+        raise ValueError(f"a reward is {reward!r:.100}")
+    numbers = {name: _number(part) for name, part in parts.items()}
+    return Score(None if value is None else _number(value), numbers, reason)
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"a reward is {value!r:.100}, no number")
+    return float(value)
