@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from roll_opd.rewards.interface import TIMEOUT, Failure, RewardSample, Score
-from roll_opd.rewards.patterns import PatternTimeout, compiled, matches
 from roll_opd.rewards.registry import register
+from roll_opd.rewards.texts.patterns import PatternTimeout, compiled, matches
 
 # one thinking section, and an answer after it
 THINK_THEN_ANSWER = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?!</?think>)\S(?:(?!</?think>).)*+"

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from roll_opd.rewards.answers import after_thinking
 from roll_opd.rewards.arguments import flag
-from roll_opd.rewards.ifeval_functions import FUNCTIONS
-from roll_opd.rewards.ifeval_rules import INSTRUCTIONS, Relation
+from roll_opd.rewards.instructions.functions import FUNCTIONS
+from roll_opd.rewards.instructions.language import LanguageUnknown
+from roll_opd.rewards.instructions.rules import INSTRUCTIONS, Relation
 from roll_opd.rewards.interface import Failure, RewardSample, Score
-from roll_opd.rewards.language import LanguageUnknown
 from roll_opd.rewards.registry import register
+from roll_opd.rewards.texts.answers import after_thinking
 
 Check = Callable[[str], bool]
 

@@ -1,6 +1,6 @@
 """A language model as the judge: it is asked about each response and its verdict, read from its words, is the reward.
 
-What asks the model is a `Complete`, see `roll_opd.rewards.chat`.
+What asks the model is a `Complete`, see `roll_opd.rewards.endpoints.chat`.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 from roll_opd.config.models import find_path, places
-from roll_opd.rewards.chat import ChatEndpoint, Complete, Messages
-from roll_opd.rewards.endpoint import GaveUp, Limits
+from roll_opd.rewards.endpoints.chat import ChatEndpoint, Complete, Messages
+from roll_opd.rewards.endpoints.endpoint import GaveUp, Limits
+from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
+from roll_opd.rewards.endpoints.remembered import Remembered
+from roll_opd.rewards.endpoints.verdicts import ReadVerdict, Verdict, by_json, by_pattern
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
-from roll_opd.rewards.judge_prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.remembered import Remembered
-from roll_opd.rewards.verdicts import ReadVerdict, Verdict, by_json, by_pattern
 
 VERDICT_ATTEMPTS = 3
 AGAIN = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."

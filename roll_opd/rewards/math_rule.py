@@ -7,12 +7,12 @@ what a model writes can keep a computer algebra system busy for ever.
 
 from collections.abc import Sequence
 
-from roll_opd.rewards.equality import number_in, same_answer
-from roll_opd.rewards.final_answer import boxed, final_answer
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.notation import MAX_EXPRESSION
+from roll_opd.rewards.mathematics.equality import number_in, same_answer
+from roll_opd.rewards.mathematics.final_answer import boxed, final_answer
+from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION
+from roll_opd.rewards.mathematics.processes import Algebra, Busy, Crashed, TimedOut
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.symbolic import Algebra, Busy, Crashed, TimedOut
 
 
 @register("math_rule")

@@ -15,7 +15,7 @@ from roll_opd.workers.rollout import Request
 
 
 class LocalModel:
-    """A `roll_opd.rewards.chat.Complete`: messages to the text of the answer."""
+    """A `roll_opd.rewards.endpoints.chat.Complete`: messages to the text of the answer."""
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
         """`engines` are `RolloutWorker`s of `plan`, whose sampling settings hold; they take turns."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.rewards.ifeval_functions import FUNCTIONS
-from roll_opd.rewards.ifeval_rules import INSTRUCTIONS
+from roll_opd.rewards.instructions.functions import FUNCTIONS
+from roll_opd.rewards.instructions.rules import INSTRUCTIONS
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.registry import resolve
 

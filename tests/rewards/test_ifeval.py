@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from roll_opd.rewards.ifeval import IFEval
-from roll_opd.rewards.ifeval_functions import FUNCTIONS
-from roll_opd.rewards.ifeval_rules import INSTRUCTIONS
+from roll_opd.rewards.instructions.functions import FUNCTIONS
+from roll_opd.rewards.instructions.rules import INSTRUCTIONS
+from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
-from roll_opd.rewards.wording import count_capital_words, count_sentences, count_words
 
 # instruction -> arguments, a text that follows it, and texts that do not
 TABLE: dict[str, tuple[dict[str, Any], str, list[str]]] = {

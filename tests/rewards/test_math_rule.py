@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 from roll_opd.config.known_names import REWARD_WORKERS
-from roll_opd.rewards import symbolic
-from roll_opd.rewards.equality import as_number
-from roll_opd.rewards.final_answer import final_answer
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.math_rule import MathRule, is_right
-from roll_opd.rewards.notation import MAX_EXPRESSION, plain
+from roll_opd.rewards.mathematics import processes
+from roll_opd.rewards.mathematics.equality import as_number
+from roll_opd.rewards.mathematics.final_answer import final_answer
+from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION, plain
 from roll_opd.rewards.registry import resolve
 
 PAIRS = Path(__file__).with_name("math_pairs.txt")
@@ -52,7 +52,7 @@ def pairs() -> Iterator[tuple[str, str, bool]]:
 def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
     table = list(pairs())
     assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 2000
-    with ThreadPoolExecutor(symbolic.PROCESSES) as pool:
+    with ThreadPoolExecutor(processes.PROCESSES) as pool:
         found = list(pool.map(lambda pair: is_right(pair[1], pair[0], timeout=60) is True, table))
     assert [pair for pair, verdict in zip(table, found, strict=True) if pair[2] is not verdict] == []
 
@@ -245,7 +245,7 @@ def test_a_timeout_that_is_no_time_is_refused() -> None:
 
 
 def test_a_killed_process_is_replaced() -> None:
-    pool = symbolic.Pool(processes=1)
+    pool = processes.Pool(processes=1)
     assert pool.ask("same_expression", r"\frac{2}{4}", r"\frac12", 60)
     process = pool._free.get()
     os.kill(process.process.pid, signal.SIGKILL)
@@ -260,13 +260,13 @@ def test_math_verify_that_does_not_start_is_an_error_and_not_a_zero(
     (tmp_path / "math_verify.py").write_text("raise ImportError('broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RewardError, match="pip install math-verify"):
-        symbolic.Pool(processes=1).ask("same_expression", "x", "y", 60)
+        processes.Pool(processes=1).ask("same_expression", "x", "y", 60)
 
 
 def test_nothing_is_left_running_when_the_parent_is_killed() -> None:
     code = (
         "import threading, time\n"
-        "from roll_opd.rewards.symbolic import POOL\n"
+        "from roll_opd.rewards.mathematics.processes import POOL\n"
         "POOL.ask('same_expression', 'x', 'y', 60)\n"
         "process = POOL._free.get()\n"
         "print(process.process.pid, flush=True)\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.rewards.remembered import Remembered
+from roll_opd.rewards.endpoints.remembered import Remembered
 
 
 class Oracle:

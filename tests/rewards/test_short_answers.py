@@ -7,8 +7,8 @@ from roll_opd.data.experience import Experience
 from roll_opd.rewards.crossthinkqa import CrossThinkQA
 from roll_opd.rewards.general_rule import GeneralRule, f1
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.patterns import SECONDS
 from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.texts.patterns import SECONDS
 
 
 def of_length(tokens: int, response: str = r"\boxed{B}", truth: str | None = "B") -> RewardSample:

@@ -7,8 +7,8 @@ from test_short_answers import of_length
 from roll_opd.rewards.format import Format
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.length_penalty import LengthPenalty, overlong, shortness
-from roll_opd.rewards.patterns import SECONDS
 from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.texts.patterns import SECONDS
 
 
 @pytest.mark.parametrize(

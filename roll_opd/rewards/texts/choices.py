@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_opd.rewards import answers
+from roll_opd.rewards.texts import answers
 
 _LEAD = re.compile(
     r"[\s:：=\-\"'“”‘’.>]{0,9}(?:(?:the\s)?(?:correct\s|right\s|best\s)?(?:option|choice|letter|answer|选项|选)[s是为]?\s{0,3}"

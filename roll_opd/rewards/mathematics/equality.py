@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
-from roll_opd.rewards.notation import MAX_DIGITS, MAX_EXPRESSION, exact, plain
-from roll_opd.rewards.units import conversion, split_unit
+from roll_opd.rewards.mathematics.notation import MAX_DIGITS, MAX_EXPRESSION, exact, plain
+from roll_opd.rewards.mathematics.structure import NAME, assigned, members_of, point_of, split_outside
+from roll_opd.rewards.mathematics.units import conversion, split_unit
 
 MAX_MEMBERS = 30  # of a list; longer ones are compared as text
 
@@ -19,15 +20,9 @@ _NUMBER = re.compile(
     rf"|(\d{{0,{MAX_DIGITS}}})(?:\.(\d{{1,{MAX_DIGITS}}})|\.)?(?:\s*/\s*(\d{{1,{MAX_DIGITS}}}))?)",
     re.ASCII,
 )
-_OPEN = ("(", "[", "{", "\\{")
-_BRACKET = re.compile(r"\\[{}]|[()\[\]{}]")
-_COMMA = re.compile(r",?\s*(?<![A-Za-z])(?:and|or)(?![A-Za-z])|[,;]")
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
 _EQUALS = re.compile(r"(?:=|\\approx(?![A-Za-z]))")
-_NAME = re.compile(
-    r"\(?\s*\\?[A-Za-z]{1,12}(?:_\{?\w{1,3}\}?)?'?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\s*\)?(?:\([a-z, ]{1,9}\))?"
-)
 _FUNCTION = re.compile(r"[A-Za-z]'?\([a-z]\)|y")
 _MEMBER = re.compile(r"^\s*[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*|^[A-Z](?=\([^()]*,)")  # x in [0,1), P(2,3)
 _CHOICE = re.compile(
@@ -85,8 +80,8 @@ def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
 
 def _same(gold: str, answer: str, algebra: Algebra) -> bool:
     gold, answer = _MEMBER.sub("", gold), _MEMBER.sub("", answer)
-    golds, answers = _members(gold), _members(answer)
-    gold_names, answer_names = _assigned(golds), _assigned(answers)
+    golds, answers = members_of(gold), members_of(answer)
+    gold_names, answer_names = assigned(golds), assigned(answers)
     if gold_names and answer_names:
         return gold_names.keys() == answer_names.keys() and all(
             _same(gold_names[name], answer_names[name], algebra) for name in gold_names
@@ -96,7 +91,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
             list((gold_names or dict(enumerate(golds))).values()),
             list((answer_names or dict(enumerate(answers))).values()),
         )
-        gold_point, answer_point = _point(golds), _point(answers)
+        gold_point, answer_point = point_of(golds), point_of(answers)
         golds, answers = (gold_point or golds), (answer_point or answers)
         return len(golds) == len(answers) <= MAX_MEMBERS and all(
             _same(one, other, algebra) for one, other in zip(golds, answers, strict=True)
@@ -106,7 +101,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
     if max(len(golds), len(answers)) > MAX_MEMBERS:
         return False
     for few, many, text in ((golds, answers, answer), (answers, golds, gold)):  # "1, 2" against (1, 2)
-        point = _point(few)
+        point = point_of(few)
         if (
             point
             and len(point) == len(many)
@@ -133,9 +128,9 @@ def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
         return words
     if _squeezed(gold) == _squeezed(answer):
         return True
-    if len(_members(gold)) > 1 or len(_members(answer)) > 1:
+    if len(members_of(gold)) > 1 or len(members_of(answer)) > 1:
         return _same(gold, answer, algebra)
-    gold_point, answer_point = _point([gold]), _point([answer])
+    gold_point, answer_point = point_of([gold]), point_of([answer])
     if gold_point and answer_point and _squeezed(gold)[0] == _squeezed(answer)[0] and gold[-1] == answer[-1]:
         return len(gold_point) == len(answer_point) and all(
             _same(one, other, algebra) for one, other in zip(gold_point, answer_point, strict=True)
@@ -192,7 +187,7 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
     """Without "x =" or "x in" where only one has it, or where both define a function."""
     golds, answers = split_outside(gold, _EQUALS), split_outside(answer, _EQUALS)
     if len(golds) > 1 and len(answers) > 1:
-        if _squeezed(golds[0]) == _squeezed(answers[0]) and _NAME.fullmatch(golds[0].strip()):
+        if _squeezed(golds[0]) == _squeezed(answers[0]) and NAME.fullmatch(golds[0].strip()):
             return golds[-1].strip(), answers[-1].strip()
         functions = [_FUNCTION.fullmatch(sides[0].strip()) for sides in (golds, answers)]
         if all(functions) and golds[0].strip() != answers[0].strip():
@@ -200,65 +195,14 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
         return gold, answer
     if len(answers) > 1:
         return gold, _value(answers)
-    if len(golds) > 1 and (_NAME.fullmatch(golds[0].strip()) or _NAME.fullmatch(golds[-1].strip())):
+    if len(golds) > 1 and (NAME.fullmatch(golds[0].strip()) or NAME.fullmatch(golds[-1].strip())):
         return _value(golds), answer
     return gold, answer
 
 
 def _value(sides: Sequence[str]) -> str:
     first, last = sides[0].strip(), sides[-1].strip()
-    return first if _NAME.fullmatch(last) and not _NAME.fullmatch(first) else last
-
-
-def _assigned(members: Sequence[str]) -> dict[str, str] | None:
-    """The values by name, in the names' order, of "x=1, y=2"; None for others, and for x_1=1, x_2=2."""
-    if len(members) == 1 and len(members[0].split("=")) == 2:  # (x,y) = (1,2)
-        names, values = (_point([side.strip()]) or [] for side in members[0].split("="))
-        if len(names) == len(values) and all(map(_NAME.fullmatch, names)):
-            return dict(sorted(zip(names, values, strict=True))) or None
-    if len(members) < 2:
-        return None
-    sides = [member.split("=") for member in members]
-    if not all(len(side) == 2 and _NAME.fullmatch(side[0].strip()) for side in sides):
-        return None
-    values = {name.strip(): value.strip() for name, value in sides}
-    bare = {name.partition("_")[0] for name in values}
-    return dict(sorted(values.items())) if len(bare) == len(members) else None
-
-
-def _members(text: str) -> list[str]:
-    r"""What a list, a set in braces or a +- stands for; the text alone where it is one thing."""
-    text = text.strip()
-    inside = brackets_inside(text)
-    while inside is not None and text.startswith("(") and len(split_outside(inside, _COMMA)) == 1:
-        text = inside.strip()
-        inside = brackets_inside(text)
-    if inside is not None and text.startswith(("\\{", "{")) and inside.strip() not in ("", "\\emptyset"):
-        text = inside
-    members = [part for whole in split_outside(text, _COMMA) for part in _both_signs(whole.strip())]
-    return members if all(members) else [text]
-
-
-def _both_signs(text: str) -> list[str]:
-    name = ""
-    if "\\pm" in text and "=" in text:
-        name, _, text = text.rpartition("=")
-        name += "="
-    if text.count("\\pm") == 1:
-        return [name + text.replace("\\pm", "+").replace("\\mp", "-").strip().removeprefix("+"),
-                name + text.replace("\\pm", "-").replace("\\mp", "+")]  # fmt: skip
-    return [name + text]
-
-
-def _point(members: Sequence[str]) -> list[str] | None:
-    """The coordinates of (1, 2) or [0, 1), where that is all there is."""
-    if len(members) != 1:
-        return None
-    inside = brackets_inside(members[0].strip())
-    if inside is None or not members[0].strip().startswith(("(", "[")):
-        return None
-    coordinates = split_outside(inside, re.compile(r"[,;]"))
-    return [part.strip() for part in coordinates] if len(coordinates) > 1 else None
+    return first if NAME.fullmatch(last) and not NAME.fullmatch(first) else last
 
 
 def _is_set(members: Sequence[str]) -> bool:
@@ -268,7 +212,7 @@ def _is_set(members: Sequence[str]) -> bool:
         or _RELATION.search(part)
         or "\\mathbb" in part
         or "\\emptyset" in part
-        or (_point([part]) is not None and len(_point([part]) or ()) == 2)
+        or (point_of([part]) is not None and len(point_of([part]) or ()) == 2)
         for part in members
     )
 
@@ -277,42 +221,6 @@ def _as_one_set(members: Sequence[str], text: str) -> str:
     """Inequalities hold together unless "or" is between them; intervals in a row are a union."""
     together = all(map(_RELATION.search, members)) and not re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text)
     return ("\\cap " if together else "\\cup ").join(exact(member) for member in members)
-
-
-def brackets_inside(text: str) -> str | None:
-    """What is between the brackets around the whole text, of any kind; None where there are none."""
-    opening = "\\{" if text.startswith("\\{") else text[:1]
-    if opening not in ("(", "[", "\\{", "{"):
-        return None
-    closing = ("\\}",) if opening == "\\{" else ("}",) if opening == "{" else (")", "]")
-    if not text.endswith(closing):
-        return None
-    closing_length = 2 if opening == "\\{" else 1
-    depth = 0
-    for bracket in _BRACKET.finditer(text):
-        depth += _step(bracket[0])
-        if depth <= 0:
-            return text[len(opening) : -closing_length] if bracket.end() == len(text) else None
-    return None
-
-
-def _step(bracket: str) -> int:
-    if bracket in _OPEN:
-        return 1
-    return -1
-
-
-def split_outside(text: str, separator: "re.Pattern[str]") -> list[str]:
-    """The parts of a text between the separators that are in no bracket."""
-    parts, depth, at = [], 0, 0
-    pattern = re.compile(f"(?P<bracket>{_BRACKET.pattern})|(?P<cut>{separator.pattern})")
-    for token in pattern.finditer(text):
-        if token["bracket"]:
-            depth += _step(token[0])
-        elif depth == 0:
-            parts.append(text[at : token.start()])
-            at = token.end()
-    return [*parts, text[at:]]
 
 
 def _squeezed(text: str) -> str:

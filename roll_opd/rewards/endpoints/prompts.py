@@ -9,8 +9,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from roll_opd.rewards.endpoints.verdicts import YES_OR_NO
 from roll_opd.rewards.interface import RewardError, RewardSample
-from roll_opd.rewards.verdicts import YES_OR_NO
 
 
 @dataclass(frozen=True)

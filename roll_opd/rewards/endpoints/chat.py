@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from roll_opd.rewards.endpoint import Endpoint, Limits
+from roll_opd.rewards.endpoints.endpoint import Endpoint, Limits
 from roll_opd.rewards.interface import RewardError
 
 Messages = list[dict[str, str]]

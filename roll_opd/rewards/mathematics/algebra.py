@@ -1,6 +1,6 @@
 r"""Mathematics for `equality`: expressions and sets in LaTeX, read and compared by math-verify and SymPy.
 
-Nothing here limits its own time: it runs in the processes of `symbolic`.
+Nothing here limits its own time: it runs in `processes`.
 """
 
 import re
@@ -16,7 +16,7 @@ from sympy import Basic, Derivative, EmptySet, FiniteSet, I, Intersection, Inter
 from sympy.logic.boolalg import Boolean
 from sympy.matrices import MatrixBase
 
-from roll_opd.rewards.equality import brackets_inside, split_outside
+from roll_opd.rewards.mathematics.structure import brackets_inside, split_outside
 
 _READ = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _PLAIN_PRODUCTS = ConversionConfig(interpret_as_mixed_fractions=False)  # mixed numbers are fractions by now

@@ -5,9 +5,9 @@ They are IFEval's instructions under other names and arguments, and mostly ask f
 
 from collections.abc import Callable
 
-from roll_opd.rewards import ifeval_rules as rules
-from roll_opd.rewards.ifeval_rules import Relation
-from roll_opd.rewards.wording import count_capital_words, count_sentences
+from roll_opd.rewards.instructions import rules
+from roll_opd.rewards.instructions.rules import Relation
+from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences
 
 
 def keywords(text: str, keyword_list: list[str]) -> bool:

@@ -26,7 +26,7 @@ MEMORY_BYTES = 1 << 30  # address space of a process
 
 READY = "ready"  # a process's first line
 
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 Question = Literal["same_expression", "same_set"]
 
@@ -69,7 +69,7 @@ class _Process:
     def __init__(self) -> None:
         paths = [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from roll_opd.rewards.symbolic import _serve; _serve()"],
+            [sys.executable, "-c", "from roll_opd.rewards.mathematics.processes import _serve; _serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -178,7 +178,7 @@ def _serve() -> None:
     import resource
     import signal
 
-    from roll_opd.rewards import algebra
+    from roll_opd.rewards.mathematics import algebra
 
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_BYTES:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from roll_opd.rewards.language import is_language
-from roll_opd.rewards.wording import count_capital_words, count_sentences, count_words
+from roll_opd.rewards.instructions.language import is_language
+from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words
 
 Relation = Literal["less than", "at least", "at most", "around"]
 ENGLISH_SHARE = 0.9  # of the letters of a text in English that are a-z
