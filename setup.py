@@ -35,6 +35,7 @@ COMMON = [
     "pyarrow>=20.0",
     "math-verify==0.9.0",
     "regex>=2025.0",
+    "langdetect>=1.0.9",
     "httpx>=0.27",
     "tensorboard>=2.20",
 ]

@@ -12,9 +12,8 @@ from typing import Any, get_args
 
 from roll_opd.rewards.arguments import flag
 from roll_opd.rewards.instructions.functions import FUNCTIONS
-from roll_opd.rewards.instructions.language import LanguageUnknown
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS, Relation
-from roll_opd.rewards.interface import Failure, RewardSample, Score
+from roll_opd.rewards.interface import RewardSample, Score
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.texts.answers import after_thinking
 
@@ -36,18 +35,16 @@ class IFEval:
         self.views = loose_views if flag("ifeval", "loose", loose) else strict_view
         self.partial = flag("ifeval", "partial", partial)
 
-    def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
+    def score(self, samples: Sequence[RewardSample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
 
-    def _score(self, sample: RewardSample) -> Score | Failure:
+    def _score(self, sample: RewardSample) -> Score:
         try:
             checks = read_checks(sample.ground_truth, sample.extra)
             views = self.views(after_thinking(sample.response))
             followed = sum(any(check(view) for view in views) for check in checks) / len(checks)
         except Unjudgeable as unjudgeable:
             return Score(None, reason=str(unjudgeable))
-        except LanguageUnknown as missing:
-            return Failure("langdetect_missing", f"reward ifeval, sample {sample.id}: {missing}")
         value = followed if self.partial else float(followed == 1.0)
         return Score(value, {"followed": followed}, "followed" if followed == 1.0 else "not followed")
 

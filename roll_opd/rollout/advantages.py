@@ -178,10 +178,10 @@ def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan
 
 def _reward(experience: Experience) -> float:
     if experience.reward is None:
-        raise RunError(
-            f"sample {experience.id}, tagged {experience.tag}, has no reward: its row needs a ground_truth, "
-            "and its tag a place in the tag_included of a reward worker"
+        why = experience.reward_reason or (
+            "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
         )
+        raise RunError(f"sample {experience.id}, tagged {experience.tag}, has no reward: {why}")
     return experience.reward
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from langdetect import detector_factory
 
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS
@@ -98,8 +99,7 @@ def test_it_is_scored_in_time(
 
 
 def test_the_language_of_it_is_found_in_time() -> None:
-    langdetect = pytest.importorskip("langdetect")
-    langdetect.detector_factory.init_factory()  # reads its profiles once
+    detector_factory.init_factory()  # reads its profiles once
     row = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "en"}]}
     reward = resolve("ifeval")
     for text in TEXTS:

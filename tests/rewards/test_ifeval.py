@@ -11,7 +11,7 @@ from roll_opd.rewards.ifeval import IFEval
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS
 from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words
-from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
+from roll_opd.rewards.interface import RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 
 # instruction -> arguments, a text that follows it, and texts that do not
@@ -255,20 +255,11 @@ def test_a_row_that_cannot_be_judged_has_no_value(row: RewardSample, reason: str
 
 
 def test_the_language_of_a_response() -> None:
-    pytest.importorskip("langdetect")
     french = "Le chat dort sur la table parce qu'il fait froid dehors."
     for language, right in (("fr", 1.0), ("de", 0.0)):
         assert value(french, ["language:response_language"], [{"language": language}]) == right
     assert value("今天的天气很好，我们去公园散步吧。", ["language:response_language"], [{"language": "zh"}]) == 1.0
     assert value("123 !", ["language:response_language"], [{"language": "en"}]) == 0.0
-
-
-def test_without_langdetect_its_rows_fail_and_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "langdetect", None)  # as where it is not installed
-    (failure,) = IFEval().score([sample("a", {"func_name": "validate_response_language", "language": "en"})])
-    assert isinstance(failure, Failure)
-    assert failure.kind == "langdetect_missing"
-    assert "pip install langdetect" in failure.message
 
 
 def test_its_arguments_are_flags() -> None:

@@ -1,8 +1,9 @@
-"""Which language a text is in, by the package langdetect, which IFEval's authors use; users install it on demand."""
+"""Which language a text is in, by the package langdetect, which IFEval's authors use."""
 
 import threading
 
-from roll_opd.rewards.interface import RewardError
+from langdetect import detector_factory
+from langdetect.lang_detect_exception import LangDetectException
 
 # langdetect strips addresses with patterns that are quadratic, so it sees the two ends of a long text
 LOOKED_AT = 2_000  # characters of each end
@@ -11,26 +12,11 @@ SEED = 0  # langdetect samples; seeded, the same text is always in the same lang
 _LOADING = threading.Lock()
 
 
-class LanguageUnknown(RewardError):
-    """langdetect is not there to ask."""
-
-
 def is_language(text: str, language: str) -> bool:
-    """Whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False where nothing can be told.
-
-    Raises `LanguageUnknown` where langdetect is not installed.
-    """
-    try:
-        import langdetect.detector_factory as langdetect
-        from langdetect.lang_detect_exception import LangDetectException
-    except ImportError:
-        raise LanguageUnknown(
-            "the language of a response is found by langdetect, which is not installed; `pip install langdetect`, or"
-            " leave out the rows with language:response_language and validate_response_language"
-        ) from None
+    """Whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False where nothing can be told."""
     with _LOADING:
-        langdetect.init_factory()
-    detector = langdetect._factory.create()
+        detector_factory.init_factory()
+    detector = detector_factory._factory.create()
     detector.seed = SEED
     detector.append(text if len(text) <= 2 * LOOKED_AT else f"{text[:LOOKED_AT]} {text[-LOOKED_AT:]}")
     try:
