@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-BURST_SECONDS = 0.05
+BURST_SECONDS = 0.1
 
 
 async def bursts(items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS) -> AsyncIterator[list[Item]]:

@@ -1,6 +1,7 @@
 """Ray actor that scores answers with one domain's rewards."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -22,6 +23,10 @@ from roll_opd.workers.local_model import LocalModel
 MOST_THREADS = 10_000
 
 
+CALL_SECONDS = 0.01  # that a call should take, where the reward is quick: it costs a fraction of a millisecond
+MEMORY = 0.1  # weight of the latest call in how long a sample is known to take
+
+
 @dataclass(frozen=True)
 class Answer:
     """Some samples' scores."""
@@ -38,6 +43,7 @@ class RewardWorker:
     _callers: dict[str, Caller]
     _weights: dict[str, float]
     _calls: asyncio.Semaphore
+    _seconds: float
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
@@ -55,6 +61,7 @@ class RewardWorker:
             for term in plan.terms
         }
         self._weights = {term.name: term.weight for term in plan.terms}
+        self._seconds = CALL_SECONDS  # that a sample takes
         self._calls = asyncio.Semaphore(plan.max_concurrency)
         self._tokenizer = load_tokenizer(model_path)
 
@@ -66,8 +73,11 @@ class RewardWorker:
                 yield Compact(Answer(scores, hung=any(caller.hung for caller in self._callers.values())))
 
     async def _pieces(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
-        """As many samples a call as it takes to have all of them under way at once, where that is possible."""
-        size = min(-(-len(samples) // self._plan.max_concurrency), self._plan.batch_size)
+        """As many samples a call as it takes to have all of them under way at once, where that is possible; more where
+        the reward is so quick that the call itself would cost as much.
+        """
+        needed = -(-len(samples) // self._plan.max_concurrency)
+        size = min(max(needed, int(CALL_SECONDS / self._seconds)), self._plan.batch_size)
         calls = [
             asyncio.create_task(self._call(start, samples[start : start + size]))
             for start in range(0, len(samples), size)
@@ -81,7 +91,9 @@ class RewardWorker:
 
     async def _call(self, first: int, samples: Sequence[RewardSample]) -> list[tuple[int, Scored]]:
         async with self._calls:
+            began = time.perf_counter()
             scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
+        self._seconds += MEMORY * ((time.perf_counter() - began) / len(samples) - self._seconds)
         if len(self._callers) > 1 or self._weights != dict.fromkeys(self._weights, 1.0):
             by_sample = [dict(zip(self._callers, each, strict=True)) for each in zip(*scores, strict=True)]
             scores = [[weighted(each, self._weights) for each in by_sample]]
