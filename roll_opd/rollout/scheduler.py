@@ -117,6 +117,8 @@ async def roll_out(
         for task in everything:
             task.cancel()
         await asyncio.gather(*everything, return_exceptions=True)
+        if keeps:  # the groups that are returned have their rewards
+            judging.forget()
     return selection
 
 
