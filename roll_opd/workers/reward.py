@@ -30,14 +30,13 @@ class Answer:
     hung: bool  # calls that nothing can end still run in this process: it should be replaced
 
 
-@ray.remote
+@ray.remote(max_concurrency=MOST_THREADS)  # its limits are the plan's, and `alive` is to wait for nothing
 class RewardWorker:
     """One process of a reward domain."""
 
     _plan: RewardPlan
     _callers: dict[str, Caller]
     _weights: dict[str, float]
-    _calls: asyncio.Semaphore
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
@@ -50,13 +49,19 @@ class RewardWorker:
         judge = {plan.terms[0].name: {"complete": LocalModel(plan.engine, engines)}} if plan.engine else {}
         self._callers = {
             term.name: Caller(
-                term.name, resolve(term.worker, {**term.args, **judge.get(term.name, {})}), threads, term.timeout
+                term.name,
+                resolve(term.worker, {**term.args, **judge.get(term.name, {})}),
+                threads,
+                term.timeout,
+                plan.max_concurrency,
             )
             for term in plan.terms
         }
         self._weights = {term.name: term.weight for term in plan.terms}
-        self._calls = asyncio.Semaphore(plan.max_concurrency)
         self._tokenizer = load_tokenizer(model_path)
+
+    async def alive(self) -> None:
+        """Says that the process still takes part."""
 
     async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
         """Yield `Answer`s as the scores come, a batch's pieces being scored side by side."""
@@ -80,8 +85,7 @@ class RewardWorker:
                 task.cancel()
 
     async def _call(self, first: int, samples: Sequence[RewardSample]) -> list[tuple[int, Scored]]:
-        async with self._calls:
-            scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
+        scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
         if len(self._callers) > 1 or self._weights != dict.fromkeys(self._weights, 1.0):
             by_sample = [dict(zip(self._callers, each, strict=True)) for each in zip(*scores, strict=True)]
             scores = [[weighted(each, self._weights) for each in by_sample]]
