@@ -213,7 +213,7 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
         assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
         return found.experiences()
 
-    assert all(experience.reward is not None for experience in asyncio.run(first_group()))
+    assert all(experience.reward is not None for experience in asyncio.run(asyncio.wait_for(first_group(), 20)))
     assert len(asked) > SAMPLING.n
 
 
