@@ -25,10 +25,7 @@ from roll_opd.workers.roles import Sampler
 
 DIED = "worker_died"
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
-SPARE_SECONDS = 30.0  # beyond what the time limits allow, until a worker that says nothing counts as stuck
-SIGN_SECONDS = (
-    60.0  # without time limits: how often it is asked whether it is there, and how long it may take to say so
-)
+SIGN_SECONDS = 60.0  # without news, a worker is asked whether it is there; as long again it may take to say so
 
 
 @dataclass(frozen=True)
@@ -114,8 +111,10 @@ class Judge:
 
     async def end(self) -> None:
         """End the workers at once, and the judge's engines."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers:
             ray.kill(worker.actor)
         if self._sampler:
@@ -177,7 +176,8 @@ class Judge:
     async def _score(self, worker: _Worker, jobs: list[_Job]) -> None:
         """Have `worker` score `jobs`; what it leaves undone when it dies goes to another."""
         left = dict(enumerate(jobs))
-        patience = self._patience(worker)
+        # it keeps its time limits itself, as long as it is there; a call may hold it up for as long as it may take
+        patience = max(SIGN_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
         try:
             batch = Compact([job.experience for job in jobs])
             stream = worker.actor.score.options(num_returns="streaming").remote(batch)
@@ -243,16 +243,6 @@ class Judge:
             f"rewards.{self.plan.domain}: a worker does not start, its process ended {MOST_DEATHS} times: {problem}"
         )
 
-    def _patience(self, worker: _Worker) -> float | None:
-        """Seconds until something must have come of a batch: of all that `worker` has in hand, each may run out of
-        time twice, with its neighbours and alone.
-        """
-        limits = [term.timeout for term in self.plan.terms]
-        if None in limits:
-            return None
-        turns = -(-worker.in_hand // self.plan.max_concurrency)
-        return 2 * sum(limits) * (turns + 1) + SPARE_SECONDS
-
     def _settle(self, job: _Job, scored: Scored) -> None:
         self._errors.update(scored.errors)
         self._latencies.append(time.monotonic() - job.came)
@@ -271,16 +261,13 @@ class Judge:
             job.verdict.set_result(verdict)
 
 
-async def _next(stream: ray.ObjectRefGenerator, actor: ray.actor.ActorHandle, patience: float | None) -> Answer:
-    """What comes next of `stream`; TimeoutError where nothing does and `actor` is stuck.
-
-    That is after `patience` seconds, or (None) where it does not even say that it is there.
-    """
+async def _next(stream: ray.ObjectRefGenerator, actor: ray.actor.ActorHandle, patience: float) -> Answer:
+    """What comes next of `stream`; TimeoutError where `actor`, asked every `patience` s, does not say it is there."""
     coming = asyncio.ensure_future(_received(stream))
     sign = None
     try:
-        while not (await asyncio.wait([coming], timeout=SIGN_SECONDS if patience is None else patience))[0]:
-            if patience is not None or (sign and not sign.done()):
+        while not (await asyncio.wait([coming], timeout=patience))[0]:
+            if sign and not sign.done():
                 raise TimeoutError
             sign = asyncio.wrap_future(actor.alive.remote().future())
         return coming.result()

@@ -56,6 +56,8 @@ def troubled(samples):
                 next(iter(()))
             case "nap":
                 time.sleep(0.3)
+            case "sleep":
+                time.sleep(1.0)
             case "nap and die":
                 time.sleep(0.3)
                 os._exit(1)
