@@ -185,13 +185,13 @@ def test_a_suspect_is_alone_with_a_worker(start, loop, tmp_path: Path) -> None:
     judge, log = start("troubled", on_error="zero", max_concurrency=8), tmp_path / "log"
 
     async def ask() -> list[Verdict]:
-        asked = [judge.submit(sample(1, trouble="sleep", log=str(log))), judge.submit(sample(2, trouble="nap and die"))]
+        asked = [judge.submit(sample(1, trouble="nap and die")), judge.submit(sample(2, trouble="sleep", log=str(log)))]
         while not log.exists() or len(log.read_text().splitlines()) < 3:
             await asyncio.sleep(0.02)
         asked += [judge.submit(sample(3, trouble="die")), judge.submit(sample(4))]
         return await asyncio.wait_for(asyncio.gather(*asked), 60)
 
-    assert rewards(loop.run_until_complete(ask())) == [1.0, 0.0, 0.0, 4.0]
+    assert rewards(loop.run_until_complete(ask())) == [0.0, 2.0, 0.0, 4.0]
 
 
 def test_a_worker_that_dies_while_it_starts_is_started_again(start, loop) -> None:
