@@ -146,6 +146,11 @@ REWARD_WORKERS: dict[str, frozenset[str]] = {
     "format": _names("pattern"),
     "length_penalty": _names("max_tokens cache_tokens coef"),
 }
+# of a judge behind an endpoint: one that runs here has an engine and generating_args
+JUDGE_ENDPOINT_KEYS = _names("""
+    judge_model_name judge_api_url judge_api_key api_key_env temperature max_tokens extra_body request_seconds
+    retry_seconds concurrency requests_per_minute
+""")
 REWARD_CLASSES_OF_ROLL = {
     "MathRuleRewardWorker": "math_rule",
     "GSM8KMathRewardWorker": "math_rule",

@@ -7,6 +7,7 @@ from roll_opd.config.errors import Findings
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.known_names import (
     DOTTED,
+    JUDGE_ENDPOINT_KEYS,
     MOST_REWARD_CALLS,
     REWARD_CALLS,
     REWARD_CLASSES_OF_ROLL,
@@ -17,6 +18,7 @@ from roll_opd.config.known_names import (
 )
 from roll_opd.config.plan import FilterPlan, Mode, RewardPlan, RewardTerm
 from roll_opd.config.schema import Filter, Reward, Term
+from roll_opd.config.sections import LOCAL_JUDGE
 
 FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
 
@@ -71,6 +73,19 @@ def _terms(path: str, domain: str, reward: Reward, findings: Findings) -> tuple[
     """The domain's own reward first, named after its worker, then what is added to it."""
     main = _term(path, domain, None, reward, findings)
     added = [_term(f"{path}.terms.{name}", name, name, term, findings) for name, term in reward.terms.items()]
+    if reward.args.get("judge_model_type") == LOCAL_JUDGE and main.worker in REWARD_WORKERS.keys() - {"llm_judge"}:
+        findings.problem(
+            f"{path}.judge_model_type", f"{main.worker} asks no judge, and would have engines for nothing; remove it"
+        )
+    elif main.args.get("judge_model_type") == LOCAL_JUDGE:
+        for key in sorted(JUDGE_ENDPOINT_KEYS & main.args.keys()):
+            findings.ignore(f"{path}.{key}")
+    for term in added:
+        if term.args.get("judge_model_type") == LOCAL_JUDGE:
+            findings.problem(
+                f"{path}.terms.{term.name}.judge_model_type",
+                "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
+            )
     if main.name in reward.terms:
         findings.problem(f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
     return (main, *added)

@@ -57,13 +57,18 @@ def read_sections(values: dict[str, Any], variables: frozenset[str], findings: F
         sections.teacher_paths[name] = path
     for domain, data in _mapping(rest.pop("rewards", None), "rewards", findings).items():
         path = f"rewards.{domain}"
-        if isinstance(data, dict) and data.get("judge_model_type") == LOCAL_JUDGE:
+        if isinstance(data, dict) and _judges_here(data):
             of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
             sections.judges[domain] = read_section(Worker, of_engine, path, findings)
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, findings), path, findings)
     sections.top = read_section(Top, rest, "", findings, known)
     return sections
+
+
+def _judges_here(reward: dict[str, Any]) -> bool:
+    args = reward.get("args")
+    return {**(args if isinstance(args, dict) else {}), **reward}.get("judge_model_type") == LOCAL_JUDGE
 
 
 def _teachers(value: Any, findings: Findings) -> dict[str, tuple[str, Any]]:

@@ -91,7 +91,7 @@ async def run_rlvr(
             await _send_weights(cast, version=step)
         if plan.mode == "pure":  # rewards only look on: nothing has waited for them
             with clock.phase("reward"):
-                experiences = await judging.answered(experiences)
+                experiences = [replace(e, left_out=False) for e in await judging.answered(experiences)]
         judging.forget()
 
         own = [experience for experience in experiences if not experience.expert]

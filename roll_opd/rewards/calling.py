@@ -1,13 +1,15 @@
 """Calls a reward so that one sample's trouble stays its own: within a time limit, and alone where a batch fails.
 
 A function that is not a coroutine runs in a thread, which nothing can end from outside: one that runs out of time is
-counted in `hung`, and whoever owns the process replaces it.
+counted in `hung`, and whoever owns the process replaces it. What an event loop would take for its own affair (an exit,
+a cancellation, the end of an iterator) is a failure of the sample like any other.
 """
 
 import asyncio
 import inspect
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -20,23 +22,33 @@ from roll_opd.rewards.interface import (
     RewardSample,
     Score,
     Scored,
+    Scores,
     read_scores,
 )
+
+NEWS = 0.2  # weight of the latest call in how long a sample is known to take
 
 
 class Caller:
     """One reward, as it is called in an event loop; `executor` is where it runs if it is not a coroutine function."""
 
-    def __init__(self, name: str, reward: Reward, executor: Executor, timeout: float | None = None) -> None:
-        """`timeout`: seconds a sample may take; None: the reward limits itself."""
+    def __init__(
+        self, name: str, reward: Reward, executor: Executor, timeout: float | None = None, most_calls: int = 256
+    ) -> None:
+        """`timeout`: seconds a sample may take; None: the reward limits itself. `most_calls` are under way at once."""
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
+        self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)
         self.hung = 0
+        self.seconds = 1.0  # that a sample takes, as far as is known
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
         """A score or a failure each, in order. Raises `RewardError` where the reward did not keep to the interface."""
         try:
-            scores = await self._answer(samples)
+            async with self._calls:
+                began = time.perf_counter()
+                scores = await self._answer(samples)
+                self.seconds += NEWS * ((time.perf_counter() - began) / len(samples) - self.seconds)
         except RewardError:
             raise
         except Exception as error:
@@ -49,14 +61,14 @@ class Caller:
     async def _answer(self, samples: Sequence[RewardSample]):
         limit = None if self._timeout is None else self._timeout * len(samples)
         if self._is_async:
-            return await asyncio.wait_for(self._reward(samples), limit)
-        call = asyncio.get_running_loop().run_in_executor(self._executor, self._reward, samples)
+            return await _awaited(self._reward(samples), limit)
+        call = asyncio.get_running_loop().run_in_executor(self._executor, _called, self._reward, samples)
         done, _ = await asyncio.wait([call], timeout=limit)
         if not done:
             self.hung += 1
             raise TimeoutError
         answer = call.result()
-        return await asyncio.wait_for(answer, limit) if inspect.isawaitable(answer) else answer
+        return await _awaited(answer, limit) if inspect.isawaitable(answer) else answer
 
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, TimeoutError):
@@ -64,8 +76,49 @@ class Caller:
                 "" if self._timeout is None else f" after {self._timeout:g} s; raise its timeout, or make it faster"
             )
             return Failure(TIMEOUT, f"reward {self._name} ran out of time{allowed}")
-        kind = type(error).__name__
-        return Failure(kind, f"reward {self._name} raised {kind}: {error}")
+        raised = error.error if isinstance(error, _Raised) else error
+        kind = type(raised).__name__
+        return Failure(kind, f"reward {self._name} raised {kind}: {raised}")
+
+
+class _Raised(Exception):
+    """Stands in for an `error` that would not reach the one who waits."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _called(reward: Reward, samples: Sequence[RewardSample]) -> Scores | Awaitable[Scores]:
+    try:
+        return reward(samples)
+    except StopIteration as error:  # a future cannot hold it, and would never be done
+        raise _Raised(error) from error
+    except Exception:
+        raise
+    except BaseException as error:  # such as SystemExit, which would end the event loop
+        raise _Raised(error) from error
+
+
+async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
+    """As `asyncio.wait_for`, but it neither waits for one that will not be cancelled nor takes over a cancellation."""
+    task = asyncio.ensure_future(_guarded(answer))
+    try:
+        done, _ = await asyncio.wait([task], timeout=limit)
+    finally:
+        task.cancel()
+    if not done:
+        raise TimeoutError
+    if task.cancelled():
+        raise _Raised(asyncio.CancelledError("by itself"))
+    return task.result()
+
+
+async def _guarded(answer: Awaitable[Scores]) -> Scores:
+    try:
+        return await answer
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Raised(error) from error
 
 
 def weighted(scores: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:

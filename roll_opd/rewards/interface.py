@@ -6,7 +6,7 @@ there for those that need tokens or log-probs.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from roll_opd.config.frozen import FrozenDict
@@ -77,17 +77,17 @@ def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> l
 
 def _read(score: Score | Failure | float | None, sample: str, name: str) -> Scored:
     if isinstance(score, Failure):
-        return score
+        return replace(score, kind=str(score.kind), message=str(score.message))
     if not isinstance(score, Score):
         score = Score(score)
-    if score.value is None:
-        return score
     try:
-        value, parts = float(score.value), FrozenDict({part: float(number) for part, number in score.parts.items()})
+        value = None if score.value is None else float(score.value)
+        parts = FrozenDict({str(part): float(number) for part, number in dict(score.parts).items()})
     except (TypeError, ValueError):
         raise RewardError(
-            f"reward {name} returned {score.value!r} for sample {sample}; return a number, a Score or None"
+            f"reward {name} returned {score.value!r} for sample {sample}; return a number, a Score or None, and"
+            f" parts as numbers by name (they are {score.parts!r})"
         ) from None
-    if not all(map(math.isfinite, (value, *parts.values()))):
+    if not all(map(math.isfinite, (value or 0.0, *parts.values()))):
         return Failure("not_finite", f"reward {name} returned {value} with parts {dict(parts)}; scores must be finite")
-    return Score(value, parts, score.reason, score.errors)
+    return Score(value, parts, "" if score.reason is None else str(score.reason), score.errors)

@@ -7,6 +7,7 @@ The sums over teachers are over those that scored the sample. In pure distillati
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from roll_opd.algorithms.advantages import clipped, on_last_action, token_advantages
-from roll_opd.algorithms.baselines import RewardBatch
+from roll_opd.algorithms.baselines import Normalised, RewardBatch
 from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.table import advantage
+from roll_opd.config.algorithms import ADVANTAGES, AdvantageFacts
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.tracking.metrics import statistics
@@ -32,13 +34,25 @@ def external_advantages(
 
     That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
-    not adapted. What is left out counts in no mean, and its `loss_mask` is empty. RunError for a sample that no reward
+    not adapted. What is left out counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
+    and all but one are left out, that one's reward is 0 before the whitening. RunError for a sample that no reward
     worker scored.
     """
     kl_coef = objective.init_kl_coef if kl_coef is None else kl_coef
     counted = [experience for experience in experiences if not experience.left_out]
-    found = iter(_advantages(counted, objective, kl_coef) if counted else ())
+    found = iter(_advantages(counted, _bereft(experiences, objective), objective, kl_coef) if counted else ())
     return [_nothing_of(e, kl_coef) if e.left_out else next(found) for e in experiences]
+
+
+def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
+    """Groups of several whose one remaining sample has lost those that it would be compared with."""
+    compares = ADVANTAGES.get(objective.adv_estimator, AdvantageFacts()).baseline
+    if objective.advantage_arguments.get("mean_cal_level", "group" if compares else None) != "group":
+        return set()
+    counted = Counter(experience.group_id for experience in experiences if not experience.left_out)
+    return {
+        experience.group_id for experience in experiences if experience.left_out and counted[experience.group_id] == 1
+    }
 
 
 def _nothing_of(experience: Experience, kl_coef: float) -> Experience:
@@ -48,7 +62,9 @@ def _nothing_of(experience: Experience, kl_coef: float) -> Experience:
     return replace(experience, **nothing, metrics={**experience.metrics, "kl_coef": kl_coef})
 
 
-def _advantages(experiences: Sequence[Experience], objective: ObjectivePlan, kl_coef: float) -> list[Experience]:
+def _advantages(
+    experiences: Sequence[Experience], bereft: set[str], objective: ObjectivePlan, kl_coef: float
+) -> list[Experience]:
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
     masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
@@ -59,6 +75,10 @@ def _advantages(experiences: Sequence[Experience], objective: ObjectivePlan, kl_
     normalised = function(
         RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_arguments
     )
+    if bereft:
+        alone_B = torch.tensor([group in bereft for group in groups])
+        means_B = torch.where(alone_B, rewards_B, normalised.mean)
+        normalised = Normalised.of(rewards_B, means_B, torch.where(alone_B, 1.0, normalised.scale))
     rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
@@ -139,8 +159,10 @@ def advantage_metrics(
 ) -> dict[str, float]:
     """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min.
 
-    With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean over samples of token means.
+    Of samples that are learned from. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean
+    over samples of token means.
     """
+    experiences = [experience for experience in experiences if not experience.left_out]
     rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
     every = advantages(experiences, teachers, objective.opd_kl_discount)
     acted = [mine[e.action_mask] for e, mine in zip(experiences, every, strict=True)]

@@ -79,18 +79,21 @@ async def roll_out(
         written[index] = experience_of(prompts[index // n], first_draw + index // n, index % n, completion)
         judging.ask(written[index])
 
+    async def take(index: int, experience: Experience) -> None:
+        if keeps:  # a group waits for its own rewards, and for no other sample's
+            (experience,) = await judging.answered([experience])
+        selection.add(index, experience)
+        if selection.enough:
+            settled.set()
+
     async def score(finished: list[tuple[int, Completion]]) -> None:
         try:
             scored = await _score([written[index] for index, _ in finished], scorers, sampling.temperature)
-            if keeps:
-                scored = await judging.answered(scored)
-            for (index, _), experience in zip(finished, scored, strict=True):
-                selection.add(index, experience)
+            indices = [index for index, _ in finished]
+            await asyncio.gather(*[take(index, one) for index, one in zip(indices, scored, strict=True)])
         except Exception:
             settled.set()
             raise
-        if selection.enough:
-            settled.set()
 
     scoring: list[asyncio.Task] = []
 
@@ -117,6 +120,8 @@ async def roll_out(
         for task in everything:
             task.cancel()
         await asyncio.gather(*everything, return_exceptions=True)
+        if keeps:  # the groups that are returned have their rewards
+            judging.forget()
     return selection
 
 

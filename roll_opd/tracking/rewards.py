@@ -22,21 +22,27 @@ def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def scoring_metrics(
-    domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int]
+    domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int], restarts: int
 ) -> dict[str, float]:
-    """`reward/<domain>/{errors,timeouts}`, and under `time/`, as they depend on the clock, `latency` and `queue`.
+    """`reward/<domain>/{errors,timeouts}`, and under `time/`, as they depend on the clock, `latency`, `queue` and
+    `restarts`.
 
     Args:
         errors: attempts that failed, by kind.
         latencies: seconds from a sample's end to its verdict.
         queued: samples that wait, whenever that changes.
+        restarts: workers that were replaced.
     """
+    by_word: Counter[str] = Counter()
+    for kind, count in errors.items():
+        by_word[_word(kind)] += count
     return {
         f"reward/{domain}/errors": float(sum(errors.values())),
         f"reward/{domain}/timeouts": float(errors.get("timeout", 0)),
-        **{f"reward/{domain}/errors/{_word(kind)}": float(count) for kind, count in sorted(errors.items())},
+        **{f"reward/{domain}/errors/{word}": float(count) for word, count in sorted(by_word.items())},
         **statistics(f"time/reward/{domain}/latency", latencies, ("p50", "p95", "max")),
         **statistics(f"time/reward/{domain}/queue", queued, ("mean", "max")),
+        f"time/reward/{domain}/restarts": float(restarts),
     }
 
 

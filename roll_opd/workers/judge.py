@@ -25,7 +25,7 @@ from roll_opd.workers.roles import Sampler
 
 DIED = "worker_died"
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
-SPARE_SECONDS = 30.0  # beyond what the time limits allow, until a worker that says nothing counts as stuck
+SIGN_SECONDS = 60.0  # without news, a worker is asked whether it is there; as long again it may take to say so
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class _Worker:
     actor: ray.actor.ActorHandle
     in_hand: int = 0
     leaves: bool = False  # it gets no more samples, and is replaced when it has none
+    alone: bool = False  # it has one that may kill it, and gets no other beside it
 
 
 class Judge:
@@ -104,14 +105,16 @@ class Judge:
 
     def lap(self) -> dict[str, float]:
         """`scoring_metrics` of what was scored since the last lap, in validation too."""
-        found = scoring_metrics(self.plan.domain, self._errors, self._latencies, self._queued)
+        found = scoring_metrics(self.plan.domain, self._errors, self._latencies, self._queued, self._restarts)
         self._reset()
         return found
 
     async def end(self) -> None:
         """End the workers at once, and the judge's engines."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers:
             ray.kill(worker.actor)
         if self._sampler:
@@ -121,28 +124,38 @@ class Judge:
         self._errors: Counter[str] = Counter()
         self._latencies: list[float] = []  # s from the sample's end to its verdict
         self._queued: list[int] = []  # samples that still wait when everybody has been given what they can take
+        self._restarts = 0
 
     def _dispatch(self) -> None:
         """Give what waits to those who have room, in equal shares."""
         self._dispatch_is_due = False
-        there = sorted((worker for worker in self._workers if not worker.leaves), key=lambda worker: worker.in_hand)
-        for number, worker in enumerate(there):
-            if self._waiting and self._waiting[0].deaths > 1:  # it goes alone, so that it takes no other along
-                self._give(worker, 0 if worker.in_hand else 1)
+        free = [worker for worker in self._workers if not worker.leaves and not worker.alone]
+        free.sort(key=lambda worker: worker.in_hand)
+        for number, worker in enumerate(free):
+            head = self._head()
+            if head is None:
+                break
+            if head.deaths > 1:  # it goes alone, so that it takes no other along
+                worker.alone = not worker.in_hand
+                self._give(worker, int(worker.alone))
             else:
-                share = -(-len(self._waiting) // (len(there) - number))
+                share = -(-len(self._waiting) // (len(free) - number))
                 self._give(worker, min(share, self._room(worker)))
         self._queued.append(len(self._waiting))
+
+    def _head(self) -> _Job | None:
+        """The first that somebody still waits for."""
+        while self._waiting and self._waiting[0].verdict.done():
+            self._waiting.popleft()
+        return self._waiting[0] if self._waiting else None
 
     def _room(self, worker: _Worker) -> int:
         return self.plan.max_concurrency * self.plan.batch_size - worker.in_hand
 
     def _give(self, worker: _Worker, count: int) -> None:
         jobs: list[_Job] = []
-        while self._waiting and len(jobs) < count:
-            job = self._waiting.popleft()
-            if not job.verdict.done():  # else nobody waits for it any more
-                jobs.append(job)
+        while len(jobs) < count and (job := self._head()) and not (jobs and job.deaths > 1):
+            jobs.append(self._waiting.popleft())
         if jobs:
             worker.in_hand += len(jobs)
             self._run(self._score(worker, jobs))
@@ -163,18 +176,17 @@ class Judge:
     async def _score(self, worker: _Worker, jobs: list[_Job]) -> None:
         """Have `worker` score `jobs`; what it leaves undone when it dies goes to another."""
         left = dict(enumerate(jobs))
-        patience = self._patience(worker)
+        # it keeps its time limits itself, as long as it is there; a call may hold it up for as long as it may take
+        patience = max(SIGN_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
         try:
             batch = Compact([job.experience for job in jobs])
             stream = worker.actor.score.options(num_returns="streaming").remote(batch)
             while left:
-                answer = await asyncio.wait_for(_next(stream), patience)
+                answer = await _next(stream, worker.actor, patience)
                 worker.leaves |= answer.hung
                 for number, scored in answer.scores:
                     worker.in_hand -= 1
                     self._settle(left.pop(number), scored)
-            if worker.leaves and not worker.in_hand:
-                self._retire(worker, "has calls that ran out of time")
         except (ray.exceptions.RayActorError, TimeoutError) as error:
             kind, problem = (TIMEOUT, "is stuck") if isinstance(error, TimeoutError) else (DIED, "died")
             self._retire(worker, f"{problem} with {len(left)} samples, which are scored again")
@@ -184,6 +196,10 @@ class Judge:
             cause = RunError(f"rewards.{self.plan.domain}: {getattr(error, 'cause', error)}")
             for job in left.values():
                 _fail(job, cause)
+        if not worker.in_hand:
+            worker.alone = False
+            if worker.leaves:
+                self._retire(worker, "has calls that ran out of time")
         self._dispatch()
 
     def _retire(self, worker: _Worker, problem: str) -> None:
@@ -191,13 +207,16 @@ class Judge:
             return  # another batch of it has seen to that
         self._workers.remove(worker)
         ray.kill(worker.actor)
+        self._restarts += 1
         print(f"a reward worker of {self.plan.domain} {problem}; it is started again", file=sys.stderr, flush=True)
         self._run(self._replace())
 
     def _put_back(self, jobs: Sequence[_Job], kind: str) -> None:
         for job in reversed(jobs):
             job.deaths += 1
-            if job.deaths < MOST_DEATHS:
+            if self._broken:
+                _fail(job, self._broken)
+            elif job.deaths < MOST_DEATHS:
                 self._waiting.appendleft(job)
             else:
                 message = f"{job.deaths} workers ended ({kind}) while they scored it, the last one with nothing else"
@@ -208,22 +227,21 @@ class Judge:
         self._dispatch()
 
     async def _add_worker(self) -> None:
-        actor = self._hire()
-        try:
-            await actor.setup.remote(self.plan, self._model_path, self._sampler.engines if self._sampler else ())
-        except ray.exceptions.RayTaskError as error:
-            raise RunError(f"rewards.{self.plan.domain}: a worker does not start: {error.cause}") from error
-        self._workers.append(_Worker(actor))
-
-    def _patience(self, worker: _Worker) -> float | None:
-        """Seconds until something must have come of a batch: of all that `worker` has in hand, each may run out of
-        time twice, with its neighbours and alone.
-        """
-        limits = [term.timeout for term in self.plan.terms]
-        if None in limits:
-            return None
-        turns = -(-worker.in_hand // self.plan.max_concurrency)
-        return 2 * sum(limits) * (turns + 1) + SPARE_SECONDS
+        engines = self._sampler.engines if self._sampler else ()
+        for _ in range(MOST_DEATHS):
+            actor = self._hire()
+            try:
+                await actor.setup.remote(self.plan, self._model_path, engines)
+            except ray.exceptions.RayTaskError as error:
+                raise RunError(f"rewards.{self.plan.domain}: a worker does not start: {error.cause}") from error
+            except ray.exceptions.RayActorError as error:
+                problem = error
+            else:
+                self._workers.append(_Worker(actor))
+                return
+        raise RunError(
+            f"rewards.{self.plan.domain}: a worker does not start, its process ended {MOST_DEATHS} times: {problem}"
+        )
 
     def _settle(self, job: _Job, scored: Scored) -> None:
         self._errors.update(scored.errors)
@@ -243,7 +261,21 @@ class Judge:
             job.verdict.set_result(verdict)
 
 
-async def _next(stream: ray.ObjectRefGenerator) -> Answer:
+async def _next(stream: ray.ObjectRefGenerator, actor: ray.actor.ActorHandle, patience: float) -> Answer:
+    """What comes next of `stream`; TimeoutError where `actor`, asked every `patience` s, does not say it is there."""
+    coming = asyncio.ensure_future(_received(stream))
+    sign = None
+    try:
+        while not (await asyncio.wait([coming], timeout=patience))[0]:
+            if sign and not sign.done():
+                raise TimeoutError
+            sign = asyncio.wrap_future(actor.alive.remote().future())
+        return coming.result()
+    finally:
+        coming.cancel()
+
+
+async def _received(stream: ray.ObjectRefGenerator) -> Answer:
     return await (await anext(stream))
 
 

@@ -31,13 +31,18 @@ class LocalModel:
         self._turns = cycle(engines)
 
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
-        """Raises what the engine does, such as ValueError for a question that is too long for it."""
+        """Raises what the engine does, such as ValueError for a question that is too long for it; as it does, without
+        the process it happened in.
+        """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(self._tokenizer(text, add_special_tokens=False).input_ids)
         request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # the same question, the same answer
         engine = next(self._turns)
         stream = engine.generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)
-        async for answers in stream:
-            ((_, completion),) = await answers
-            return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        try:
+            async for answers in stream:
+                ((_, completion),) = await answers
+                return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
         raise RuntimeError(f"the engine of {self._plan.name} ended without an answer")

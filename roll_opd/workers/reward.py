@@ -1,7 +1,6 @@
 """Ray actor that scores answers with one domain's rewards."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -21,10 +20,7 @@ from roll_opd.workers.local_model import LocalModel
 
 # `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
 MOST_THREADS = 10_000
-
-
 CALL_SECONDS = 0.01  # that a call should take, where the reward is quick: it costs a fraction of a millisecond
-MEMORY = 0.1  # weight of the latest call in how long a sample is known to take
 
 
 @dataclass(frozen=True)
@@ -35,15 +31,13 @@ class Answer:
     hung: bool  # calls that nothing can end still run in this process: it should be replaced
 
 
-@ray.remote
+@ray.remote(max_concurrency=MOST_THREADS)  # its limits are the plan's, and `alive` is to wait for nothing
 class RewardWorker:
     """One process of a reward domain."""
 
     _plan: RewardPlan
     _callers: dict[str, Caller]
     _weights: dict[str, float]
-    _calls: asyncio.Semaphore
-    _seconds: float
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
@@ -56,14 +50,19 @@ class RewardWorker:
         judge = {plan.terms[0].name: {"complete": LocalModel(plan.engine, engines)}} if plan.engine else {}
         self._callers = {
             term.name: Caller(
-                term.name, resolve(term.worker, {**term.args, **judge.get(term.name, {})}), threads, term.timeout
+                term.name,
+                resolve(term.worker, {**term.args, **judge.get(term.name, {})}),
+                threads,
+                term.timeout,
+                plan.max_concurrency,
             )
             for term in plan.terms
         }
         self._weights = {term.name: term.weight for term in plan.terms}
-        self._seconds = CALL_SECONDS  # that a sample takes
-        self._calls = asyncio.Semaphore(plan.max_concurrency)
         self._tokenizer = load_tokenizer(model_path)
+
+    async def alive(self) -> None:
+        """Says that the process still takes part."""
 
     async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
         """Yield `Answer`s as the scores come, a batch's pieces being scored side by side."""
@@ -77,7 +76,10 @@ class RewardWorker:
         the reward is so quick that the call itself would cost as much.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
-        size = min(max(needed, int(CALL_SECONDS / self._seconds)), self._plan.batch_size)
+        size = min(
+            max(needed, int(CALL_SECONDS / max(caller.seconds for caller in self._callers.values()))),
+            self._plan.batch_size,
+        )
         calls = [
             asyncio.create_task(self._call(start, samples[start : start + size]))
             for start in range(0, len(samples), size)
@@ -90,10 +92,7 @@ class RewardWorker:
                 task.cancel()
 
     async def _call(self, first: int, samples: Sequence[RewardSample]) -> list[tuple[int, Scored]]:
-        async with self._calls:
-            began = time.perf_counter()
-            scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
-        self._seconds += MEMORY * ((time.perf_counter() - began) / len(samples) - self._seconds)
+        scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
         if len(self._callers) > 1 or self._weights != dict.fromkeys(self._weights, 1.0):
             by_sample = [dict(zip(self._callers, each, strict=True)) for each in zip(*scores, strict=True)]
             scores = [[weighted(each, self._weights) for each in by_sample]]

@@ -234,6 +234,15 @@ def test_planned_but_not_available_yet(
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
         ({"gamma": 1.5}, "gamma: should be less than or equal to 1"),
         ({"reward_clip": 0}, "reward_clip: should be greater than 0"),
+        ({"rewards.math_rule.judge_model_type": "inference"}, "math_rule asks no judge"),
+        (
+            {"rewards.math_rule.terms": {"j": {"worker_cls": "llm_judge", "judge_model_type": "inference"}}},
+            "rewards.math_rule.terms.j.judge_model_type: a term has no engines",
+        ),
+        (
+            {"rewards.judge": {"worker_cls": "llm_judge", "args": {"judge_model_type": "inference"}}},
+            "rewards.judge.device_mapping: is missing",
+        ),
         ({"is_pure_opd": True}, "use_opd: use_opd and pure distillation (is_pure_opd) exclude each other"),
     ],
 )

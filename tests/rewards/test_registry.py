@@ -1,5 +1,6 @@
 """Rewards by name: registered, ROLL's, the user's own; and what they return is checked."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_what_cannot_be_found_is_said(users_module: str, worker: str, message: s
     [
         ([1.0], "it returned 1 scores for 2 samples"),
         (["right", 0], "returned 'right' for sample a; return a number"),
+        ([Score(1.0, ["right"]), 0], "returned 1.0 for sample a; .* parts as numbers by name"),
         (1.0, "it returned float; return a list"),
         ("ab", "it returned str; return a list"),
     ],
@@ -99,6 +101,9 @@ def test_numbers_scores_and_failures_are_scores() -> None:
     assert read_scores([None, down], SAMPLES, "it") == [Score(None), down]
     failed = read_scores([float("nan"), Score(1.0, {"form": float("inf")})], SAMPLES, "it")
     assert [failure.kind for failure in failed] == ["not_finite", "not_finite"]
+    without, odd = read_scores([Score(None, {"form": math.nan}), Score(1, {1: 2}, 404)], SAMPLES, "it")
+    assert without.kind == "not_finite" and odd == Score(1.0, {"1": 2.0}, "404")
+    assert read_scores([Failure(500, None), 1], SAMPLES, "it")[0].kind == "500"
 
 
 def test_a_class_that_is_no_reward_is_refused() -> None:

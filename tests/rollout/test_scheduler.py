@@ -192,6 +192,31 @@ def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
     assert min(answered) < 20 * SAMPLING.n  # unless the first prompt happened to be the last one finished
 
 
+def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source) -> None:
+    """Its place is for samples that are: the step goes on, and nobody waits for what is left."""
+    prompts, asked = make_source().take(20), {}
+
+    class Slow(Judge):
+        def submit(self, experience: Experience) -> asyncio.Task[Verdict]:
+            asked[experience.id] = super().submit(experience)
+            return asked[experience.id]
+
+        async def _score(self, experience: Experience, slowness: int) -> Verdict:
+            if "#0/" not in experience.id:
+                await asyncio.Event().wait()
+            return await super()._score(experience, slowness)
+
+    async def first_group() -> list[Experience]:
+        rollout = arguments(Engine(), scorers([])) | {"judging": Judging([Slow()])}
+        found = await roll_out(prompts, first_draw=0, wanted=1, keeps=lambda group: True, **rollout)
+        await asyncio.sleep(0)
+        assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
+        return found.experiences()
+
+    assert all(experience.reward is not None for experience in asyncio.run(asyncio.wait_for(first_group(), 20)))
+    assert len(asked) > SAMPLING.n
+
+
 def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
     engine = Engine()
     with pytest.raises(RunError, match="no scores today"):

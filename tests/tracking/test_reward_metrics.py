@@ -31,8 +31,9 @@ def test_domain_by_domain() -> None:
 
 def test_latency_queue_and_errors() -> None:
     latencies = np.random.default_rng(0).random(101)
-    found = scoring_metrics("d", {"timeout": 2, "ValueError": 1}, latencies, [0, 4])
-    assert found["reward/d/errors"] == 3 and found["reward/d/timeouts"] == found["reward/d/errors/timeout"] == 2
+    found = scoring_metrics("d", {"timeout": 2, "a b": 1, "a/b": 1}, latencies, [0, 4], 5)
+    assert found["reward/d/errors"] == 4 and found["reward/d/errors/a_b"] == 2
+    assert found["time/reward/d/restarts"] == 5 and found["reward/d/timeouts"] == found["reward/d/errors/timeout"] == 2
     assert found["time/reward/d/latency/p50"] == sorted(latencies)[50]
     assert found["time/reward/d/latency/p95"] == pytest.approx(sorted(latencies)[95])
     assert found["time/reward/d/queue/mean"] == 2 and found["time/reward/d/queue/max"] == 4

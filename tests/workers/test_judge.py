@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import RewardTerm
@@ -96,6 +97,28 @@ def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, left_
     }
 
 
+@pytest.mark.parametrize(
+    ("worker", "kinds"),
+    [
+        ("troubled", {"exit": "SystemExit", "empty": "StopIteration"}),
+        ("leaves_early", {"exit": "SystemExit", "cancel": "CancelledError", "stay": "timeout"}),
+    ],
+)
+def test_what_would_end_an_event_loop_ends_a_sample_alone(start, loop, worker: str, kinds: dict[str, str]) -> None:
+    judge = start(worker, on_error="zero", timeout=2)
+    found = verdicts(loop, judge, [sample(n, trouble=trouble) for n, trouble in enumerate(("", *kinds, ""), 1)])
+    assert [verdict.reason for verdict in found] == ["", *kinds.values(), ""]
+    assert [found[0].reward, found[-1].reward] == [1.0, len(kinds) + 2.0]
+    assert judge.lap()["reward/code/errors"] == len(kinds)
+
+
+def test_a_reward_may_ask_for_one_call_at_a_time(start, loop) -> None:
+    """When a batch is repeated sample by sample, too."""
+    judge = start("one_at_a_time", max_concurrency=1, batch_size=8, on_error="drop")
+    samples = [sample(n, trouble="raise" if n == 3 else "") for n in range(24)]
+    assert rewards(verdicts(loop, judge, samples)) == [None if n == 3 else float(n) for n in range(24)]
+
+
 def test_what_was_tried_again_is_counted(start, loop) -> None:
     judge = start("failing", on_error="zero")
     assert rewards(verdicts(loop, judge, [sample(n) for n in range(4)])) == [1.0, 0.0, 1.0, 0.0]
@@ -153,11 +176,42 @@ def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
     judge = start("troubled", on_error="zero", max_concurrency=2)
     found = verdicts(loop, judge, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
     assert rewards(found) == [0.0 if n == 5 else float(n) for n in range(12)] and found[5].reason == "worker_died"
-    assert judge.lap()["reward/code/errors/worker_died"] == 1
+    metrics = judge.lap()
+    assert metrics["reward/code/errors/worker_died"] == 1 and metrics["time/reward/code/restarts"] == 3
+
+
+def test_a_suspect_is_alone_with_a_worker(start, loop, tmp_path: Path) -> None:
+    """A sample that was twice beside one that kills is not taken for another, though more of them come meanwhile."""
+    judge, log = start("troubled", on_error="zero", max_concurrency=8), tmp_path / "log"
+
+    async def ask() -> list[Verdict]:
+        asked = [judge.submit(sample(1, trouble="nap and die")), judge.submit(sample(2, trouble="sleep", log=str(log)))]
+        while not log.exists() or len(log.read_text().splitlines()) < 3:
+            await asyncio.sleep(0.02)
+        asked += [judge.submit(sample(3, trouble="die")), judge.submit(sample(4))]
+        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+    assert rewards(loop.run_until_complete(ask())) == [0.0, 2.0, 0.0, 4.0]
+
+
+def test_a_worker_that_dies_while_it_starts_is_started_again(start, loop) -> None:
+    judge = start("troubled")
+    hire, died = judge._hire, []
+
+    def hire_badly():
+        actor = hire()
+        if not died:
+            died.append(actor)
+            ray.kill(actor)
+        return actor
+
+    judge._hire = hire_badly
+    found = verdicts(loop, judge, [sample(0, trouble="die"), sample(1)])
+    assert died and isinstance(found[0], RunError) and found[1].reward == 1.0
 
 
 def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPARE_SECONDS", 0.5)
+    monkeypatch.setattr(module, "SIGN_SECONDS", 0.5)
     judge, log = start("troubled", timeout=0.5), tmp_path / "log"
 
     async def both() -> Verdict:
@@ -168,6 +222,17 @@ def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkey
         return await asyncio.wait_for(asked, 60)
 
     assert loop.run_until_complete(both()).reward == 1.0
+
+
+def test_a_worker_whose_event_loop_stands_still_is_stuck(start, loop, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "SIGN_SECONDS", 0.5)
+    judge = start("deaf", timeout=None)
+    assert rewards(verdicts(loop, judge, [sample(1, log=str(tmp_path / "log"))])) == [1.0]
+    assert judge.lap()["time/reward/code/restarts"] == 1
+    patient = start("awaited", timeout=None)  # it is there, and takes its time
+    monkeypatch.setattr(module, "SIGN_SECONDS", 0.05)
+    assert rewards(verdicts(loop, patient, [sample(1)])) == [1.0]
+    assert patient.lap()["time/reward/code/restarts"] == 0
 
 
 def test_nobody_is_asked_for_what_nobody_waits_for(start, loop, tmp_path: Path) -> None:

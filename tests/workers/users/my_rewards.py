@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import sys
+import threading
 import time
+from contextlib import suppress
 
 from roll_opd.rewards import Failure, Score
 
@@ -47,9 +50,58 @@ def troubled(samples):
                 time.sleep(1000)
             case "die":
                 os._exit(1)
+            case "exit":
+                sys.exit("enough")
+            case "empty":
+                next(iter(()))
             case "nap":
                 time.sleep(0.3)
+            case "sleep":
+                time.sleep(1.0)
+            case "nap and die":
+                time.sleep(0.3)
+                os._exit(1)
     return [float("nan") if sample.extra.get("trouble") == "nan" else number(sample) for sample in samples]
+
+
+LOCK = threading.Lock()
+
+
+def one_at_a_time(samples):
+    """Bears no other call beside it."""
+    if not LOCK.acquire(blocking=False):
+        return [-1.0] * len(samples)
+    with_trouble = [sample for sample in samples if sample.extra.get("trouble")]
+    try:
+        time.sleep(0.02)
+        if with_trouble:
+            raise KeyError(with_trouble[0].id)
+        return plain(samples)
+    finally:
+        LOCK.release()
+
+
+async def leaves_early(samples):
+    trouble = samples[0].extra.get("trouble")
+    if trouble == "exit":
+        sys.exit("enough")
+    if trouble == "cancel":
+        task = asyncio.ensure_future(asyncio.sleep(1))
+        task.cancel()
+        await task
+    while trouble == "stay":
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+    return plain(samples)
+
+
+async def deaf(samples):
+    """Keeps its process from hearing anything, the first time."""
+    (log,) = {sample.extra["log"] for sample in samples}
+    if not os.path.exists(log):
+        open(log, "w").close()
+        time.sleep(1000)
+    return plain(samples)
 
 
 async def slow_to_await(samples):

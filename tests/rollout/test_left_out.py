@@ -1,0 +1,89 @@
+"""Samples whose reward failed, with `on_error: drop`: as if they had never been written."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
+from roll_opd.data.experience import Experience
+from roll_opd.rollout.advantages import advantage_metrics, external_advantages
+from roll_opd.rollout.mismatch import corrected
+from roll_opd.workers.samples import train_samples, value_samples
+
+REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
+FAILED = {"g0": {1}, "g1": {0, 1, 3}, "g2": set()}  # of g1 one sample is left
+
+
+def samples() -> list[Experience]:
+    rng = np.random.default_rng(3)
+    found = []
+    for group, rewards in REWARDS.items():
+        for number, reward in enumerate(rewards):
+            length = int(rng.integers(2, 6))
+            failed = number in FAILED[group]
+            found.append(
+                Experience(
+                    id=f"{group}/{number}",
+                    group_id=group,
+                    tag="t",
+                    domain="d",
+                    tokens=rng.integers(1, 9, 2 + length),
+                    prompt_length=2,
+                    action_mask=np.ones(length, bool),
+                    rollout_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
+                    old_logprobs=rng.normal(-1, 0.1, length).astype(np.float32),
+                    values=rng.normal(0, 1, length).astype(np.float32),
+                    finish_reason="stop",
+                    weights_version=0,
+                    reward=None if failed else reward,
+                    left_out=failed,
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("estimator", "level"),
+    [
+        *[(name, "group") for name in ("grpo", "rloo", "opmd", "asymre", "reinforce")],
+        *[(name, "batch") for name in ("grpo", "reinforce")],
+        *[(name, None) for name in ("reinforce", "reinforceplusplus", "gae")],
+    ],
+)
+def test_the_others_learn_as_if_it_were_not_there(estimator: str, level: str | None) -> None:
+    objective = ObjectivePlan(adv_estimator=estimator, gamma=1.0, norm_mean_type=level, norm_std_type=level)
+    found = external_advantages(samples(), objective)
+    without = [sample for sample in samples() if not sample.left_out]
+    expected = {sample.id: sample for sample in external_advantages(without, objective)}
+    for sample in found:
+        if sample.left_out:
+            assert not sample.advantages.any() and not sample.loss_mask.any()
+        elif level == "group" and sample.group_id == "g1":
+            assert not sample.advantages.any() and sample.loss_mask is None
+        else:
+            np.testing.assert_array_equal(sample.advantages, expected[sample.id].advantages)
+            assert sample.loss_mask is None
+    (single,) = (sample for sample in found if sample.group_id == "g2")
+    assert single.advantages.any()  # it never had others
+
+
+def test_none_of_its_tokens_counts_in_an_update() -> None:
+    objective = ObjectivePlan(adv_estimator="gae", correction=CorrectionPlan())
+    found = corrected(external_advantages(samples(), objective), (), objective)
+    for sample, train, value in zip(found, train_samples(found, (), objective), value_samples(found), strict=True):
+        assert train.action_mask.any() == value.action_mask.any() == (not sample.left_out)
+        assert np.isfinite(train.advantages).all() and train.reward is not None
+
+
+def test_it_counts_in_no_metric() -> None:
+    objective = ObjectivePlan(adv_estimator="grpo", norm_mean_type="group")
+    found = external_advantages(samples(), objective)
+    counted = [sample for sample in found if not sample.left_out]
+    assert advantage_metrics(found, (), objective) == advantage_metrics(counted, (), objective) != {}
+
+
+def test_all_may_be_left_out() -> None:
+    objective = ObjectivePlan(adv_estimator="grpo")
+    nothing = [replace(sample, reward=None, left_out=True) for sample in samples()]
+    assert not any(sample.loss_mask.any() for sample in external_advantages(nothing, objective))
