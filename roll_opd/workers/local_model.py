@@ -32,7 +32,7 @@ class LocalModel:
 
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
         """Raises what the engine does, such as ValueError for a question that is too long for it; as it does, without
-        the process it happened in.
+        the process it happened in. RewardError, which ends the run, where the engine is gone.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(self._tokenizer(text, add_special_tokens=False).input_ids)
@@ -45,4 +45,6 @@ class LocalModel:
                 return self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        except ray.exceptions.RayActorError as error:
+            raise RewardError(f"{self._plan.name}: the judge's engine has died: {error}") from None
         raise RuntimeError(f"the engine of {self._plan.name} ended without an answer")

@@ -75,11 +75,9 @@ class RewardWorker:
         """As many samples a call as it takes to have all of them under way at once, where that is possible; more where
         the reward is so quick that the call itself would cost as much.
         """
+        slowest = max(caller.seconds for caller in self._callers.values())
         needed = -(-len(samples) // self._plan.max_concurrency)
-        size = min(
-            max(needed, int(CALL_SECONDS / max(caller.seconds for caller in self._callers.values()))),
-            self._plan.batch_size,
-        )
+        size = min(max(needed, int(CALL_SECONDS / slowest)), self._plan.batch_size)
         calls = [
             asyncio.create_task(self._call(start, samples[start : start + size]))
             for start in range(0, len(samples), size)

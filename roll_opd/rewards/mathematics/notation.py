@@ -101,12 +101,15 @@ _DECIMAL = re.compile(rf"(?<![\d.])(\d{{0,{MAX_DIGITS}}})\.(\d{{1,{MAX_DIGITS}}}
 _MIXED = re.compile(
     r"(?<![\w.^_}\\/])(\d{1,20})\s*(?:\s(?:and )?(\d{1,20})/(\d{1,20})|\\frac\{(\d{1,20})\}\{(\d{1,20})\})", re.ASCII
 )
+_BARE = re.compile(r"-?\d{1,20}(?:\.\d{1,20})?", re.ASCII)
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MILLIONS = re.compile(rf"(?<=[\d}}])\s*({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])", re.ASCII | re.IGNORECASE)
 
 
 def plain(text: str) -> str:
     """`text` without what does not change its meaning: wrappers, spaces, synonyms, thousands separators."""
+    if _BARE.fullmatch(text):  # as most answers are
+        return text
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = _SUBSCRIPT.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
