@@ -183,13 +183,61 @@ def test_the_program_is_the_last_python_block_and_rows_may_be_json(rewards) -> N
     assert [verdict.reason for verdict in found[3:]] == ["no code", "no code"]
 
 
+UNCALLED = (
+    "class TestSquare:\n    def test_two(self):\n        assert f(2) == 4",
+    "from unittest import *\nclass T(TestCase):\n    def test_two(self):\n        self.assertEqual(f(2), 4)\nmain()",
+    "async def test_two():\n    assert f(2) == 4",
+)
+
+
 @needs_bwrap
 @pytest.mark.parametrize(
-    "cases", [None, [], "{", [3], [{"stdin": "1"}], [{"assert_code": "assert ("}], {"inputs": [1], "outputs": []}]
+    "cases",
+    [None, [], "{", [3], [{"stdin": "1"}], [{"assert_code": "assert ("}], {"inputs": [1], "outputs": []}]
+    + [[{"assert_code": code}] for code in UNCALLED],
 )
 def test_a_row_without_usable_cases_has_no_reward(rewards, cases: object) -> None:
     verdict = rewards[False].score([sample("bad", "print(1)", test_cases=cases)])[0]
     assert verdict.value is None and verdict.reason == "unusable test cases"
+
+
+@needs_bwrap
+def test_a_case_without_a_reached_assertion_is_not_passed(rewards) -> None:
+    def value(program: str, code: str) -> float:
+        return values(rewards[True], sample("reached", program, test_cases=[{"assert_code": code}]))[0]
+
+    raises = "try:\n    f(0)\n    assert False\nexcept ValueError:\n    pass"
+    assert value("def f(x): raise ValueError", raises) == 1.0
+    assert value("def f(x): return x", raises) == 0.0
+    loop = "for x in range(2):\n    assert f(x) == 0"
+    assert value("def f(x): return 0", loop) == 1.0
+    assert value("range = lambda count: []", loop) == 0.0
+    assert (
+        value("def f(x): return 1", "def main():\n    assert f(0) == 0\nif __name__ == '__main__':\n    main()") == 0.0
+    )
+    called = "class T:\n    def test_zero(self):\n        assert f(0) == 0\nT().test_zero()"
+    assert value("def f(x): return 0", called) == 1.0
+    assert value("def f(x): return 1", called) == 0.0
+
+
+@needs_bwrap
+def test_a_case_learns_nothing_of_the_one_before(rewards) -> None:
+    program = """
+import os
+for place in ("/work", "/dev/shm"):
+    status = os.stat(place)
+    if 42 in (status.st_mtime, status.st_atime) or os.listdir(place) or os.listxattr(place):
+        print("seen")
+        break
+    try:
+        os.setxattr(place, "user.seen", b"1")
+    except OSError:
+        pass
+    open(place + "/seen", "w").close()
+    os.utime(place, (42, 42))
+"""
+    cases = [{"stdin": "", "expected_stdout": ""}] * 2
+    assert values(rewards[True], sample("memory", program, test_cases=cases)) == [1.0]
 
 
 @needs_bwrap
@@ -203,6 +251,7 @@ def test_values_that_compare_equal_in_python_are_equal(rewards) -> None:
         "0.1 + 0.2 != 0.3",
     ]
     pairs += [
+        "enum.Enum('E', {'A': 'a'}, type=str).A == 'a'",
         "collections.Counter('aab') == {'a': 2, 'b': 1}",
         "10 ** 5000 > 7",
         "fractions.Fraction(1, 2) == 0.5",
@@ -210,7 +259,7 @@ def test_values_that_compare_equal_in_python_are_equal(rewards) -> None:
     ]
     wrong = ["[1] == (1,)", "True is 1", "'1' == 1", "float('nan') == 1.0", "1 is True"]
     for row, reward in ((pairs, 1.0), (wrong, 0.0)):
-        cases = [{"assert_code": "import collections, fractions\nassert " + code} for code in row]
+        cases = [{"assert_code": "import collections, enum, fractions\nassert " + code} for code in row]
         assert values(rewards[True], sample("values", "pass", test_cases=cases)) == [reward]
 
 

@@ -93,7 +93,7 @@ _RULES = [
 ]  # fmt: skip
 
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,]|\.\d*,)", re.ASCII)
-_THOUSANDS_BRACED = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!)(?=\d{3}(?!\d))", re.ASCII)
+_THOUSANDS_BRACED = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*)(?=\d{3}(?!\d))", re.ASCII)
 _SPACED = re.compile(r"([-+$\\]*)(\d{1,3})((?: \d{3})+)(?![\d/])", re.ASCII)
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{?(\d{1,20})\}?", re.ASCII)
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,4})(?![\d.A-Za-z])", re.ASCII)

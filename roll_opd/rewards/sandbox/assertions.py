@@ -43,6 +43,7 @@ class Expectation:
     compare: Callable[[Any, Any], Any]
     literal: Any
     always: bool  # it is reached in every right run: it stands under no condition and in no loop
+    never: bool = False  # it is reached in no right run: `assert False`, after what has to raise
 
     def holds(self, written: Any) -> bool:
         try:
@@ -68,6 +69,8 @@ class Check:
             if not 0 <= number < len(self.expected) or not self.expected[number].holds(written):
                 return False
             reached.add(number)
+        if not reached and any(not item.never for item in self.expected):
+            return False  # no test was run, as of a class that nobody calls: nothing has been shown
         return all(number in reached for number, item in enumerate(self.expected) if item.always)
 
 
@@ -105,10 +108,11 @@ class _Hider(ast.NodeTransformer):
 
     def _outcome(self, test: ast.expr) -> ast.AST:
         outcome = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))
-        return self._seen(operator.is_, True, outcome)
+        never = isinstance(test, ast.Constant) and not test.value
+        return self._seen(operator.is_, True, outcome, never)
 
-    def _seen(self, compare: Callable[[Any, Any], Any], literal: Any, asked: ast.expr) -> ast.AST:
-        self.expected.append(Expectation(compare, literal, not self._branches))
+    def _seen(self, compare: Callable[[Any, Any], Any], literal: Any, asked: ast.expr, never: bool = False) -> ast.AST:
+        self.expected.append(Expectation(compare, literal, not self._branches, never))
         arguments = [ast.Constant(len(self.expected) - 1), asked]
         return ast.Expr(ast.Call(func=ast.Name("_seen", ast.Load()), args=arguments, keywords=[]))
 

@@ -1,5 +1,6 @@
 """The test cases of a row, in the forms that ROLL's data has and those of APPS, TACO and LiveCodeBench, as one form."""
 
+import ast
 import json
 import keyword
 import re
@@ -139,9 +140,25 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Check:
     if "def check(" in code and entry and f"check({entry})" not in code:
         calls.append(f"check({_text(entry, 'entry_point')})")
     try:
+        if uncalled := _uncalled_test(ast.parse(code)):
+            raise BadCases(f"nothing calls {uncalled} of assert_code; write assertions, or functions test_...()")
         return hide_expected("\n".join([code, *calls]))
+    except BadCases:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadCases(f"assert_code is not Python: {error}") from None
+
+
+def _uncalled_test(tree: ast.Module) -> str | None:
+    """A class of tests, or a coroutine, that the code defines and does not use: any program would pass it."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in tree.body:
+        is_test = isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test_")
+        if isinstance(node, ast.ClassDef):
+            is_test = any(getattr(item, "name", "").startswith("test_") for item in node.body)
+        if is_test and node.name not in used:
+            return node.name
+    return None
 
 
 def _input(item: Mapping[str, Any]) -> Any:

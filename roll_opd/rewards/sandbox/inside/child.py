@@ -97,7 +97,7 @@ def plain(value, depth=0):
     if depth > 100:
         return []
     if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else ["s", str(value)]
+        return value if value is None or isinstance(value, bool) else ["s", str.__str__(value)]
     if isinstance(value, int):
         return ["i", hex(value)]
     if isinstance(value, float):
