@@ -152,7 +152,8 @@ def run_parts(options: argparse.Namespace, overrides: Sequence[str], directory: 
 
 def pipeline_row(metrics: dict[str, float]) -> dict[str, float]:
     """One line of metrics.jsonl as seconds; what is no step (validation, checkpoint) is taken out of the whole."""
-    seconds = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    timed = {name: value for name, value in metrics.items() if name.startswith("time/") and name.count("/") == 1}
+    seconds = {name.removeprefix("time/"): value for name, value in timed.items()}
     beside = sum(seconds.pop(name, 0.0) for name in NOT_A_STEP)
     return {**seconds, "step": seconds["step"] - beside, "tokens": metrics["rollout/generated_tokens"]}
 

@@ -1,6 +1,7 @@
 """The plans of vLLM engines: the student's rollout, and a judge that runs here."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from roll_opd.config import memory
@@ -38,7 +39,10 @@ def judge_plan(role: Role, checked: Checked) -> RolloutPlan:
     new = args.max_new_tokens or JUDGE_TOKENS
     question = checked.top.prompt_length + 2 * checked.response + 2 * new + JUDGE_TOKENS
     length = role.vllm.max_model_len or min(question, role.facts.max_positions)
-    return _engines(role, checked.top, sampling_plan(args, 1, new), length, role.vllm.args)
+    sampling = sampling_plan(args, 1, new)
+    if "temperature" not in args.model_fields_set:
+        sampling = replace(sampling, temperature=0.0)
+    return _engines(role, checked.top, sampling, length, role.vllm.args)
 
 
 def judge_memory(checked: Checked, rewards: tuple[RewardPlan, ...]) -> dict[str, dict[str, int]]:

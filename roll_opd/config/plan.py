@@ -175,6 +175,11 @@ class RewardPlan:
     response_filter: FilterPlan | None = None  # of each reward alone
     engine: RolloutPlan | None = None  # of a judge that runs here
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the reward is more than what its one term says."""
+        return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
+
     def scores(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
 

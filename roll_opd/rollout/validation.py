@@ -1,8 +1,10 @@
 """How often a sampler answers held-out prompts correctly, by the judges' word."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roll_opd.config.plan import SamplingPlan
+from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.rollout.judging import Judging
 from roll_opd.rollout.scheduler import Scorers, roll_out
@@ -39,4 +41,12 @@ async def validate(
             clock=clock,
         )
         answers = await judging.answered(selection.experiences())
-    return validation_metrics(answers, sampling.n)
+    return validation_metrics([_by_main_reward(answer, judges) for answer in answers], sampling.n)
+
+
+def _by_main_reward(answer: Experience, judges: Sequence[Judge]) -> Experience:
+    """An answer is right or wrong by its domain's own reward: what is added to it, and its weight, are for training."""
+    plan = next((judge.plan for judge in judges if judge.plan.domain == answer.domain), None)
+    if plan is None or not plan.is_weighted or plan.terms[0].name not in answer.reward_parts:
+        return answer
+    return replace(answer, reward=answer.reward_parts[plan.terms[0].name])

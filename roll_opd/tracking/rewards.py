@@ -9,6 +9,7 @@ import numpy as np
 from roll_opd.data.experience import Experience
 from roll_opd.tracking.metrics import statistics
 
+MOST_WORDS, OTHERS = 20, "other"  # reasons with a metric of their own, and the name of all the rest
 LONGEST_WORD = 40  # characters of a reason in a metric's name
 
 
@@ -51,6 +52,13 @@ def _word(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text)[:LONGEST_WORD].strip("_")
 
 
+def _most(counts: Counter[str]) -> dict[str, int]:
+    """The most common, and the others as one: what a worker says is anything, and a metric's name costs a chart."""
+    common = dict(counts.most_common(MOST_WORDS))
+    others = counts.total() - sum(common.values())
+    return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
+
+
 def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
     rewards = [e.reward for e in experiences if e.reward is not None]
     groups: dict[str, list[float]] = {}
@@ -69,6 +77,6 @@ def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, floa
     for part, values in parts.items():
         found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
     reasons = Counter(_word(experience.reward_reason) for experience in experiences if experience.reward_reason)
-    found |= {f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(reasons.items())}
+    found |= {f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most(reasons).items())}
     left_out = sum(experience.left_out for experience in experiences)
     return found | ({f"reward/{domain}/left_out": float(left_out)} if left_out else {})

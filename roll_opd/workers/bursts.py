@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -10,26 +10,40 @@ Item = TypeVar("Item")
 BURST_SECONDS = 0.1
 
 
-async def bursts(items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS) -> AsyncIterator[list[Item]]:
-    """Yield what comes, in order, and no item later than `seconds` after it came. What `items` raises is raised after
-    what it had yielded.
+async def bursts(
+    items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
+) -> AsyncIterator[list[Item]]:
+    """Yield what comes, in order, no item later than `seconds` after it came, and at once what completes a `chunk`.
+
+    What `items` raises is raised after what it had yielded.
     """
     come: list[Item] = []
-    something = asyncio.Event()
+    something, now = asyncio.Event(), asyncio.Event()
 
     async def collect() -> None:
+        count = 0
         async with aclosing(items):
             async for item in items:
                 come.append(item)
+                count += 1
                 something.set()
+                if chunk and count % chunk == 0:
+                    now.set()
+
+    def ended(_: asyncio.Task) -> None:
+        something.set()
+        now.set()
 
     collecting = asyncio.create_task(collect())
-    collecting.add_done_callback(lambda _: something.set())
+    collecting.add_done_callback(ended)
     try:
         while not collecting.done() or come:
             await something.wait()
-            await asyncio.wait([collecting], timeout=seconds)
-            something.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(now.wait(), seconds)
+            if not collecting.done():
+                something.clear()
+                now.clear()
             if come:
                 burst = come.copy()
                 come.clear()

@@ -91,7 +91,7 @@ class RewardWorker:
 
     async def _call(self, first: int, samples: Sequence[RewardSample]) -> list[tuple[int, Scored]]:
         scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
-        if len(self._callers) > 1 or self._weights != dict.fromkeys(self._weights, 1.0):
+        if self._plan.is_weighted:
             by_sample = [dict(zip(self._callers, each, strict=True)) for each in zip(*scores, strict=True)]
             scores = [[weighted(each, self._weights) for each in by_sample]]
         return list(enumerate(scores[0], first))

@@ -204,7 +204,7 @@ class Sampler:
 
         async def follow(engine: ray.actor.ActorHandle, share: list[int]) -> None:
             asked = Compact([requests[index] for index in share])
-            stream = engine.generate.options(num_returns="streaming").remote(asked, sampling)
+            stream = engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk)
             left, whole = len(share), []
             try:
                 async for reference in stream:

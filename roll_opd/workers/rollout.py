@@ -41,14 +41,18 @@ class RolloutWorker:
             deterministic=deterministic,
         )
 
-    async def generate(self, requests: Sequence[Request], sampling: SamplingPlan) -> AsyncIterator[Compact]:
-        """Run all requests in one continuous batch; yield lists of (index, `Completion`) soon after they end."""
+    async def generate(
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int | None = None
+    ) -> AsyncIterator[Compact]:
+        """Run all requests in one continuous batch; yield lists of (index, `Completion`) soon after they end, and at
+        once with the last of each `chunk`.
+        """
         batch = self._engine.generate_batch(
             [request.prompt_tokens.tolist() for request in requests],
             sampling,
             [request.seed for request in requests],
         )
-        async with aclosing(bursts(batch)) as answers:  # cancelled: what is unfinished is aborted
+        async with aclosing(bursts(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
             async for finished in answers:
                 yield Compact(finished)
 
