@@ -212,6 +212,13 @@ def test_a_case_without_a_reached_assertion_is_not_passed(rewards) -> None:
     loop = "for x in range(2):\n    assert f(x) == 0"
     assert value("def f(x): return 0", loop) == 1.0
     assert value("range = lambda count: []", loop) == 0.0
+    both = "assert f(0) == 0\nfor n, x in enumerate(range(1, 3)):\n    assert f(x) == n + 1"
+    assert value("def f(x): return x", both) == 1.0
+    assert value("def f(x): return 0\nrange = enumerate = lambda *counts: []", both) == 0.0
+    some = (
+        "for x in range(3):\n    if x == 0:\n        continue\n    assert f(x) == x\nfor x in []:\n    assert f(x) == 7"
+    )
+    assert value("def f(x): return x", some) == 1.0
     assert (
         value("def f(x): return 1", "def main():\n    assert f(0) == 0\nif __name__ == '__main__':\n    main()") == 0.0
     )

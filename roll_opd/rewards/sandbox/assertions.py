@@ -81,6 +81,23 @@ def hide_expected(code: str) -> Check:
     return Check(ast.unparse(tree), tuple(hider.expected))
 
 
+def _has_members(node: ast.expr) -> bool:
+    """Whether what is looped over is surely not empty: a literal, a range of literals, or these numbered or zipped."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id in ("enumerate", "zip", "reversed", "sorted"):
+            return bool(node.args) and all(map(_has_members, node.args))
+        if node.func.id != "range":
+            return False
+        try:
+            return len(range(*map(ast.literal_eval, node.args))) > 0
+        except (ValueError, TypeError, OverflowError):
+            return False
+    try:
+        return len(ast.literal_eval(node)) > 0
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
 class _Hider(ast.NodeTransformer):
     def __init__(self) -> None:
         self.expected: list[Expectation] = []
@@ -122,7 +139,12 @@ class _Hider(ast.NodeTransformer):
         self._branches -= 1
         return node
 
-    visit_If = visit_For = visit_While = visit_Try = visit_With = visit_ClassDef = visit_AsyncFunctionDef = _branch
+    def visit_For(self, node: ast.For) -> ast.AST:
+        # the program may have made its own `range`, so that a loop over it does nothing
+        leaves = any(isinstance(inner, ast.Break | ast.Continue | ast.Return) for inner in ast.walk(node))
+        return self._branch(node) if leaves or not _has_members(node.iter) else self.generic_visit(node)
+
+    visit_If = visit_While = visit_Try = visit_With = visit_ClassDef = visit_AsyncFunctionDef = _branch
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         # helpers may never be called; tests and checks are, once each
