@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll_opd.rewards.math_rule import math_rule
+from roll_opd.rewards.math_rule import MathRule
 
 HERE = Path(__file__).resolve().parent
 MODES = {
@@ -26,12 +26,13 @@ MODES = {
     "mixed": ("start_rlvr_pipeline.py", "rlvr_opd"),
 }
 WARM_UP = 3  # steps that do not count
+RULE = MathRule()
 
 
 def slow(samples, seconds: float = 0.2):
     """math_rule, for someone who has to wait for it."""
     time.sleep(seconds * len(samples))
-    return math_rule(samples)
+    return RULE.score(samples)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

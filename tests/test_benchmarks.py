@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_opd.rewards.interface import RewardSample
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -90,3 +92,11 @@ def test_memory_is_measured(logprob_memory):
     assert answer.returncode == 0, answer.stderr
     eager = float(next(line for line in answer.stdout.splitlines() if line.startswith("eager")).split()[1])
     assert eager > 3 * 512 * 40_000 * 4 / 2**20 * 0.9  # log-probs, their gradient, the logits' gradient
+
+
+def test_the_slow_reward_scores_as_the_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    slow_reward = importlib.import_module("slow_reward")
+    samples = [RewardSample("a", "3+4=7", "7", "t"), RewardSample("b", "3+4=8", "7", "t")]
+    assert [score.value for score in slow_reward.slow(samples, seconds=0.001)] == [1.0, 0.0]
+    sys.modules.pop("slow_reward", None)
