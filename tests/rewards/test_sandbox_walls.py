@@ -1,7 +1,6 @@
 # ruff: noqa: E501 - programs are easier to read on one line
 """The sandbox against hostile programs, and its own end."""
 
-import contextlib
 import os
 import re
 import signal
@@ -165,16 +164,21 @@ def test_nothing_stays_of_a_worker_that_is_killed(mode: str) -> None:
 
 @needs_bwrap
 def test_a_program_whose_sandbox_is_killed_runs_again() -> None:
-    """Those that wait are killed as well."""
+    """Those that wait are killed as well, and before it: a program that meets two kills while it runs is refused."""
     before = processes_of(os.getpid())
     reward = CodeSandbox(workers=2, **LIMITS)
-    slow = sample("slow", "import time\ntime.sleep(1)\nprint(1)", test_cases=[{"expected_stdout": "1"}])
-    with ThreadPoolExecutor(1) as caller:
-        answer = caller.submit(reward.score, [slow])
-        time.sleep(0.5)
-        for pid in processes_of(os.getpid()) - before:
-            with contextlib.suppress(ProcessLookupError):
+    slow = sample("slow", "import time\ntime.sleep(3)\nprint(1)", test_cases=[{"expected_stdout": "1"}])
+    try:
+        with ThreadPoolExecutor(1) as caller:
+            answer = caller.submit(reward.score, [slow])
+            assert wait_until(lambda: len(processes_of(os.getpid()) - before) == 7)  # two each, and the program
+            trees = {pid: processes_of(pid) for pid in processes_of(os.getpid()) - before}
+            *waiting, running = sorted(trees.keys() - set().union(*trees.values()), key=lambda pid: len(trees[pid]))
+            for pid in waiting:
                 os.kill(pid, signal.SIGKILL)
-        assert answer.result() == [Score(1.0, reason="passed")]
-    reward.close()
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            os.kill(running, signal.SIGKILL)
+            assert answer.result() == [Score(1.0, reason="passed")]
+    finally:
+        reward.close()
     assert wait_until(lambda: processes_of(os.getpid()) <= before)
