@@ -1,6 +1,7 @@
 """Ray actor that scores answers with one domain's rewards."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -21,6 +22,10 @@ from roll_opd.workers.local_model import LocalModel
 # `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
 MOST_THREADS = 10_000
 CALL_SECONDS = 0.01  # that a call should take, where the reward is quick: it costs a fraction of a millisecond
+# A batch's calls go one after another while they are quick: side by side, in threads of one interpreter, they would
+# only take turns, and seem slow. After a slower one, or this long, the others go side by side.
+QUICK_SECONDS = 2 * CALL_SECONDS
+ALONE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,22 @@ class RewardWorker:
         """As many samples a call as it takes to have all of them under way at once, where that is possible; more where
         the reward is so quick that the call itself would cost as much.
         """
-        slowest = max(caller.seconds for caller in self._callers.values())
         needed = -(-len(samples) // self._plan.max_concurrency)
-        size = min(max(needed, int(CALL_SECONDS / slowest)), self._plan.batch_size)
-        calls = [
-            asyncio.create_task(self._call(start, samples[start : start + size]))
-            for start in range(0, len(samples), size)
-        ]
+        calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
+        start, is_quick, alone_until = 0, True, time.monotonic() + ALONE_SECONDS
         try:
-            for call in asyncio.as_completed(calls):
-                yield await call
+            while start < len(samples):
+                slowest = max(caller.seconds for caller in self._callers.values())
+                size = min(max(needed, int(CALL_SECONDS / slowest)), self._plan.batch_size)
+                calls.add(asyncio.create_task(self._call(start, samples[start : start + size])))
+                start += size
+                if is_quick:
+                    done, calls = await asyncio.wait(calls, timeout=QUICK_SECONDS)
+                    is_quick = bool(done) and time.monotonic() < alone_until
+                    for call in done:
+                        yield call.result()
+            for coming in asyncio.as_completed(calls):
+                yield await coming
         finally:
             for task in calls:
                 task.cancel()

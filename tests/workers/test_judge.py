@@ -81,6 +81,21 @@ def test_a_slow_reward_works_on_many_samples_at_once(start, loop) -> None:
     assert time.monotonic() - began < 4
 
 
+def test_a_brief_reward_works_on_many_samples_at_once(start, loop) -> None:
+    """256 samples of 15 ms each: 3.8 s one after another."""
+    judge = start("brief")
+    began = time.monotonic()
+    assert rewards(verdicts(loop, judge, [sample(number) for number in range(256)])) == [float(n) for n in range(256)]
+    assert time.monotonic() - began < 2
+
+
+def test_a_quick_reward_is_given_whole_batches(start, loop) -> None:
+    judge = start("busy")
+    for _ in range(3):  # it has to be known as quick
+        sizes = rewards(verdicts(loop, judge, [sample(number) for number in range(256)]))
+    assert np.mean(sizes) > 4  # 16 where the machine is quiet
+
+
 @pytest.mark.parametrize(("on_error", "reward", "left_out"), [("zero", 0.0, False), ("drop", None, True)])
 def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, left_out) -> None:
     """In one call with its neighbours, which are scored without it."""

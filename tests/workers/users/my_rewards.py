@@ -37,6 +37,19 @@ def sleepy(samples):
     return plain(samples)
 
 
+def brief(samples):
+    time.sleep(0.015 * len(samples))
+    return plain(samples)
+
+
+def busy(samples):
+    """Says how many it was given, after some work that no other thread can do beside it."""
+    end = time.thread_time() + 2e-4 * len(samples)
+    while time.thread_time() < end:
+        pass
+    return [float(len(samples))] * len(samples)
+
+
 def troubled(samples):
     """Writes down who was scored, and does what the sample says before it answers."""
     for sample in samples:
