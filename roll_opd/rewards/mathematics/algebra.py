@@ -119,7 +119,7 @@ def _set(text: str) -> Set | None:
             raise ValueError(f"{text} is no interval")
         return Interval(low, high, left_open, right_open)
     relation = _read(text)
-    if not isinstance(relation, Boolean) or len(relation.free_symbols) != 1:
+    if not isinstance(relation, Boolean) or relation.is_Symbol or len(relation.free_symbols) != 1:
         return None
     return relation.as_set()
 

@@ -20,7 +20,7 @@ _NUMBER = re.compile(
     rf"|(\d{{0,{MAX_DIGITS}}})(?:\.(\d{{1,{MAX_DIGITS}}})|\.)?(?:\s*/\s*(\d{{1,{MAX_DIGITS}}}))?)",
     re.ASCII,
 )
-_CUP = re.compile(r"\\cup(?![A-Za-z])")
+_OF_SETS = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
 _EQUALS = re.compile(r"(?:=|\\approx(?![A-Za-z]))")
 _FUNCTION = re.compile(r"[A-Za-z]'?\([a-z]\)|y")
@@ -80,6 +80,8 @@ def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
 
 def _same(gold: str, answer: str, algebra: Algebra) -> bool:
     gold, answer = _MEMBER.sub("", gold), _MEMBER.sub("", answer)
+    if any(map(_is_of_sets, (gold, answer))) and all(_is_of_sets(text) or _in_braces(text) for text in (gold, answer)):
+        return algebra.same_set(exact(gold), exact(answer))
     golds, answers = members_of(gold), members_of(answer)
     gold_names, answer_names = assigned(golds), assigned(answers)
     if gold_names and answer_names:
@@ -107,7 +109,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
             and len(point) == len(many)
             and few[0].startswith("(")
             and not _RELATION.search(text)
-            and not text.startswith(("\\{", "{"))
+            and not _in_braces(text)
         ):
             return all(_same(one, other, algebra) for one, other in zip(point, many, strict=True))
     if _is_set(golds) and _is_set(answers):
@@ -205,10 +207,19 @@ def _value(sides: Sequence[str]) -> str:
     return first if NAME.fullmatch(last) and not NAME.fullmatch(first) else last
 
 
+def _is_of_sets(text: str) -> bool:
+    """Whether it is a union, an intersection or a difference."""
+    return len(split_outside(text, _OF_SETS)) > 1
+
+
+def _in_braces(text: str) -> bool:
+    return text.startswith(("\\{", "{"))
+
+
 def _is_set(members: Sequence[str]) -> bool:
     """Whether these are intervals, inequalities and their unions."""
     return all(
-        len(split_outside(part, _CUP)) > 1
+        _is_of_sets(part)
         or _RELATION.search(part)
         or "\\mathbb" in part
         or "\\emptyset" in part

@@ -73,6 +73,7 @@ _RULES = [
         (r"\\?(?<![A-Za-z])(?:\\?infty|infinity|inf)(?![A-Za-z])", r"\\infty "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"\+\s*\\infty", r"\\infty"),
+        (r"(?<=[)\]}])\s*U\s*(?=\\?[(\[{])", r"\\cup "),
         (r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln "),
         (r"(?<![A-Za-z\\])(sqrt|ln|log|sin|cos|tan|exp)(?=\s*[\d(])", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
