@@ -7,7 +7,6 @@ a cancellation, the end of an iterator) is a failure of the sample like any othe
 
 import asyncio
 import inspect
-import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -26,8 +25,6 @@ from roll_opd.rewards.interface import (
     read_scores,
 )
 
-NEWS = 0.2  # weight of the latest call in how long a sample is known to take
-
 
 class Caller:
     """One reward, as it is called in an event loop; `executor` is where it runs if it is not a coroutine function."""
@@ -40,15 +37,12 @@ class Caller:
         self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)
         self.hung = 0
-        self.seconds = 1.0  # that a sample takes, as far as is known
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
         """A score or a failure each, in order. Raises `RewardError` where the reward did not keep to the interface."""
         try:
             async with self._calls:
-                began = time.perf_counter()
                 scores = await self._answer(samples)
-                self.seconds += NEWS * ((time.perf_counter() - began) / len(samples) - self.seconds)
         except RewardError:
             raise
         except Exception as error:

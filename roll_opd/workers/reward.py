@@ -21,10 +21,9 @@ from roll_opd.workers.local_model import LocalModel
 
 # `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
 MOST_THREADS = 10_000
-CALL_SECONDS = 0.01  # that a call should take, where the reward is quick: it costs a fraction of a millisecond
-# A batch's calls go one after another while they are quick: side by side, in threads of one interpreter, they would
-# only take turns, and seem slow. After a slower one, or this long, the others go side by side.
-QUICK_SECONDS = 2 * CALL_SECONDS
+# A batch's calls go one after another, and grow, while each is quick: side by side, in threads of one interpreter, they
+# would only take turns. After a slower one, or this long, the others go side by side.
+QUICK_SECONDS = 0.02
 ALONE_SECONDS = 0.1
 
 
@@ -70,7 +69,7 @@ class RewardWorker:
         """Says that the process still takes part."""
 
     async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
-        """Yield `Answer`s as the scores come, a batch's pieces being scored side by side."""
+        """Yield `Answer`s as the scores come, those of a burst together."""
         async with aclosing(bursts(self._pieces(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for piece in burst for scored in piece]
@@ -82,16 +81,16 @@ class RewardWorker:
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
-        start, is_quick, alone_until = 0, True, time.monotonic() + ALONE_SECONDS
+        start, wanted, is_quick, alone_until = 0, needed, True, time.monotonic() + ALONE_SECONDS
         try:
             while start < len(samples):
-                slowest = max(caller.seconds for caller in self._callers.values())
-                size = min(max(needed, int(CALL_SECONDS / slowest)), self._plan.batch_size)
+                size = min(wanted, self._plan.batch_size)
                 calls.add(asyncio.create_task(self._call(start, samples[start : start + size])))
                 start += size
-                if is_quick:
+                if is_quick and time.monotonic() < alone_until:
                     done, calls = await asyncio.wait(calls, timeout=QUICK_SECONDS)
-                    is_quick = bool(done) and time.monotonic() < alone_until
+                    is_quick = bool(done)
+                    wanted = 2 * size if is_quick else needed
                     for call in done:
                         yield call.result()
             for coming in asyncio.as_completed(calls):

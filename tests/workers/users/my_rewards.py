@@ -37,6 +37,12 @@ def sleepy(samples):
     return plain(samples)
 
 
+def moody(samples):
+    """Quick with some."""
+    time.sleep(0.2 * sum(bool(sample.extra.get("trouble")) for sample in samples))
+    return plain(samples)
+
+
 def brief(samples):
     time.sleep(0.015 * len(samples))
     return plain(samples)
