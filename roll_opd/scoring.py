@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from roll_opd.cluster.guardian import guarded
+from roll_opd.cluster.process_reaper import guarded
 from roll_opd.config.availability import unavailable_model
 from roll_opd.config.checks import check_tensor_parallel
 from roll_opd.config.errors import Findings

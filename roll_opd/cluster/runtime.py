@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import ray
 
-from roll_opd.cluster.guardian import guarded
+from roll_opd.cluster.process_reaper import guarded
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
 

@@ -91,10 +91,10 @@ def _row(top: Top, findings: Findings) -> Algorithm | None:
 
 
 def _expert_data_ratio(row: Algorithm | None, policy_loss: str | None) -> float | None:
-    """The row's, or what a loss that reads an expert's rows needs without a row."""
+    """The row's, or what a loss that reads demonstrations needs without a row."""
     if row is not None and row.expert_data_ratio:
         return row.expert_data_ratio
-    return EXPERT_DATA_RATIO if LOSSES.get(policy_loss, LossFacts()).needs == "expert rows" else None
+    return EXPERT_DATA_RATIO if LOSSES.get(policy_loss, LossFacts()).needs == "demonstrations" else None
 
 
 def _take_loss(top: Top, row: Algorithm | None, written: dict[str, Any], findings: Findings) -> None:

@@ -70,7 +70,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
 }
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
-EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads an expert's rows
+EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations
 
 
 def algorithm(name: str) -> Algorithm:
@@ -97,7 +97,7 @@ class LossFacts:
     defaults: Mapping[str, object] = field(default_factory=FrozenDict)
     reads_advantages: bool = True
     clips: bool = False  # reads clip_low and clip_high, ROLL's pg_clip keys
-    needs: Literal["expert rows", "pairs"] | None = None
+    needs: Literal["demonstrations", "pairs"] | None = None
     loss_agg_mode: str | None = None  # its own; None: ROLL's default
 
 
@@ -131,7 +131,7 @@ LOSSES: dict[str, LossFacts] = {
             }
         )
     ),
-    "mix": LossFacts(FrozenDict({"mu": 0.1, **_CLIP}), clips=True, needs="expert rows"),
+    "mix": LossFacts(FrozenDict({"mu": 0.1, **_CLIP}), clips=True, needs="demonstrations"),
     "mix_chord": LossFacts(
         FrozenDict(
             {
@@ -144,7 +144,7 @@ LOSSES: dict[str, LossFacts] = {
             }
         ),
         clips=True,
-        needs="expert rows",
+        needs="demonstrations",
     ),
     "dpo": LossFacts(
         FrozenDict({"beta": 0.1, "label_smoothing": 0.0}),
@@ -293,13 +293,13 @@ def check_combination(
                 f"{name} is one number a pair; loss_agg_mode {loss_agg_mode} would weigh pairs by their length; use"
                 " seq-mean-token-mean"
             )
-    if facts.needs == "expert rows" and not 0 < expert_data_ratio < 1:
+    if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
         wrong.append(
             f"{name} is made of an expert's part and the student's own, and with expert_data_ratio"
             f" {expert_data_ratio:g} one of them is empty; choose one between 0 and 1"
         )
     if expert_data_ratio and critic:
-        wrong.append("nobody sampled an expert's rows, so a critic has no values to learn from them; use no critic")
-    if policy_loss in LOSSES and facts.needs != "expert rows" and expert_data_ratio:
-        wrong.append(f"{name} would take an expert's rows for the student's own samples; use mix or mix_chord")
+        wrong.append("nobody sampled demonstrations, so a critic has no values to learn from them; use no critic")
+    if policy_loss in LOSSES and facts.needs != "demonstrations" and expert_data_ratio:
+        wrong.append(f"{name} would take demonstrations for the student's own samples; use mix or mix_chord")
     return wrong

@@ -89,7 +89,7 @@ def assemble(checked: Checked, findings: Findings) -> RunPlan:
         checkpoint=CheckpointPlan(top.save_steps, top.max_ckpt_to_keep, checked.resume),
         reference=reference,
         critic=critic,
-        expert=checked.expert,
+        demonstrations=checked.expert,
         extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
         async_generation_ratio=top.async_generation_ratio,
         agentic=checked.agentic,

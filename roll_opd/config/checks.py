@@ -6,8 +6,8 @@ Every function takes what it needs and writes sentences into `Findings`; none ra
 from collections.abc import Mapping
 from itertools import combinations
 
+from roll_opd.config.demonstrations import check_share, expert_rows
 from roll_opd.config.errors import Findings
-from roll_opd.config.expert import check_share, expert_rows
 from roll_opd.config.models import ModelFacts
 from roll_opd.config.plan import Layout, MicroBatchLimits
 from roll_opd.config.ranges import short_devices
@@ -219,7 +219,7 @@ def mini_batch(
 ) -> int | None:
     """Return the sequences behind one optimizer update, over all data-parallel ranks.
 
-    `expert_share` of them are rows of an expert's, and the step's samples fill the rest. Agentic runs do not know how
+    `expert_share` of them are demonstrations, and the step's samples fill the rest. Agentic runs do not know how
     many samples their trajectories give, so there a remainder is only a warning.
     """
     if train.megatron is None or train.megatron.layout is None:
@@ -241,7 +241,7 @@ def mini_batch(
         )
         return min(mini, sequences)
     if sequences % (mini - expert):
-        left = f"the {mini - expert} that {expert} rows of an expert's leave in " if expert else ""
+        left = f"the {mini - expert} that {expert} demonstrations leave in " if expert else ""
         advice = "change one of them" if expert else _fitting(sequences, args.per_device_train_batch_size * dp)
         findings.problem(
             "rollout_batch_size",

@@ -98,8 +98,8 @@ def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
     routes = {}
     for tag in (*named, OTHER_TAGS):
         routes[tag] = {
-            "teachers": [teacher.name for teacher in plan.teachers if teacher.scores(tag)],
-            "rewards": [reward.domain for reward in plan.rewards if reward.scores(tag)],
+            "teachers": [teacher.name for teacher in plan.teachers if teacher.accepts(tag)],
+            "rewards": [reward.domain for reward in plan.rewards if reward.accepts(tag)],
         }
     return routes if scorers else {}
 
@@ -152,7 +152,7 @@ def _batch(plan: RunPlan) -> dict[str, int | None]:
         "prompts_per_step": plan.rollout_batch_size,
         "responses_per_prompt": plan.answers_per_prompt,
         "sequences_per_step": plan.sequences_per_step,
-        "expert_rows_per_step": plan.expert.rows_per_step if plan.expert else 0,
+        "demonstrations_per_step": plan.demonstrations.rows_per_step if plan.demonstrations else 0,
         "sequences_per_update": plan.student.mini_batch_sequences,
         "updates_per_step": updates,
         "steps": plan.max_steps,
@@ -227,11 +227,11 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
         f"  micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",
         f"  {batch['steps']} steps, {batch['updates']} updates; {longest}",
     ]
-    if plan.expert:
+    if plan.demonstrations:
         lines.insert(
             1,
-            f"  beside them {plan.expert.rows_per_step} rows of an expert's a step,"
-            f" {plan.expert.rows_per_update} in each update",
+            f"  beside them {plan.demonstrations.rows_per_step} demonstrations a step,"
+            f" {plan.demonstrations.rows_per_update} in each update",
         )
     if plan.extra_prompts:
         lines.append(f"  up to {plan.extra_prompts} more prompts under way; what is not needed is aborted")

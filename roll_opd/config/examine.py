@@ -10,15 +10,15 @@ from typing import Any
 from roll_opd.config import checks, surroundings
 from roll_opd.config.agentic import read_agentic, turn_lengths
 from roll_opd.config.algorithm_keys import expand, pipeline_problem
+from roll_opd.config.demonstrations import expert_rows, read_expert
 from roll_opd.config.distillation import check_topk
 from roll_opd.config.errors import ConfigError, Findings
-from roll_opd.config.expert import expert_rows, read_expert
 from roll_opd.config.interleaving import read_streams
 from roll_opd.config.load import LoadedConfig
 from roll_opd.config.modality import vision_problem
 from roll_opd.config.models import ModelFilesError, same_weights
 from roll_opd.config.objective import check_baseline, check_kl_horizon, check_objective
-from roll_opd.config.plan import AgenticPlan, DataPlan, ExpertPlan, RewardPlan
+from roll_opd.config.plan import AgenticPlan, DataPlan, DemonstrationPlan, RewardPlan
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, Roles, choose_mode, is_agentic, read_roles
 from roll_opd.config.schema import Top
@@ -41,7 +41,7 @@ class Checked:
     critic_mini_batch: int | None
     data: DataPlan
     validation_data: DataPlan | None
-    expert: ExpertPlan | None
+    expert: DemonstrationPlan | None
     rewards: tuple[RewardPlan, ...]
     trackers: dict[str, dict[str, Any]]
     resume: bool | str
@@ -144,11 +144,11 @@ def check(loaded: LoadedConfig, pure: bool | None, findings: Findings) -> Checke
     )
 
 
-def _expert(data: DataPlan | None, mini: int, share: float, samples: int) -> ExpertPlan | None:
+def _expert(data: DataPlan | None, mini: int, share: float, samples: int) -> DemonstrationPlan | None:
     if data is None:
         return None
     rows = expert_rows(mini, share)
-    return ExpertPlan(data, rows, updates=samples // (mini - rows))
+    return DemonstrationPlan(data, rows, updates=samples // (mini - rows))
 
 
 def _responses_per_prompt(top: Top, infer: Role | None, findings: Findings) -> int:

@@ -104,7 +104,7 @@ class TeacherPlan:
     opd_kl_coef: float
     tags: tuple[str, ...] | None = None  # None: every tag
 
-    def scores(self, tag: str) -> bool:
+    def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
 
 
@@ -180,7 +180,7 @@ class RewardPlan:
         """Whether the reward is more than what its one term says."""
         return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
 
-    def scores(self, tag: str) -> bool:
+    def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
 
 
@@ -343,7 +343,7 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
-class ExpertPlan:
+class DemonstrationPlan:
     """Rows that an expert wrote, prompts with answers; they join the student's samples, a share of each update."""
 
     data: DataPlan
@@ -380,7 +380,7 @@ class RunPlan:
     checkpoint: CheckpointPlan
     reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
     critic: CriticPlan | None = None  # of adv_estimator gae
-    expert: ExpertPlan | None = None  # of policy losses mix and mix_chord
+    demonstrations: DemonstrationPlan | None = None  # of policy losses mix and mix_chord
     epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
     async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn

@@ -263,8 +263,8 @@ class TrainInferCorrection(Section):
     negatives_delta: AboveZero | None = None
 
 
-class Expert(Section):
-    """`expert` (ours): rows with an expert's answers, for policy losses mix and mix_chord; `*_key` name columns."""
+class Demonstrations(Section):
+    """`demonstrations` (ours): rows with answers, for losses mix and mix_chord; `*_key` name columns."""
 
     data_args: DataArgs = DataArgs()
     prompt_key: Name | None = None
@@ -315,7 +315,7 @@ class Top(Run):
     num_return_sequences_in_group: Positive | None = None
     ppo_epochs: Positive = 1
     validation: Validation | None = None
-    expert: Expert | None = None
+    demonstrations: Demonstrations | None = None
     expert_data_ratio: Fraction | None = None  # Trinity-RFT's; None: the algorithm's
     is_pure_opd: bool = False
     use_opd: bool = False

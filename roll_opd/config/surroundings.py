@@ -121,7 +121,7 @@ def check_tags(
             findings.problem(
                 "teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there"
             )
-        if rewards and not any(reward.scores(tag) for reward in rewards):
+        if rewards and not any(reward.accepts(tag) for reward in rewards):
             text = f"no reward has tag {tag!r} of the training data in its tag_included"
             if mode == "pure":
                 findings.warn(f"rewards: {text}; its reward is not monitored")
@@ -130,7 +130,7 @@ def check_tags(
                     "rewards", f"{text}; add it to one of {', '.join(reward.domain for reward in rewards)}"
                 )
     for tag in sorted(validation_tags):
-        if rewards and not any(reward.scores(tag) for reward in rewards):
+        if rewards and not any(reward.accepts(tag) for reward in rewards):
             findings.block("rewards", f"no reward has tag {tag!r} of the validation data in its tag_included; add it")
     present = train_tags | validation_tags
     for path, tags in [

@@ -35,7 +35,7 @@ def check_coverage(
         wrong += [
             f"no teacher has tag {tag!r} of the training data in its tag_included; add it there, or remove its rows"
             for tag in training
-            if not any(teacher.scores(tag) for teacher in teachers)
+            if not any(teacher.accepts(tag) for teacher in teachers)
         ]
     if mode != "pure":
         wrong += _unrewarded("training", training, rewards)
@@ -48,7 +48,7 @@ def check_coverage(
 def _unrewarded(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan]) -> list[str]:
     wrong = []
     for tag, rows in tags.items():
-        workers = [term.worker for reward in rewards if reward.scores(tag) for term in reward.terms]
+        workers = [term.worker for reward in rewards if reward.accepts(tag) for term in reward.terms]
         needy = next((worker for worker in workers if worker in REWARDS_THAT_NEED_ANSWERS), None)
         if not workers:
             wrong.append(
@@ -71,7 +71,7 @@ def _misrouted(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardP
         "or remove the column"
         for tag, rows in tags.items()
         for reward in rewards
-        if reward.scores(tag)
+        if reward.accepts(tag)
         for domain, example in rows.domains.items()
         if domain in known and domain != reward.domain
     ]

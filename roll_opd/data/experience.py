@@ -23,21 +23,23 @@ class Experience:
     domain: str
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P
-    action_mask: np.ndarray  # bool [T-P], True where the student (or the expert) chose the token
+    action_mask: np.ndarray  # bool [T-P], True where the student (or a demonstration) chose the token
     rollout_logprobs: (
         np.ndarray | None
     )  # f32 [T-P], of the sampling distribution, from the engine; None: nobody sampled
     finish_reason: str  # stop | length | abort
     weights_version: int | None  # which weights sampled it
-    expert: bool = False  # an expert wrote it: a row that brought its answer, sampled and scored by nobody
+    demonstration: bool = False  # a row that brought its answer, which nobody sampled
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
     teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]
-    teacher_views: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # teacher -> `TeacherView.arrays`
+    teacher_targets: dict[str, dict[str, np.ndarray]] = field(
+        default_factory=dict
+    )  # `TeacherTargets.arrays` by teacher
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
     reward_parts: dict[str, float] = field(default_factory=dict)  # what it is made of, or was found beside it, by name
     reward_reason: str = ""  # why, in a word or two, where the reward worker says so
-    left_out: bool = False  # its reward failed and nobody is to learn from it (`on_error: drop`)
+    excluded: bool = False  # its reward failed and nobody is to learn from it (`on_error: drop`)
     values: np.ndarray | None = None  # f32 [T-P], of the state before each token, from the critic
     returns: np.ndarray | None = None  # f64 [T-P], what the values are to become; 0 off the action mask
     advantages: np.ndarray | None = None  # f64 [T-P], of the external reward alone; 0 off the action mask

@@ -72,8 +72,8 @@ class PromptSource:
         own = self.state_dict()
         if state.keys() != own.keys():
             raise DataError(
-                "the position in the data was saved by another version of roll_opd, or by a run of which an `expert`"
-                f" section was, or was not, a part. {_NEW_RUN}"
+                "the position in the data was saved by another version of roll_opd, or by a run of which a"
+                f" `demonstrations` section was, or was not, a part. {_NEW_RUN}"
             )
         if difference := _files_differ(state["files"], own["files"]):
             raise DataError(
@@ -95,23 +95,23 @@ class PromptSource:
 
 
 class MixedSource(PromptSource):
-    """Prompts, and beside them `expert`: rows that bring their answers, in an order and at a position of their own."""
+    """Prompts, and beside them demonstrations (rows with answers), in an order and at a position of their own."""
 
-    def __init__(self, prompts: PromptSet, expert: PromptSet, seed: int) -> None:
+    def __init__(self, prompts: PromptSet, demonstrations: PromptSet, seed: int) -> None:
         super().__init__(prompts, seed)
-        self.expert = PromptSource(expert, seed)
+        self.demonstrations = PromptSource(demonstrations, seed)
 
     def state_dict(self) -> dict[str, Any]:
         """That of both."""
-        return {**super().state_dict(), "expert": self.expert.state_dict()}
+        return {**super().state_dict(), "demonstrations": self.demonstrations.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue both from `state` exactly; `DataError` as with one."""
         super().load_state_dict(state)
         try:
-            self.expert.load_state_dict(state["expert"])
+            self.demonstrations.load_state_dict(state["demonstrations"])
         except DataError as error:
-            raise DataError(f"expert: {error}") from error
+            raise DataError(f"demonstrations: {error}") from error
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class TeacherView:
+class TeacherTargets:
     """What a teacher says of the whole distribution at each of T-P tokens, for an objective with a live gradient.
 
     `arrays` holds, for top-k, `topk_ids` int32 [T-P, K] and `topk_logprobs` f32 [T-P, K]; for the full vocabulary the
@@ -32,8 +32,8 @@ class TrainSample:
     ref_logprobs: np.ndarray | None = None  # f32, of the frozen reference policy; None: there is no KL loss
     importance_weights: np.ndarray | None = None  # f32, of the policy loss, without a gradient; None: 1
     reward: float | None = None  # the external reward; None: there is none
-    teachers: Mapping[str, TeacherView] = field(default_factory=dict)  # none where the objective is `sampled`
-    expert: bool = False  # an expert wrote it; no advantages, no reward and no log-probs but those of the update
+    teachers: Mapping[str, TeacherTargets] = field(default_factory=dict)  # none where the objective is `sampled`
+    demonstration: bool = False  # a row with its answer; no advantages, reward or old log-probs
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ValueSample:
     returns: np.ndarray  # f32, what the values are to become
 
 
-def answered_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[TrainSample]:
+def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[TrainSample]:
     """Samples of (prompt, answers) in tokens: one an answer, every token of which is learned from."""
     samples = []
     for prompt, answers in rows:

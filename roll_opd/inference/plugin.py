@@ -7,7 +7,7 @@ ties vLLM's child processes to their parent. A vLLM process that has nothing to 
 import multiprocessing
 import os
 
-from roll_opd.inference.lifeline import ORPHAN_EXIT_CODE, die_with_parent
+from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE, die_with_parent
 
 PLUGIN_NAME = "roll_opd"
 BACKEND = "shared_memory"

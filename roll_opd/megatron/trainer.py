@@ -46,9 +46,9 @@ class MegatronTrainer(MegatronLearner):
         `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
         is, before its coefficient), `ratio`, `clipped` (ratios outside the clip range) and `approx_kl` (k3 of old
         against new); where there is such a part of the loss, `opd_loss` (divergence from the teachers, with their
-        coefficients) and `entropy` (before its coefficient), both weighted as the loss is. An expert's tokens are in
-        the loss alone; where there are any, `expert_tokens` counts them, and `expert_loss` is their -logprobs, weighted
-        as the loss is, whatever the policy loss makes of them.
+        coefficients) and `entropy` (before its coefficient), both weighted as the loss is. Demonstrations are in
+        the loss alone; where there are any, `demonstration_tokens` counts them, `demonstration_loss` is their
+        -logprobs, weighted as the loss is, whatever the policy loss makes of them.
         """
         arguments = objective.policy_loss_arguments
         function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
@@ -81,8 +81,8 @@ class MegatronTrainer(MegatronLearner):
 def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[Sample]:
     """Attach to each sample the arrays that the loss reads, each token's share of the global mean among them."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
-    experts = [sample.expert for sample in samples]
-    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser, families=experts)
+    demonstrations = [sample.demonstration for sample in samples]
+    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser, families=demonstrations)
     optional = [_optional(sample) for sample in samples]
     names = {name for found in optional for name in found}
     result = []
@@ -94,9 +94,9 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
             "opd_coefficients": sample.opd_coefficients,
             "opd_teacher": sample.opd_teacher,
         }
-        if any(experts):
-            columns["expert"] = np.full(len(sample.action_mask), sample.expert)
-        if sample.expert:  # what others have and nobody reads of it, and a weight of 1
+        if any(demonstrations):
+            columns["demonstration"] = np.full(len(sample.action_mask), sample.demonstration)
+        if sample.demonstration:  # what others have and nobody reads of it, and a weight of 1
             columns |= {n: np.full(len(sample.action_mask), n == "importance_weights", np.float32) for n in names}
         result.append(Sample(sample.tokens, sample.prompt_length, columns | found | said))
     return result
@@ -111,18 +111,18 @@ def _optional(sample: TrainSample) -> dict[str, np.ndarray]:
 
 def _own(batch: PackedBatch) -> Tensor:
     """bool [M]: the action tokens that the student sampled itself."""
-    mask_M, expert_M = batch.columns["mask"], batch.columns.get("expert")
-    return mask_M if expert_M is None else mask_M & ~expert_M
+    mask_M, demonstration_M = batch.columns["mask"], batch.columns.get("demonstration")
+    return mask_M if demonstration_M is None else mask_M & ~demonstration_M
 
 
 def _loss(
     logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, function: PolicyLoss, step: int
 ) -> tuple[Tensor, dict]:
     columns = batch.columns
-    own_M, expert_M = _own(batch), columns.get("expert")
+    own_M, demonstration_M = _own(batch), columns.get("demonstration")
     old_M = columns.get("old_logprobs", logprobs_M.detach())
-    if expert_M is not None:  # nobody sampled these: the update starts from what it finds
-        old_M = torch.where(expert_M, logprobs_M.detach(), old_M)
+    if demonstration_M is not None:  # nobody sampled these: the update starts from what it finds
+        old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
     mask_M, ref_M = columns["mask"], columns.get("ref_logprobs")
@@ -134,7 +134,7 @@ def _loss(
         batch.lengths,
         rewards_M=columns.get("rewards"),
         ref_logprobs_M=ref_M,
-        expert_M=expert_M,
+        demonstration_M=demonstration_M,
         step=step,
     )
     policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
@@ -155,10 +155,10 @@ def _loss(
         "approx_kl": (1 / ratio_M - 1 + ratio_M.log()).sum(),
         "kl_loss": kl.detach(),
     }
-    if expert_M is not None:
-        learned_M = mask_M & expert_M
-        sums["expert_tokens"] = learned_M.sum()
-        sums["expert_loss"] = -(logprobs_M.detach() * columns["weight"])[learned_M].sum()
+    if demonstration_M is not None:
+        learned_M = mask_M & demonstration_M
+        sums["demonstration_tokens"] = learned_M.sum()
+        sums["demonstration_loss"] = -(logprobs_M.detach() * columns["weight"])[learned_M].sum()
     pieces = logprobs_M.detach().float().cpu().split(list(batch.lengths))
     return loss, {"sums": sums, "logprobs": [piece.numpy() for piece in pieces]}
 

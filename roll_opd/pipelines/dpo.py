@@ -13,12 +13,12 @@ from roll_opd.config.algorithms import LOSSES
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.source import PromptSource
-from roll_opd.data.training import TrainSample, answered_samples
-from roll_opd.pipelines.cast import start_supervised
+from roll_opd.data.training import TrainSample, supervised_samples
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.held_out import loss_of, validation_due
-from roll_opd.pipelines.record import Record
-from roll_opd.workers.roles import Scorer
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.start import start_supervised
+from roll_opd.workers.roles import FrozenModel
 from roll_opd.workers.supervised import SupervisedStudent
 
 OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
@@ -29,7 +29,7 @@ async def run_dpo(
     plan: RunPlan,
     source: PromptSource,
     held_out: list[Prompt],
-    record: Record,
+    record: RunLogger,
     checkpoints: Checkpoints,
     resume: Checkpoint | None,
 ) -> None:
@@ -64,9 +64,9 @@ async def run_dpo(
     reference.group.end()
 
 
-async def _referred(rows: Sequence[Prompt], reference: Scorer) -> list[TrainSample]:
+async def _referred(rows: Sequence[Prompt], reference: FrozenModel) -> list[TrainSample]:
     """Two samples a row, chosen and rejected, with the reference policy's log-probs."""
-    samples = answered_samples((row.tokens, row.answers) for row in rows)
+    samples = supervised_samples((row.tokens, row.answers) for row in rows)
     scored = await reference.score(samples, temperature=1.0)
     return [replace(sample, ref_logprobs=logprobs) for sample, logprobs in zip(samples, scored, strict=True)]
 

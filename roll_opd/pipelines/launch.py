@@ -99,7 +99,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     data_sets = {
         "training": plan.data,
         **({"validation": plan.validation.data} if plan.validation else {}),
-        **({"expert": plan.expert.data} if plan.expert else {}),
+        **({"demonstrations": plan.demonstrations.data} if plan.demonstrations else {}),
     }
     prompts = dict(zip(data_sets, _prompts(list(data_sets.values()), tokenizer), strict=True))
     training, validation = prompts["training"], prompts.get("validation")
@@ -108,7 +108,11 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     if plan.rollout:
         held_out_tags = validation.by_tag() if validation else {}
         check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags)
-    source = MixedSource(training, prompts["expert"], plan.seed) if plan.expert else PromptSource(training, plan.seed)
+    source = (
+        MixedSource(training, prompts["demonstrations"], plan.seed)
+        if plan.demonstrations
+        else PromptSource(training, plan.seed)
+    )
     held_out = validation.all() if validation else []
     if resume:
         source.load_state_dict(resume.source_state)
@@ -118,8 +122,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
 
     from roll_opd.cluster.runtime import ClusterError, ray_cluster
     from roll_opd.pipelines.dpo import run_dpo
-    from roll_opd.pipelines.record import Record
     from roll_opd.pipelines.rlvr import run_rlvr
+    from roll_opd.pipelines.run_logger import RunLogger
     from roll_opd.pipelines.sft import run_sft
     from roll_opd.tracking.run_directory import RunDirectory
     from roll_opd.workers.errors import RunError, SkippedUpdates
@@ -127,7 +131,7 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     run = _directory(plan, resume, RunDirectory)
     checkpoints = Checkpoints(run, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, run, resume.step if resume else None, plan.tracker_args)
-    record = Record(plan, run, trackers, tokenizer, resume.step if resume else 0)
+    record = RunLogger(plan, run, trackers, tokenizer, resume.step if resume else 0)
     record.note(f"Run directory: {run.path}" + (f", resumed after step {resume.step}" if resume else ""))
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
     gc.collect()

@@ -8,11 +8,11 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.source import PromptSource
-from roll_opd.data.training import TrainSample, answered_samples
-from roll_opd.pipelines.cast import start_supervised
+from roll_opd.data.training import TrainSample, supervised_samples
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.held_out import loss_of, validation_due
-from roll_opd.pipelines.record import Record
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.start import start_supervised
 from roll_opd.workers.supervised import SupervisedStudent
 
 
@@ -20,7 +20,7 @@ async def run_sft(
     plan: RunPlan,
     source: PromptSource,
     held_out: list[Prompt],
-    record: Record,
+    record: RunLogger,
     checkpoints: Checkpoints,
     resume: Checkpoint | None,
 ) -> None:
@@ -54,7 +54,7 @@ async def run_sft(
 
 
 def _samples(rows: Sequence[Prompt]) -> list[TrainSample]:
-    return answered_samples((row.tokens, row.answers) for row in rows)
+    return supervised_samples((row.tokens, row.answers) for row in rows)
 
 
 async def _validate(student: SupervisedStudent, samples: Sequence[TrainSample], plan: RunPlan) -> dict[str, float]:

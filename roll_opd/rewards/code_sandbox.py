@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.sandbox.cases import BadCases, needs_program, read_cases
-from roll_opd.rewards.sandbox.judge import NO_CODE, NOT_RUN, PASSED
+from roll_opd.rewards.sandbox.grading import NO_CODE, NOT_RUN, PASSED
 from roll_opd.rewards.sandbox.packages import files_of_packages
 from roll_opd.rewards.sandbox.pool import Pool
 from roll_opd.rewards.sandbox.response import program_of

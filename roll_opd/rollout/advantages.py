@@ -39,9 +39,9 @@ def external_advantages(
     worker scored.
     """
     kl_coef = objective.init_kl_coef if kl_coef is None else kl_coef
-    counted = [experience for experience in experiences if not experience.left_out]
+    counted = [experience for experience in experiences if not experience.excluded]
     found = iter(_advantages(counted, _bereft(experiences, objective), objective, kl_coef) if counted else ())
-    return [_nothing_of(e, kl_coef) if e.left_out else next(found) for e in experiences]
+    return [_nothing_of(e, kl_coef) if e.excluded else next(found) for e in experiences]
 
 
 def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
@@ -49,9 +49,9 @@ def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[
     compares = ADVANTAGES.get(objective.adv_estimator, AdvantageFacts()).baseline
     if objective.advantage_arguments.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
-    counted = Counter(experience.group_id for experience in experiences if not experience.left_out)
+    counted = Counter(experience.group_id for experience in experiences if not experience.excluded)
     return {
-        experience.group_id for experience in experiences if experience.left_out and counted[experience.group_id] == 1
+        experience.group_id for experience in experiences if experience.excluded and counted[experience.group_id] == 1
     }
 
 
@@ -133,9 +133,9 @@ def token_level_rewards(
     """f64 [T-P] a sample, 0 off the action mask."""
     rewards = [-penalty for penalty in _penalties(experiences, teachers)]
     for experience, mine in zip(experiences, rewards, strict=True):
-        if objective.init_kl_coef and not experience.expert:
+        if objective.init_kl_coef and not experience.demonstration:
             mine -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
-        if experience.advantages is not None and not experience.left_out and experience.action_mask.any():
+        if experience.advantages is not None and not experience.excluded and experience.action_mask.any():
             mine[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
     return rewards
 
@@ -143,7 +143,7 @@ def token_level_rewards(
 def advantages(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], opd_kl_discount: float
 ) -> list[np.ndarray]:
-    """f64 [T-P] a sample, 0 off the action mask and of an expert's: what its update was weighted with."""
+    """f64 [T-P] a sample, 0 off the action mask and of demonstrations: what its update was weighted with."""
     penalties = _penalties(experiences, teachers)
     lengths = [len(penalty) for penalty in penalties]
     penalty_M = torch.from_numpy(np.concatenate(penalties)) if penalties else torch.zeros(0)
@@ -162,7 +162,7 @@ def advantage_metrics(
     Of samples that are learned from. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean
     over samples of token means.
     """
-    experiences = [experience for experience in experiences if not experience.left_out]
+    experiences = [experience for experience in experiences if not experience.excluded]
     rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
     every = advantages(experiences, teachers, objective.opd_kl_discount)
     acted = [mine[e.action_mask] for e, mine in zip(experiences, every, strict=True)]

@@ -21,7 +21,7 @@ class Batch:
     experiences: list[Experience]  # the samples of each prompt, in the prompts' order
     filtered: list[Prompt]
     generated_tokens: int  # of both
-    expert: list[Prompt] = field(default_factory=list)  # rows that an expert answered, learned from beside them
+    demonstrations: list[Prompt] = field(default_factory=list)  # rows with answers
 
 
 async def fill_batch(source: PromptSource, wanted: int, *, extra: int, keeps: Keeps | None, **rollout: Any) -> Batch:

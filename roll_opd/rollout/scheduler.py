@@ -16,25 +16,25 @@ from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.judging import Judging
+from roll_opd.rollout.pending_rewards import PendingRewards
 from roll_opd.rollout.selection import Keeps, Selection
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
-from roll_opd.workers.roles import Sampler, Scorer, Student, Teacher
+from roll_opd.workers.roles import FrozenModel, Sampler, Student, Teacher
 from roll_opd.workers.rollout import Request
 
 
 @dataclass(frozen=True)
-class Scorers:
+class FrozenModels:
     """Who looks at finished samples: teachers at those of their tags, the reference policy at all.
 
-    Where `views_for` is an objective, teachers say more than the log-probs of the sampled tokens; where `student` is
+    Where `targets_for` is an objective, teachers say more than the log-probs of the sampled tokens; where `student` is
     there, it is of the student's most likely tokens that they speak.
     """
 
     teachers: Sequence[Teacher] = ()
-    reference: Scorer | None = None
-    views_for: ObjectivePlan | None = None
+    reference: FrozenModel | None = None
+    targets_for: ObjectivePlan | None = None
     student: Student | None = None
 
 
@@ -42,8 +42,8 @@ async def roll_out(
     prompts: Sequence[Prompt],
     sampler: Sampler,
     sampling: SamplingPlan,
-    scorers: Scorers,
-    judging: Judging,
+    frozen_models: FrozenModels,
+    pending_rewards: PendingRewards,
     *,
     first_draw: int,
     seed: int,
@@ -57,7 +57,7 @@ async def roll_out(
     What is still being written then is aborted.
 
     Args:
-        judging: has every sample scored from when it is finished on; without `keeps`, the samples that are returned
+        pending_rewards: has every sample scored once it is finished; without `keeps`, the returned samples
             have not waited for it.
         first_draw: how many prompts the run has drawn before; numbers the groups and seeds the samples.
         chunk_samples: samples that are scored together.
@@ -77,18 +77,18 @@ async def roll_out(
 
     def finish(index: int, completion: Completion) -> None:
         written[index] = experience_of(prompts[index // n], first_draw + index // n, index % n, completion)
-        judging.ask(written[index])
+        pending_rewards.ask(written[index])
 
     async def take(index: int, experience: Experience) -> None:
         if keeps:  # a group waits for its own rewards, and for no other sample's
-            (experience,) = await judging.answered([experience])
+            (experience,) = await pending_rewards.answered([experience])
         selection.add(index, experience)
         if selection.enough:
             settled.set()
 
     async def score(finished: list[tuple[int, Completion]]) -> None:
         try:
-            scored = await _score([written[index] for index, _ in finished], scorers, sampling.temperature)
+            scored = await _score([written[index] for index, _ in finished], frozen_models, sampling.temperature)
             indices = [index for index, _ in finished]
             await asyncio.gather(*[take(index, one) for index, one in zip(indices, scored, strict=True)])
         except Exception:
@@ -109,7 +109,7 @@ async def roll_out(
             await asyncio.wait([generating, over], return_when=asyncio.FIRST_COMPLETED)
             if generating.done():
                 generating.result()  # raises what went wrong
-        with clock.phase("teacher" if scorers.teachers or scorers.reference else "reward"):
+        with clock.phase("teacher" if frozen_models.teachers or frozen_models.reference else "reward"):
             while not settled.is_set() and (left := [task for task in scoring if not task.done()]):
                 await asyncio.wait([*left, over], return_when=asyncio.FIRST_COMPLETED)
         for task in scoring:
@@ -121,7 +121,7 @@ async def roll_out(
             task.cancel()
         await asyncio.gather(*everything, return_exceptions=True)
         if keeps:  # the groups that are returned have their rewards
-            judging.forget()
+            pending_rewards.forget()
     return selection
 
 
@@ -148,15 +148,15 @@ def experience_of(prompt: Prompt, draw: int, sample: int, completion: Completion
     )
 
 
-async def _score(experiences: list[Experience], scorers: Scorers, temperature: float) -> list[Experience]:
+async def _score(experiences: list[Experience], frozen_models: FrozenModels, temperature: float) -> list[Experience]:
     """Have every teacher score the samples of its tags, and the reference all, side by side."""
     result = list(experiences)
-    objective, ids = scorers.views_for, None
-    if scorers.student:
-        ids = await scorers.student.topk_ids(experiences, temperature, objective)
+    objective, ids = frozen_models.targets_for, None
+    if frozen_models.student:
+        ids = await frozen_models.student.topk_ids(experiences, temperature, objective)
 
     async def ask_teacher(teacher: Teacher) -> None:
-        routed = [i for i, e in enumerate(experiences) if teacher.plan.scores(e.tag)]
+        routed = [i for i, e in enumerate(experiences) if teacher.plan.accepts(e.tag)]
         if not routed:
             return
         samples, name = [experiences[i] for i in routed], teacher.plan.name
@@ -166,18 +166,18 @@ async def _score(experiences: list[Experience], scorers: Scorers, temperature: f
             answers = await teacher.look(samples, temperature, objective, ids and [ids[i] for i in routed])
         for i, (logprobs, view) in zip(routed, answers, strict=True):
             scores = {**result[i].teacher_logprobs, name: logprobs}
-            views = result[i].teacher_views if view is None else {**result[i].teacher_views, name: view}
-            result[i] = replace(result[i], teacher_logprobs=scores, teacher_views=views)
+            views = result[i].teacher_targets if view is None else {**result[i].teacher_targets, name: view}
+            result[i] = replace(result[i], teacher_logprobs=scores, teacher_targets=views)
 
-    async def ask_reference(reference: Scorer) -> None:
+    async def ask_reference(reference: FrozenModel) -> None:
         for i, logprobs in enumerate(await reference.score(experiences, temperature)):
             result[i] = replace(result[i], ref_logprobs=logprobs)
 
-    asked = [ask_teacher(teacher) for teacher in scorers.teachers]
-    if scorers.reference:
-        asked.append(ask_reference(scorers.reference))
+    asked = [ask_teacher(teacher) for teacher in frozen_models.teachers]
+    if frozen_models.reference:
+        asked.append(ask_reference(frozen_models.reference))
     await asyncio.gather(*asked)
-    if scorers.teachers:
+    if frozen_models.teachers:
         orphans = sorted({e.tag for e in result if not e.teacher_logprobs})
         if orphans:
             raise RunError(f"no teacher scores samples tagged {', '.join(orphans)}: add the tag to a tag_included")

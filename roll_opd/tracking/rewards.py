@@ -78,5 +78,5 @@ def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, floa
         found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
     reasons = Counter(_word(experience.reward_reason) for experience in experiences if experience.reward_reason)
     found |= {f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most(reasons).items())}
-    left_out = sum(experience.left_out for experience in experiences)
-    return found | ({f"reward/{domain}/left_out": float(left_out)} if left_out else {})
+    excluded = sum(experience.excluded for experience in experiences)
+    return found | ({f"reward/{domain}/excluded": float(excluded)} if excluded else {})

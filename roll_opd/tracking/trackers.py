@@ -1,6 +1,6 @@
 """Where the metrics of a step go: `metrics.jsonl` always, and the trackers that the configuration names.
 
-`metrics.jsonl` is written at once, by the run itself; every other tracker is a bystander.
+`metrics.jsonl` is written at once, by the run itself; every other tracker runs in the background.
 """
 
 import sys
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from roll_opd.tracking.bystander import Bystander, Patience
+from roll_opd.tracking.background import BackgroundTracker, Patience
 from roll_opd.tracking.registry import find
 from roll_opd.tracking.run_directory import METRICS, RunDirectory
 
@@ -19,8 +19,8 @@ JSONL = "jsonl"
 class Trackers:
     """The trackers of a run as one."""
 
-    def __init__(self, run: RunDirectory, bystanders: Mapping[str, Bystander], patience: Patience) -> None:
-        self._run, self._bystanders, self._patience = run, dict(bystanders), patience
+    def __init__(self, run: RunDirectory, trackers: Mapping[str, BackgroundTracker], patience: Patience) -> None:
+        self._run, self._trackers, self._patience = run, dict(trackers), patience
         self._jsonl_failed = False
 
     @classmethod
@@ -39,19 +39,19 @@ class Trackers:
         """
         patience = patience or Patience()
         factories = {name: find(name) for name in dict.fromkeys(names) if name != JSONL}
-        bystanders = {
-            name: Bystander(name, partial(factory, run, resume_step, **(args or {}).get(name, {})), patience)
+        trackers = {
+            name: BackgroundTracker(name, partial(factory, run, resume_step, **(args or {}).get(name, {})), patience)
             for name, factory in factories.items()
         }
         deadline = time.monotonic() + patience.opening
-        for bystander in bystanders.values():
-            bystander.ready(max(0.0, deadline - time.monotonic()))
-        return cls(run, bystanders, patience)
+        for tracker in trackers.values():
+            tracker.ready(max(0.0, deadline - time.monotonic()))
+        return cls(run, trackers, patience)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The trackers that still work."""
-        return (JSONL, *(name for name, bystander in self._bystanders.items() if bystander.works))
+        return (JSONL, *(name for name, tracker in self._trackers.items() if tracker.works))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give the metrics of `step` to every tracker."""
@@ -62,14 +62,14 @@ class Trackers:
                 text = f"warning: {METRICS} cannot be written at step {step}: {error!r}; later steps are tried again"
                 print(text, file=sys.stderr, flush=True)
             self._jsonl_failed = True
-        for bystander in self._bystanders.values():
-            bystander.log(step, metrics)
+        for tracker in self._trackers.values():
+            tracker.log(step, metrics)
 
     def close(self) -> None:
         """Let every tracker write what it has, for at most `Patience.closing` seconds; twice does no harm."""
-        working = [bystander for bystander in self._bystanders.values() if bystander.works]
-        for bystander in working:
-            bystander.finish()
+        working = [tracker for tracker in self._trackers.values() if tracker.works]
+        for tracker in working:
+            tracker.finish()
         deadline = time.monotonic() + self._patience.closing
-        for bystander in working:
-            bystander.join(max(0.0, deadline - time.monotonic()))
+        for tracker in working:
+            tracker.join(max(0.0, deadline - time.monotonic()))

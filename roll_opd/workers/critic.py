@@ -49,7 +49,7 @@ def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, less than 0 for a
     worse one. It is left out where all returns are the same.
     """
-    experiences = [experience for experience in experiences if not experience.left_out]
+    experiences = [experience for experience in experiences if not experience.excluded]
     values = _of_actions(experiences, [e.values for e in experiences])
     returns = _of_actions(experiences, [e.returns for e in experiences])
     kinds = ("mean", "max", "min")

@@ -52,7 +52,7 @@ class _Rank:
 
 
 @ray.remote
-class ScoreWorker(_Rank):
+class LogprobWorker(_Rank):
     """A rank of a frozen model."""
 
 

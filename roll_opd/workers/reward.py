@@ -16,7 +16,7 @@ from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.rewards.calling import Caller, weighted
 from roll_opd.rewards.interface import RewardSample, Scored
-from roll_opd.workers.bursts import bursts
+from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.local_model import LocalModel
 
 # `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
@@ -70,7 +70,7 @@ class RewardWorker:
 
     async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
         """Yield `Answer`s as the scores come, those of a burst together."""
-        async with aclosing(bursts(self._pieces(self._samples(experiences)))) as answers:
+        async with aclosing(coalesced(self._pieces(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for piece in burst for scored in piece]
                 yield Compact(Answer(scores, hung=any(caller.hung for caller in self._callers.values())))

@@ -31,7 +31,7 @@ async def gathered(
 
 
 @dataclass(frozen=True)
-class Scorer:
+class FrozenModel:
     """A frozen model that scores what the student wrote: a teacher, or the reference policy."""
 
     name: str
@@ -56,7 +56,7 @@ class Scorer:
 
 
 @dataclass(frozen=True)
-class Teacher(Scorer):
+class Teacher(FrozenModel):
     """A scorer whose log-probs are learned from."""
 
     plan: TeacherPlan
@@ -68,7 +68,7 @@ class Teacher(Scorer):
         objective: ObjectivePlan,
         ids: Sequence[np.ndarray] | None,
     ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Return log-probs as `score` does, and with them the `TeacherView.arrays` that the objective needs.
+        """Return log-probs as `score` does, and with them the `TeacherTargets.arrays` that the objective needs.
 
         Args:
             ids: for a top-k of the student's, its tokens, int32 [T-P, K] each.
@@ -157,8 +157,8 @@ def _actor_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]
     parts = {
         "actor/opd_loss": "opd_loss",
         "actor/entropy": "entropy",
-        "actor/expert_loss": "expert_loss",
-        "actor/expert_tokens": "expert_tokens",
+        "actor/demonstration_loss": "demonstration_loss",
+        "actor/demonstration_tokens": "demonstration_tokens",
     }
     return {
         **{metric: total(name) / len(results) for metric, name in parts.items() if name in reported},

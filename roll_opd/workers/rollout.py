@@ -10,7 +10,7 @@ import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.compact import Compact
-from roll_opd.workers.bursts import bursts
+from roll_opd.workers.coalesce import coalesced
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RolloutWorker:
             sampling,
             [request.seed for request in requests],
         )
-        async with aclosing(bursts(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
+        async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
             async for finished in answers:
                 yield Compact(finished)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import TeacherView, TrainSample, ValueSample
+from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
 
 
 def train_samples(
@@ -24,7 +24,7 @@ def train_samples(
     samples = []
     for experience in experiences:
         mask, scored = experience.action_mask, experience.teacher_logprobs
-        views = {} if sampled else experience.teacher_views
+        views = {} if sampled else experience.teacher_targets
         total = np.float32(sum(of_advantages[name] for name in scored))
         with np.errstate(invalid="ignore"):
             weighted = sum(
@@ -42,9 +42,9 @@ def train_samples(
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
                 importance_weights=experience.importance_weights,
-                reward=0.0 if experience.left_out else experience.reward,
-                teachers={name: TeacherView(coefficients[name], arrays) for name, arrays in views.items()},
-                expert=experience.expert,
+                reward=0.0 if experience.excluded else experience.reward,
+                teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in views.items()},
+                demonstration=experience.demonstration,
             )
         )
     return samples
@@ -53,12 +53,12 @@ def train_samples(
 def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
     """Return one `ValueSample` an experience; each has its values and returns."""
     return [
-        ValueSample(e.tokens, e.prompt_length, e.action_mask & (not e.left_out), e.values, e.returns.astype(np.float32))
+        ValueSample(e.tokens, e.prompt_length, e.action_mask & (not e.excluded), e.values, e.returns.astype(np.float32))
         for e in experiences
     ]
 
 
 def _advantages(experience: Experience) -> np.ndarray:
-    if experience.advantages is None:  # nothing but the teacher, or an expert, speaks
+    if experience.advantages is None:  # nothing but the teacher, or a demonstration, speaks
         return np.zeros(experience.response_length, np.float32)
     return experience.advantages.astype(np.float32)

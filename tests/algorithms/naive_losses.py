@@ -21,7 +21,7 @@ class Sequence:
     mask: list[bool]
     rewards: list[float] | None
     ref: list[float]
-    expert: bool
+    demonstration: bool
     step: int
 
     def geometric(self, new: list[float]) -> float:
@@ -148,7 +148,7 @@ def rec(
 def mixed(own, expert):
     @each
     def loss(s, t, new, old, a, **arguments):
-        return expert(s, t, new, **arguments) if s.expert else own(s, new, old, a, **arguments)
+        return expert(s, t, new, **arguments) if s.demonstration else own(s, new, old, a, **arguments)
 
     return loss
 

@@ -9,7 +9,7 @@ from naive_losses import CASES, REFERENCES, Sequence
 
 from roll_opd.algorithms.aggregation import MODES, token_weights
 from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, LossBatch, probability_ratio
-from roll_opd.algorithms.losses.expert import chord_mu
+from roll_opd.algorithms.losses.demonstrations import chord_mu
 from roll_opd.algorithms.losses.table import POLICY_LOSSES
 
 # pairs of sequences; one without a token, one without an action
@@ -61,7 +61,7 @@ def batch(seed: int, *, spread: float = 0.3, dtype: torch.dtype = torch.float64,
         lengths=tuple(LENGTHS),
         rewards_M=(numbers % 3 - 1.0).to(dtype) if rewards else None,
         ref_logprobs_M=ref,
-        expert_M=numbers % 4 == 1,
+        demonstration_M=numbers % 4 == 1,
         step=STEP,
     )
 
@@ -81,7 +81,7 @@ def sequences(made: LossBatch) -> list[Sequence]:
             mask=rows["mask_M"][number],
             rewards=rows["rewards_M"][number] if "rewards_M" in rows else None,
             ref=rows["ref_logprobs_M"][number],
-            expert=any(rows["expert_M"][number]),
+            demonstration=any(rows["demonstration_M"][number]),
             step=made.step,
         )
         for number in range(len(made.lengths))
@@ -172,7 +172,7 @@ def test_no_split_and_no_order_changes_loss_and_gradient(name: str, arguments: d
     """Pairs stay together; everything else may go anywhere."""
     made = batch(13)
     masks = list(made.mask_M.split(list(made.lengths)))
-    experts = [bool(piece.any()) for piece in made.expert_M.split(list(made.lengths))]
+    experts = [bool(piece.any()) for piece in made.demonstration_M.split(list(made.lengths))]
     weights = torch.cat(token_weights(masks, mode, 11.0, experts if name.startswith("mix") else None)).double()
     whole = (POLICY_LOSSES[name](made, **arguments) * weights).sum()
     (wanted,) = torch.autograd.grad(whole, made.logprobs_M)
@@ -262,7 +262,7 @@ def test_dpo_is_the_mean_over_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"), [("dpo", "ref_logprobs_M"), ("mix", "expert_M"), ("mix_chord", "expert_M")]
+    ("name", "missing"), [("dpo", "ref_logprobs_M"), ("mix", "demonstration_M"), ("mix_chord", "demonstration_M")]
 )
 def test_what_a_loss_needs_is_named(name: str, missing: str) -> None:
     with pytest.raises(ValueError, match=f"policy loss {name} reads {missing} of its batch"):

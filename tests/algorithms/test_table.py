@@ -137,7 +137,7 @@ SOUND = {"policy_loss": "ppo", "advantage": "grpo"}
         ),
         ({"policy_loss": "mix"}, "with expert_data_ratio 0 one of them is empty"),
         ({"policy_loss": "mix_chord", "expert_data_ratio": 1.0}, "with expert_data_ratio 1 one of them is empty"),
-        ({"expert_data_ratio": 0.5}, "would take an expert's rows for the student's own samples"),
+        ({"expert_data_ratio": 0.5}, "would take demonstrations for the student's own samples"),
     ],
 )
 def test_unsound_combinations(changes: dict, reason: str) -> None:

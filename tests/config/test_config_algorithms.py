@@ -34,9 +34,9 @@ def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, name: 
     if row.use_critic:
         changes["critic"] = {**rl["actor_train"], "data_args": None}
     if row.expert_data_ratio:
-        changes["expert"] = {"data_args": rl["actor_train"]["data_args"]}
+        changes["demonstrations"] = {"data_args": rl["actor_train"]["data_args"]}
     run = plan(changes, pure=False, runnable=False)
-    assert bool(row.expert_data_ratio) == (run.expert is not None)
+    assert bool(row.expert_data_ratio) == (run.demonstrations is not None)
     objective = run.objective
     assert run.rollout.sampling.n == (row.repeat or 1)
     assert objective.policy_loss == row.policy_loss

@@ -164,11 +164,11 @@ def test_a_changed_data_set_or_seed_cannot_be_resumed(
     source(files=(moved,)).load_state_dict(state)
 
 
-def test_an_experts_rows_keep_their_own_position(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_demonstrations_keep_their_own_position(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     answered = [{**row, "response": "1"} for row in rows(5, name="e")]
     files = {
         "experience": write(tmp_path / "prompts.jsonl", *rows(7)),
-        "sft": write(tmp_path / "expert.jsonl", *answered),
+        "sft": write(tmp_path / "demonstrations.jsonl", *answered),
     }
 
     def mixed() -> MixedSource:
@@ -176,7 +176,7 @@ def test_an_experts_rows_keep_their_own_position(tmp_path: Path, tokenizer: PreT
         return MixedSource(*(open_prompts(plan, tokenizer)[0] for plan in plans), seed=1)
 
     def steps(source: MixedSource, count: int) -> list[list[str]]:
-        return [ids(source.take(2)) + ids(source.expert.take(3)) for _ in range(count)]
+        return [ids(source.take(2)) + ids(source.demonstrations.take(3)) for _ in range(count)]
 
     whole, before = steps(mixed(), 9), mixed()
     assert all(name.startswith("p") for step in whole for name in step[:2])
@@ -186,14 +186,14 @@ def test_an_experts_rows_keep_their_own_position(tmp_path: Path, tokenizer: PreT
     after = mixed()
     after.load_state_dict(state)
     assert steps(after, 5) == whole[4:]
-    assert (after.position, after.expert.position) == (18, 27)
+    assert (after.position, after.demonstrations.position) == (18, 27)
 
     alone = PromptSource(open_prompts(DataPlan((str(files["experience"]),), 64), tokenizer)[0], 1)
     for source, saved in ((mixed(), alone.state_dict()), (alone, state)):
-        with pytest.raises(DataError, match="a run of which an `expert` section was, or was not, a part"):
+        with pytest.raises(DataError, match="a run of which a `demonstrations` section was, or was not, a part"):
             source.load_state_dict(saved)
     write(files["sft"], *answered[:4])
-    with pytest.raises(DataError, match="expert: the prompts are not the ones"):
+    with pytest.raises(DataError, match="demonstrations: the prompts are not the ones"):
         mixed().load_state_dict(state)
 
 

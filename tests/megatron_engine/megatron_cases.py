@@ -15,7 +15,8 @@ from roll_opd.algorithms.aggregation import MODES
 from roll_opd.config.algorithms import LOSSES
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
-from roll_opd.data.training import TeacherView, TrainSample, ValueSample, answered_samples
+from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
+from roll_opd.data.training import supervised_samples as samples_of_rows
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
@@ -231,11 +232,11 @@ def supervised_samples(schema: str) -> list[TrainSample]:
         prompt = rng.integers(0, VOCABULARY, size=int(rng.integers(1, 9)))
         answers = [rng.integers(0, VOCABULARY, size=int(rng.integers(3, 30))) for _ in range(1 + (schema == "dpo"))]
         rows.append((prompt, tuple(answers)))
-    samples = answered_samples(rows)
+    samples = samples_of_rows(rows)
     if schema == "sft":
         return samples
     if schema == "mix_chord":
-        experts = [replace(sample, expert=True) for sample in samples]
+        experts = [replace(sample, demonstration=True) for sample in samples]
         own = [
             replace(s, reward=1.0, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32))
             for s in train_samples(3, "ppo", len(experts))
@@ -270,11 +271,11 @@ def invariance_objective(name: str) -> ObjectivePlan:
 
 
 def invariance_samples(name: str) -> list[TrainSample]:
-    """What one of `INVARIANT` learns from: pairs, an expert's rows among the own, or own samples."""
+    """What one of `INVARIANT` learns from: pairs, demonstrations among the own, or own samples."""
     needs = LOSSES[name].needs if name in LOSSES else None
     if needs == "pairs":
         return supervised_samples("dpo")
-    if needs == "expert rows":
+    if needs == "demonstration rows":
         return supervised_samples("mix_chord")
     rng = np.random.default_rng(400)
     if name not in LOSSES:
@@ -291,7 +292,7 @@ def invariance_samples(name: str) -> list[TrainSample]:
     ]
 
 
-def random_view(objective: str, tokens: int) -> dict[str, TeacherView]:
+def random_view(objective: str, tokens: int) -> dict[str, TeacherTargets]:
     """What a teacher might say of so many tokens; its head, for `full`, is that of `teacher_inputs`."""
     rng = np.random.default_rng(tokens)
     if objective == "full":
@@ -300,7 +301,7 @@ def random_view(objective: str, tokens: int) -> dict[str, TeacherView]:
         ids = np.stack([rng.permutation(VOCABULARY)[:5] for _ in range(tokens)]) if tokens else np.zeros((0, 5))
         logprobs = rng.normal(-4, 1, size=(tokens, 5)).astype(np.float32)
         arrays = {"topk_ids": ids.astype(np.int32), "topk_logprobs": logprobs}
-    return {"random": TeacherView(0.7, arrays)}
+    return {"random": TeacherTargets(0.7, arrays)}
 
 
 def vocab_inputs(rows: int, width: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

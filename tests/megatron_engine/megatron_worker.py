@@ -32,7 +32,7 @@ from roll_opd.config.plan import (
     OptimizerPlan,
     TrainPlan,
 )
-from roll_opd.data.training import TeacherView, TrainResult
+from roll_opd.data.training import TeacherTargets, TrainResult
 from roll_opd.megatron import checkpoint, parallel
 from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
@@ -160,7 +160,7 @@ def distil(job: Job, root: Path) -> None:
     """Every way of putting a divergence into the loss, one update each; teachers of other layouts score first."""
     samples = [cases.train_samples(step, "opd") for step in range(len(cases.DISTILLING))]
     layout = cases.LAYOUTS[cases.TEACHER_LAYOUTS[job["layout"]]]
-    views: list[list[dict[str, TeacherView]]] = [[{} for _ in batch] for batch in samples]
+    views: list[list[dict[str, TeacherTargets]]] = [[{} for _ in batch] for batch in samples]
     heads = {}
     for name, coefficient in cases.TEACHERS.items():
         devices = tuple(range(layout.world_size))
@@ -174,7 +174,7 @@ def distil(job: Job, root: Path) -> None:
             wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": cases.VOCABULARY}
             for place, values in everything(engine.score(sequences, cases.TEMPERATURE, **wanted)).items():
                 del values["logprobs"]
-                views[step][numbers[place]][name] = TeacherView(coefficient, values)
+                views[step][numbers[place]][name] = TeacherTargets(coefficient, values)
         ids = [views[3][n][name].arrays["topk_ids"] for n in numbers]
         again = everything(engine.score(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
         for place, values in again.items():

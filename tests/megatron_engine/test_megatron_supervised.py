@@ -1,4 +1,4 @@
-"""One update of SFT, of DPO and of an expert's rows among the student's samples, over tensor, pipeline and data
+"""One update of SFT, of DPO and of demonstrations among the student's samples, over tensor, pipeline and data
 parallelism, against Hugging Face, autograd and the formulas.
 """
 
@@ -41,12 +41,12 @@ def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
     """(1-mu) · PPO, KL and entropy of the own samples, mu · -p(1-p) log p of the expert's; each a mean of its own."""
     mu = 0.9 * 4 / 10
     samples = cases.supervised_samples("mix_chord")
-    acted = {kind: sum(bool(s.action_mask.any()) for s in samples if s.expert == kind) for kind in (False, True)}
+    acted = {kind: sum(bool(s.action_mask.any()) for s in samples if s.demonstration == kind) for kind in (False, True)}
     total = torch.zeros(())
     for sample, new in zip(samples, logprobs_of(model, "mix_chord"), strict=True):
         table = reference.all_logprobs(model, sample.tokens, 1.0)
         for t in np.flatnonzero(sample.action_mask):
-            if sample.expert:
+            if sample.demonstration:
                 p = new[t].detach().exp()
                 value = -mu * p * (1 - p) * new[t]
             else:
@@ -58,7 +58,7 @@ def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
                 row = table[sample.prompt_length + int(t) - 1]
                 surrogate = surrogate * float(sample.importance_weights[t])
                 value = (1 - mu) * surrogate + 0.2 * (new[t] - ref) ** 2 / 2 + 0.02 * (row.exp() * row).sum()
-            total = total + value / int(sample.action_mask.sum()) / acted[sample.expert]
+            total = total + value / int(sample.action_mask.sum()) / acted[sample.demonstration]
     return total
 
 
@@ -79,11 +79,11 @@ def test_an_update_equals_the_naive_one(answers: Answers, layout: str, schema: s
 
     if schema == "mix_chord":  # what is counted of each part
         samples = cases.supervised_samples(schema)
-        for counted, kind in (("tokens", False), ("expert_tokens", True)):
-            assert found[counted] == sum(int(s.action_mask.sum()) for s in samples if s.expert == kind)
-        of_experts = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.expert]
+        for counted, kind in (("tokens", False), ("demonstration_tokens", True)):
+            assert found[counted] == sum(int(s.action_mask.sum()) for s in samples if s.demonstration == kind)
+        of_experts = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.demonstration]
         mean = sum(-float(new.detach().mean()) for new in of_experts) / len(of_experts)
-        assert found["expert_loss"] == pytest.approx(mean, rel=1e-5)
+        assert found["demonstration_loss"] == pytest.approx(mean, rel=1e-5)
 
     plan = cases.optimizer_plan(True)
     groups = [

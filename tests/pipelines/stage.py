@@ -20,8 +20,8 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import cast, launch, rlvr
-from roll_opd.pipelines.cast import Cast
-from roll_opd.workers.judge import Judge
+from roll_opd.pipelines.start import Cast
+from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import Teacher
 
 PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
@@ -66,8 +66,8 @@ class Stage:
     def __init__(self, plan: RunPlan, place: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._plan, self.place = plan, place
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
-        self.started: dict[str, tuple[Judge, ...]] = {}
-        loop.run_until_complete(self.judges(plan, self.placement))
+        self.started: dict[str, tuple[RewardPool, ...]] = {}
+        loop.run_until_complete(self.reward_pools(plan, self.placement))
         self._cast = loop.run_until_complete(cast.start(plan, self.placement))
         loop.run_until_complete(self._cast.save(place / "start"))
 
@@ -89,18 +89,18 @@ class Stage:
         """The student's, before every run."""
         return self.place / "start/hf/model.safetensors"
 
-    async def judges(self, plan: RunPlan, placement: Placement) -> tuple[Judge, ...]:
+    async def reward_pools(self, plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
         """Those that play this plan's rewards already, or new ones."""
         settings = str([(reward.domain, reward.terms, reward.world_size) for reward in plan.rewards])
         if settings not in self.started:
-            self.started[settings] = await cast.start_judges(plan, self.placement)
+            self.started[settings] = await cast.start_reward_pools(plan, self.placement)
         for judge, reward in zip(self.started[settings], plan.rewards, strict=True):
             judge.plan = reward
             judge.lap()
         return self.started[settings]
 
     async def assemble(self, plan: RunPlan, placement: Placement) -> Cast:
-        there, scorers = self._cast, self._cast.scorers
+        there, frozen_models = self._cast, self._cast.frozen_models
         for role in ("student", "reference", "critic"):
             wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
             assert wanted is None or worker_settings(wanted) == worker_settings(found)
@@ -108,10 +108,10 @@ class Stage:
         taking_part = Cast(
             student=replace(there.student, plan=plan.student),
             sampler=there.sampler,
-            scorers=replace(
-                scorers,
+            frozen_models=replace(
+                frozen_models,
                 teachers=tuple(self._teacher(teacher) for teacher in plan.teachers),
-                reference=scorers.reference if plan.reference else None,
+                reference=frozen_models.reference if plan.reference else None,
             ),
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
@@ -119,8 +119,8 @@ class Stage:
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
-        started = ((self._plan.teachers[0].worker, self._cast.scorers.teachers[0]),)
-        started += ((self._plan.reference, self._cast.scorers.reference),)
+        started = ((self._plan.teachers[0].worker, self._cast.frozen_models.teachers[0]),)
+        started += ((self._plan.reference, self._cast.frozen_models.reference),)
         wanted = worker_settings(plan.worker)
         (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
         return Teacher(plan.worker.name, role.group, role.vocab_size, plan)
@@ -154,9 +154,9 @@ def open_stage(place: Path) -> Iterator[Stage]:
             patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())
             patch.setattr(launch.asyncio, "run", loop.run_until_complete)
             patch.setattr(rlvr, "Placement", lambda *nodes: stage.placement)
-            patch.setattr(rlvr, "start_judges", stage.judges)
+            patch.setattr(rlvr, "start_reward_pools", stage.reward_pools)
             patch.setattr(rlvr, "assemble", stage.assemble)
             patch.setattr(Cast, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
-            patch.setattr(Judge, "end", lambda self: asyncio.sleep(0))
+            patch.setattr(RewardPool, "end", lambda self: asyncio.sleep(0))
             yield stage
     loop.close()

@@ -15,7 +15,7 @@ from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.config.frozen import freeze
-from roll_opd.workers.judge import Judge
+from roll_opd.workers.reward_pool import RewardPool
 
 STEPS = 3
 FAILING = '''
@@ -84,7 +84,7 @@ def test_samples_whose_reward_fails(stage: Stage) -> None:
     failed = [sample for sample in samples if int(sample["ground_truth"]) % 5 == 0]
     assert 0 < len(failed) < len(samples)
     assert sum(row.get("reward/sums/errors/ArithmeticError", 0) for row in rows) == len(failed)
-    assert sum(row.get("reward/sums/left_out", 0) for row in rows) == len(failed)
+    assert sum(row.get("reward/sums/excluded", 0) for row in rows) == len(failed)
     for sample in failed:
         assert sample["reward"] is None and sample["reward_reason"] == "ArithmeticError"
         assert not any(sample["loss_mask"])
@@ -110,7 +110,7 @@ def timeless(rows: list[dict]) -> object:
     return freeze([{key: value for key, value in row.items() if not key.startswith("time")} for row in rows])
 
 
-def kill_in_a_batch(experiment: Path, judge: Judge) -> None:
+def kill_in_a_batch(experiment: Path, judge: RewardPool) -> None:
     """SIGKILL the worker that has samples in hand; it is held still before, so that it surely has."""
     metrics = experiment / "latest" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:

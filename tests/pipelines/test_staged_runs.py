@@ -17,7 +17,7 @@ from roll_opd.workers.roles import Teacher
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
 STEPS = 3
-EXPERT = "++expert={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
+EXPERT = "++demonstrations={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
 
 
 def rewarded(stage: Stage, *overrides: str, config: tuple[str, str] = WITH_REWARD) -> Run:

@@ -29,7 +29,7 @@ from roll_opd.config.frozen import FrozenDict
 from roll_opd.rewards.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
-from roll_opd.rewards.sandbox.judge import same_output
+from roll_opd.rewards.sandbox.grading import same_output
 from roll_opd.rewards.sandbox.response import program_of
 
 ROLL = "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"

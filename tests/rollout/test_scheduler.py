@@ -1,4 +1,4 @@
-"""The order of things in a rollout: with an engine that finishes in any order, and scorers that take any time.
+"""The order of things in a rollout: with an engine that finishes in any order, and frozen_models that take any time.
 
 Engines, teachers and reward workers themselves are tested elsewhere; here only their interface is needed.
 """
@@ -30,11 +30,11 @@ from roll_opd.data.prompts import open_prompts
 from roll_opd.data.source import PromptSource
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.batch import Batch, fill_batch
-from roll_opd.rollout.judging import Judging
-from roll_opd.rollout.scheduler import Scorers, roll_out
+from roll_opd.rollout.pending_rewards import PendingRewards
+from roll_opd.rollout.scheduler import FrozenModels, roll_out
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
-from roll_opd.workers.judge import Verdict
+from roll_opd.workers.reward_pool import RewardResult
 from roll_opd.workers.rollout import Request
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -91,7 +91,7 @@ class Watcher:
         return [e.response_tokens.astype(np.float32) for e in experiences]
 
 
-class Judge:
+class RewardPool:
     """A reward domain whose workers take any time they like, sample by sample."""
 
     plan = RewardPlan("math", ())
@@ -99,18 +99,18 @@ class Judge:
     def __init__(self, seed: int = 0) -> None:
         self._rng, self.asked = random.Random(seed), []
 
-    def submit(self, experience: Experience) -> asyncio.Task[Verdict]:
+    def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
         self.asked.append(experience.id)
         return asyncio.create_task(self._score(experience, self._rng.randint(0, 9)))
 
-    async def _score(self, experience: Experience, slowness: int) -> Verdict:
+    async def _score(self, experience: Experience, slowness: int) -> RewardResult:
         for _ in range(slowness):
             await asyncio.sleep(0)
-        return Verdict("math", float(experience.response_tokens.sum() % 2))
+        return RewardResult("math", float(experience.response_tokens.sum() % 2))
 
 
-def scorers(log: list[str], slowness: int = 1, fails: bool = False) -> Scorers:
-    return Scorers(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
+def frozen_models(log: list[str], slowness: int = 1, fails: bool = False) -> FrozenModels:
+    return FrozenModels(teachers=[Watcher(TeacherPlan("t", Watcher.worker, 1.0), log, slowness, fails)])
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +123,20 @@ def make_source(tmp_path_factory: pytest.TempPathFactory):
     return lambda: PromptSource(prompts, seed=5)
 
 
-def arguments(engine: Engine, watchers: Scorers) -> dict[str, Any]:
-    common = {"sampler": engine, "sampling": SAMPLING, "scorers": watchers, "clock": PhaseClock()}
-    return {**common, "judging": Judging([Judge(seed=3)]), "seed": 7, "chunk_samples": 4}
+def arguments(engine: Engine, watchers: FrozenModels) -> dict[str, Any]:
+    common = {"sampler": engine, "sampling": SAMPLING, "frozen_models": watchers, "clock": PhaseClock()}
+    return {**common, "pending_rewards": PendingRewards([RewardPool(seed=3)]), "seed": 7, "chunk_samples": 4}
 
 
 def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, keeps: Any) -> Batch:
-    rollout = arguments(Engine(engine_seed), scorers([], slowness=engine_seed % 5))
+    rollout = arguments(Engine(engine_seed), frozen_models([], slowness=engine_seed % 5))
     return asyncio.run(fill_batch(source, wanted, extra=extra, keeps=keeps, **rollout))
 
 
 def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
     log: list[str] = []
     engine, prompts = Engine(1, log), make_source().take(8)
-    selection = asyncio.run(roll_out(prompts, first_draw=0, **arguments(engine, scorers(log))))
+    selection = asyncio.run(roll_out(prompts, first_draw=0, **arguments(engine, frozen_models(log))))
     assert len(selection.experiences()) == 8 * SAMPLING.n
     assert sum("starts" in line for line in log[: log.index("engine done")]) >= 2
 
@@ -148,13 +148,13 @@ def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> No
         Watcher(TeacherPlan("all", Watcher.worker, 1.0), []),
         Watcher(TeacherPlan("odd", Watcher.worker, 1.0, tags=("odd",)), []),
     ]
-    found = asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), Scorers(teachers)))).experiences()
+    found = asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), FrozenModels(teachers)))).experiences()
     for experience in found:
         assert set(experience.teacher_logprobs) == ({"all", "odd"} if experience.tag == "odd" else {"all"})
         for logprobs in experience.teacher_logprobs.values():
             np.testing.assert_array_equal(logprobs, experience.response_tokens)  # of this sample, not another
 
-    orphaned = Scorers(teachers=teachers[1:])
+    orphaned = FrozenModels(teachers=teachers[1:])
     with pytest.raises(RunError, match="no teacher scores samples tagged even"):
         asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), orphaned)))
 
@@ -185,7 +185,7 @@ def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
     prompts, answered = make_source().take(20), []
     for seed in range(8):
         engine = Engine(seed)
-        rollout = arguments(engine, scorers([]))
+        rollout = arguments(engine, frozen_models([]))
         selection = asyncio.run(roll_out(prompts, first_draw=0, wanted=1, **rollout))
         assert selection.chosen == [0] and selection.used == 1
         answered.append(engine.answered)
@@ -196,18 +196,18 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
     """Its place is for samples that are: the step goes on, and nobody waits for what is left."""
     prompts, asked = make_source().take(20), {}
 
-    class Slow(Judge):
-        def submit(self, experience: Experience) -> asyncio.Task[Verdict]:
+    class Slow(RewardPool):
+        def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
             asked[experience.id] = super().submit(experience)
             return asked[experience.id]
 
-        async def _score(self, experience: Experience, slowness: int) -> Verdict:
+        async def _score(self, experience: Experience, slowness: int) -> RewardResult:
             if "#0/" not in experience.id:
                 await asyncio.Event().wait()
             return await super()._score(experience, slowness)
 
     async def first_group() -> list[Experience]:
-        rollout = arguments(Engine(), scorers([])) | {"judging": Judging([Slow()])}
+        rollout = arguments(Engine(), frozen_models([])) | {"pending_rewards": PendingRewards([Slow()])}
         found = await roll_out(prompts, first_draw=0, wanted=1, keeps=lambda group: True, **rollout)
         await asyncio.sleep(0)
         assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
@@ -220,7 +220,7 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
 def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
     engine = Engine()
     with pytest.raises(RunError, match="no scores today"):
-        asyncio.run(roll_out(make_source().take(20), first_draw=0, **arguments(engine, scorers([], fails=True))))
+        asyncio.run(roll_out(make_source().take(20), first_draw=0, **arguments(engine, frozen_models([], fails=True))))
     assert engine.answered < 20 * SAMPLING.n
 
 

@@ -107,6 +107,6 @@ def test_value_metrics() -> None:
     left = variance([r - v for r, v in zip(returns, values, strict=True)])
     assert metrics["critic/explained_variance"] == pytest.approx(1 - left / variance(returns))
     assert metrics["critic/values/max"] == max(values) and metrics["critic/returns/min"] == min(returns)
-    failed = replace(found[0], left_out=True, returns=found[0].returns + 100.0)
+    failed = replace(found[0], excluded=True, returns=found[0].returns + 100.0)
     assert value_metrics([*found, failed]) == metrics
     assert value_metrics([found[2]]) == value_metrics([]) == {}  # no action, no number

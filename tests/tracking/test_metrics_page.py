@@ -74,7 +74,7 @@ def emitted() -> set[str]:
         opd_metrics(batch),
         opd_metrics(bare),
         reward_metrics([replace(e, reward_parts={"format": 1.0}, reward_reason="wrong answer") for e in batch]),
-        reward_metrics([replace(e, reward=None, left_out=True) for e in batch]),
+        reward_metrics([replace(e, reward=None, excluded=True) for e in batch]),
         scoring_metrics("math", {"http_500": 2}, [0.1], [0, 3], 1),
         scoring_metrics("math", {}, [], [], 0),
         train_infer_metrics(batch),

@@ -13,7 +13,7 @@ from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 def test_domain_by_domain() -> None:
     rewards = [1.0, 0.0, 0.5, 1.0, 0.25, 0.25, 0.25, None]
     batch = [replace(experience(n), reward=reward) for n, reward in enumerate(rewards)]
-    batch[7] = replace(batch[7], left_out=True, reward_reason="timeout")
+    batch[7] = replace(batch[7], excluded=True, reward_reason="timeout")
     batch[0] = replace(batch[0], reward_parts={"format": 1.0, "length": -0.5}, reward_reason="wrong answer!")
     batch[1] = replace(batch[1], reward_parts={"format": 0.0})
     other = replace(experience(2), domain="other", reward=7.0)
@@ -24,7 +24,7 @@ def test_domain_by_domain() -> None:
     assert found["reward/d/zero_variance_rate"] == 0.5  # of two groups of four
     assert found["reward/d/format/mean"] == 0.5 and found["reward/d/length/mean"] == -0.5
     assert found["reward/d/reason/wrong_answer"] == 1 and found["reward/d/reason/timeout"] == 1
-    assert found["reward/d/left_out"] == 1
+    assert found["reward/d/excluded"] == 1
     assert found["reward/other/mean"] == 7 and "reward/other/zero_variance_rate" not in found
     assert reward_metrics([]) == {}
 

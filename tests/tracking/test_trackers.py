@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from roll_opd.tracking.bystander import Patience
+from roll_opd.tracking.background import Patience
 from roll_opd.tracking.registry import TrackerError, find, register, run_id
 from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
 from roll_opd.tracking.trackers import Trackers

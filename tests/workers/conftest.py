@@ -9,8 +9,8 @@ import pytest
 
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RewardPlan, RewardTerm
-from roll_opd.workers.judge import Judge
 from roll_opd.workers.reward import RewardWorker
+from roll_opd.workers.reward_pool import RewardPool
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 
@@ -36,17 +36,17 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.fixture
-def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[..., Judge]]:
+def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[..., RewardPool]]:
     """Starts reward workers for a function or class of `my_rewards`; they end with the test."""
-    judges = []
+    reward_pools = []
 
-    def begin(worker: str, timeout: float | None = 30.0, args: dict | None = None, **settings) -> Judge:
+    def begin(worker: str, timeout: float | None = 30.0, args: dict | None = None, **settings) -> RewardPool:
         terms = (RewardTerm(worker, f"my_rewards.{worker}", args or {}, timeout=timeout),)
         plan = RewardPlan("code", **{"terms": terms, **settings})
-        judges.append(Judge(plan, RewardWorker.options(num_cpus=0).remote, str(MODEL)))
-        loop.run_until_complete(judges[-1].start())
-        return judges[-1]
+        reward_pools.append(RewardPool(plan, RewardWorker.options(num_cpus=0).remote, str(MODEL)))
+        loop.run_until_complete(reward_pools[-1].start())
+        return reward_pools[-1]
 
     yield begin
-    for judge in judges:
-        loop.run_until_complete(judge.end())
+    for pool in reward_pools:
+        loop.run_until_complete(pool.end())

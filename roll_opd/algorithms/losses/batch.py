@@ -31,7 +31,7 @@ class LossBatch:
     lengths: tuple[int, ...]  # scored tokens of each sequence, B of them, Σ = M
     rewards_M: Tensor | None = None  # the external reward of each token's sequence
     ref_logprobs_M: Tensor | None = None  # under the frozen reference policy
-    expert_M: Tensor | None = None  # bool, tokens of sequences that an expert wrote
+    demonstration_M: Tensor | None = None  # bool, tokens of demonstrations
     step: int = 0  # of the run, from 0
 
     @property

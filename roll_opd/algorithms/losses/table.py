@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from roll_opd.algorithms.losses.expert import mix, mix_chord
+from roll_opd.algorithms.losses.demonstrations import mix, mix_chord
 from roll_opd.algorithms.losses.likelihood import kimi15, opmd, sft, tis, topr, vanilla
 from roll_opd.algorithms.losses.preference import dpo
 from roll_opd.algorithms.losses.ratio import cispo, gspo, importance_sampling, ppo, sapo, sppo

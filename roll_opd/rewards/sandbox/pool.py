@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roll_opd.rewards.sandbox.cases import Case
-from roll_opd.rewards.sandbox.judge import NOT_RUN, PASSED, REFUSED, TIME, judge
+from roll_opd.rewards.sandbox.grading import NOT_RUN, PASSED, REFUSED, TIME, judge
 from roll_opd.rewards.sandbox.process import Sandbox
 from roll_opd.rewards.sandbox.settings import Limits, SandboxError
 

@@ -14,13 +14,13 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
-from roll_opd.rollout.scheduler import Scorers
+from roll_opd.rollout.scheduler import FrozenModels
 from roll_opd.workers.critic import Critic
-from roll_opd.workers.judge import Judge
 from roll_opd.workers.learner import Learner
-from roll_opd.workers.megatron import CriticWorker, ScoreWorker, TrainWorker
+from roll_opd.workers.megatron import CriticWorker, LogprobWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
-from roll_opd.workers.roles import Sampler, Scorer, Student, Teacher
+from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.roles import FrozenModel, Sampler, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.supervised import SupervisedStudent
 
@@ -31,7 +31,7 @@ class Cast:
 
     student: Student
     sampler: Sampler
-    scorers: Scorers
+    frozen_models: FrozenModels
     critic: Critic | None
 
     async def learn(
@@ -64,20 +64,20 @@ class Cast:
             await self.critic.load(directory / CRITIC)
 
     async def end(self) -> None:
-        """End the processes of all but the judges."""
+        """End the processes of all but the reward_pools."""
         await self.sampler.end()
-        for role in (self.student, self.critic, self.scorers.reference, *self.scorers.teachers):
+        for role in (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers):
             if role:
                 role.group.end()
 
 
 async def assemble(plan: RunPlan, placement: Placement) -> Cast:
-    """Start every role but the judges, all at once, and wait until all are ready for the plan's objective."""
+    """Start every role but the reward_pools, all at once, and wait until all are ready for the plan's objective."""
     return await instruct(await start(plan, placement), plan)
 
 
 async def start(plan: RunPlan, placement: Placement) -> Cast:
-    """Start every role but the judges, all at once, and wait until all are up."""
+    """Start every role but the reward_pools, all at once, and wait until all are up."""
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     teachers = tuple(
         Teacher(t.worker.name, _frozen(plan, t.worker, placement), _vocab_size(t.worker), t) for t in plan.teachers
@@ -90,22 +90,22 @@ async def start(plan: RunPlan, placement: Placement) -> Cast:
         start_sampler(plan, plan.rollout, placement),
         *_setups(plan, student, *teachers, reference, critic),
     )
-    return Cast(student, sampler, Scorers(teachers, reference=reference), critic)
+    return Cast(student, sampler, FrozenModels(teachers, reference=reference), critic)
 
 
 async def instruct(cast: Cast, plan: RunPlan) -> Cast:
     """Give the roles what the plan's objective asks of them."""
-    objective, student, scorers = plan.objective, cast.student, cast.scorers
+    objective, student, frozen_models = plan.objective, cast.student, cast.frozen_models
     if objective.opd_objective == "full":
-        for teacher in scorers.teachers:
+        for teacher in frozen_models.teachers:
             await student.load_teacher_head(teacher)
     if objective.opd_objective != "sampled":
         proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
-        scorers = replace(scorers, views_for=objective, student=student if proposes else None)
-    return replace(cast, scorers=scorers)
+        frozen_models = replace(frozen_models, targets_for=objective, student=student if proposes else None)
+    return replace(cast, frozen_models=frozen_models)
 
 
-async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, Scorer | None]:
+async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, FrozenModel | None]:
     """Start the student that learns from rows, and the reference policy where there is one."""
     student = SupervisedStudent(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     reference = _reference(plan, placement)
@@ -136,31 +136,31 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
         await sampler.end()
 
 
-async def start_judges(plan: RunPlan, placement: Placement) -> tuple[Judge, ...]:
-    """Start the reward workers, which need no device, and the engines of judges that run here."""
+async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
+    """Start the reward workers, which need no device, and the engines of reward_pools that run here."""
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
     hire = RewardWorker.options(**options).remote
 
-    async def begin(reward: RewardPlan) -> Judge:
+    async def begin(reward: RewardPlan) -> RewardPool:
         sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
-        judge = Judge(reward, hire, plan.student.model.path, sampler)
-        await judge.start()
-        return judge
+        pool = RewardPool(reward, hire, plan.student.model.path, sampler)
+        await pool.start()
+        return pool
 
     return tuple(await asyncio.gather(*[begin(reward) for reward in plan.rewards]))
 
 
 def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:
-    return WorkerGroup(ScoreWorker, worker, placement, _environment(plan))
+    return WorkerGroup(LogprobWorker, worker, placement, _environment(plan))
 
 
-def _reference(plan: RunPlan, placement: Placement) -> Scorer | None:
+def _reference(plan: RunPlan, placement: Placement) -> FrozenModel | None:
     if plan.reference is None:
         return None
-    return Scorer(plan.reference.name, _frozen(plan, plan.reference, placement), _vocab_size(plan.reference))
+    return FrozenModel(plan.reference.name, _frozen(plan, plan.reference, placement), _vocab_size(plan.reference))
 
 
-def _setups(plan: RunPlan, *roles: Learner | Scorer | None) -> list[Coroutine[Any, Any, Any]]:
+def _setups(plan: RunPlan, *roles: Learner | FrozenModel | None) -> list[Coroutine[Any, Any, Any]]:
     return [role.group.setup(seed=plan.seed, deterministic=plan.deterministic) for role in roles if role]
 
 

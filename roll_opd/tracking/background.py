@@ -28,7 +28,7 @@ class Patience:
     rows: int = 1000
 
 
-class Bystander:
+class BackgroundTracker:
     """Gives rows to the tracker that `make` returns. Nothing here raises or blocks, but `ready` and `join`."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], patience: Patience) -> None:

@@ -37,7 +37,7 @@ def samples() -> list[Experience]:
                     finish_reason="stop",
                     weights_version=0,
                     reward=None if failed else reward,
-                    left_out=failed,
+                    excluded=failed,
                 )
             )
     return found
@@ -54,10 +54,10 @@ def samples() -> list[Experience]:
 def test_the_others_learn_as_if_it_were_not_there(estimator: str, level: str | None) -> None:
     objective = ObjectivePlan(adv_estimator=estimator, gamma=1.0, norm_mean_type=level, norm_std_type=level)
     found = external_advantages(samples(), objective)
-    without = [sample for sample in samples() if not sample.left_out]
+    without = [sample for sample in samples() if not sample.excluded]
     expected = {sample.id: sample for sample in external_advantages(without, objective)}
     for sample in found:
-        if sample.left_out:
+        if sample.excluded:
             assert not sample.advantages.any() and not sample.loss_mask.any()
         elif level == "group" and sample.group_id == "g1":
             assert not sample.advantages.any() and sample.loss_mask is None
@@ -72,18 +72,18 @@ def test_none_of_its_tokens_counts_in_an_update() -> None:
     objective = ObjectivePlan(adv_estimator="gae", correction=CorrectionPlan())
     found = corrected(external_advantages(samples(), objective), (), objective)
     for sample, train, value in zip(found, train_samples(found, (), objective), value_samples(found), strict=True):
-        assert train.action_mask.any() == value.action_mask.any() == (not sample.left_out)
+        assert train.action_mask.any() == value.action_mask.any() == (not sample.excluded)
         assert np.isfinite(train.advantages).all() and train.reward is not None
 
 
 def test_it_counts_in_no_metric() -> None:
     objective = ObjectivePlan(adv_estimator="grpo", norm_mean_type="group")
     found = external_advantages(samples(), objective)
-    counted = [sample for sample in found if not sample.left_out]
+    counted = [sample for sample in found if not sample.excluded]
     assert advantage_metrics(found, (), objective) == advantage_metrics(counted, (), objective) != {}
 
 
 def test_all_may_be_left_out() -> None:
     objective = ObjectivePlan(adv_estimator="grpo")
-    nothing = [replace(sample, reward=None, left_out=True) for sample in samples()]
+    nothing = [replace(sample, reward=None, excluded=True) for sample in samples()]
     assert not any(sample.loss_mask.any() for sample in external_advantages(nothing, objective))

@@ -1,4 +1,4 @@
-"""An expert's rows: where they come from, how many of them are in an update, and what is refused."""
+"""Demonstrations: where they come from, how many of them are in an update, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -16,34 +16,34 @@ Problems = Callable[..., list[str]]
 
 @pytest.fixture
 def mix(values: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The base configuration with an expert's rows: 8 prompts x 2 responses, mini-batches of 2 x 4 on 2 ranks."""
+    """The base configuration with demonstrations: 8 prompts x 2 responses, mini-batches of 2 x 4 on 2 ranks."""
     values["actor_train"] = values.pop("student_train")
     values["actor_infer"] = values.pop("student_infer")
     del values["teacher"]
     rows = [{"q": f"{n}+1=", "output": str(n + 1)} for n in range(4)]
-    (root / "expert.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values |= {
         "algorithm_type": "mix",
         "use_kl_loss": False,
-        "expert": {"data_args": {"file_name": str(root / "expert.jsonl")}, "prompt_key": "q"},
+        "demonstrations": {"data_args": {"file_name": str(root / "demonstrations.jsonl")}, "prompt_key": "q"},
     }
     return values
 
 
-def test_half_of_each_update_is_the_experts(mix: dict[str, Any], plan: Plan, root: Path) -> None:
+def test_half_of_each_update_are_demonstrations(mix: dict[str, Any], plan: Plan, root: Path) -> None:
     run = plan({}, pure=False)
-    expert = run.expert
+    expert = run.demonstrations
     assert (run.student.mini_batch_sequences, expert.rows_per_update, expert.updates) == (16, 8, 2)
     assert (run.sequences_per_step, expert.rows_per_step) == (16, 16)
     assert (run.student.optimizer.total_steps, run.objective.recompute_old_logprobs) == (20, True)
-    assert expert.data.files == (str(root / "expert.jsonl"),)
+    assert expert.data.files == (str(root / "demonstrations.jsonl"),)
     assert (expert.data.schema, expert.data.prompt_length) == ("sft", 32 + 48)
     assert expert.data.columns == {"instruction": "q"}
     assert (expert.data.length_key, run.data.length_key) == ("prompt_length + response_length", "prompt_length")
     assert (run.objective.policy_loss, run.objective.adv_estimator) == ("mix", "grpo")
-    assert to_json(run)["batch"]["expert_rows_per_step"] == 16
+    assert to_json(run)["batch"]["demonstrations_per_step"] == 16
     assert to_json(run)["batch"]["updates_per_step"] == 2
-    assert "beside them 16 rows of an expert's a step, 8 in each update" in to_text(run)
+    assert "beside them 16 demonstrations a step, 8 in each update" in to_text(run)
     assert run.warnings == ()
 
 
@@ -52,7 +52,7 @@ def test_half_of_each_update_is_the_experts(mix: dict[str, Any], plan: Plan, roo
 )
 def test_any_share(mix: dict[str, Any], plan: Plan, share: float, prompts: int, rows: int, updates: int) -> None:
     run = plan({"expert_data_ratio": share, "rollout_batch_size": prompts}, pure=False)
-    assert (run.expert.rows_per_update, run.expert.updates) == (rows, updates)
+    assert (run.demonstrations.rows_per_update, run.demonstrations.updates) == (rows, updates)
     assert run.objective.recompute_old_logprobs == (updates > 1)
     assert run.student.optimizer.total_steps == 10 * updates
 
@@ -60,7 +60,7 @@ def test_any_share(mix: dict[str, Any], plan: Plan, share: float, prompts: int, 
 def test_the_loss_alone_and_its_arguments(mix: dict[str, Any], plan: Plan) -> None:
     changes = {"algorithm_type": ..., "policy_loss_fn": "mix_chord", "adv_estimator": "grpo"}
     run = plan({**changes, "policy_loss_fn_args": {"mu_peak": 0.9, "clip_range": 0.1}}, pure=False)
-    assert run.expert.rows_per_update == 8
+    assert run.demonstrations.rows_per_update == 8
     arguments = run.objective.policy_loss_arguments
     assert (arguments["mu_peak"], arguments["clip_low"], arguments["dual_clip"]) == (0.9, 0.1, 3.0)
 
@@ -71,32 +71,38 @@ def test_a_loss_of_ones_own_may_read_them_too(
     (tmp_path / "my_mix.py").write_text("def loss(batch):\n    return -batch.action_logprobs_M\n")
     monkeypatch.syspath_prepend(tmp_path)
     changes = {"algorithm_type": "grpo", "policy_loss_fn": "my_mix.loss", "expert_data_ratio": 0.5}
-    assert plan(changes, pure=False).expert.rows_per_update == 8
+    assert plan(changes, pure=False).demonstrations.rows_per_update == 8
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert": ...}, "expert: is missing; policy loss mix learns a share of each batch (expert_data_ratio 0.5)"),
-        ({"expert": {}}, "expert.data_args.file_name: is missing"),
-        ({"expert.data_args.file_name": "nowhere.jsonl"}, "expert.data_args.file_name: no file 'nowhere.jsonl'"),
-        ({"expert.data_arg": {}}, "expert.data_arg: unknown key; did you mean 'data_args'?"),
-        ({"algorithm_type": "grpo"}, "expert: is written, but policy loss ppo learns nothing from it"),
-        ({"algorithm_type": "grpo", "expert_data_ratio": 0.5}, "policy loss ppo would take an expert's rows for"),
+        (
+            {"demonstrations": ...},
+            "demonstrations: is missing; policy loss mix learns a share of each batch (expert_data_ratio 0.5)",
+        ),
+        ({"demonstrations": {}}, "demonstrations.data_args.file_name: is missing"),
+        (
+            {"demonstrations.data_args.file_name": "nowhere.jsonl"},
+            "demonstrations.data_args.file_name: no file 'nowhere.jsonl'",
+        ),
+        ({"demonstrations.data_arg": {}}, "demonstrations.data_arg: unknown key; did you mean 'data_args'?"),
+        ({"algorithm_type": "grpo"}, "demonstrations: is written, but policy loss ppo learns nothing from it"),
+        ({"algorithm_type": "grpo", "expert_data_ratio": 0.5}, "policy loss ppo would take demonstrations for"),
         ({"expert_data_ratio": 0}, "with expert_data_ratio 0 one of them is empty; choose one between 0 and 1"),
         ({"expert_data_ratio": 1}, "with expert_data_ratio 1 one of them is empty; choose one between 0 and 1"),
         ({"expert_data_ratio": 1.5}, "expert_data_ratio: should be less than or equal to 1"),
         (
             {"expert_data_ratio": 0.3},
             "expert_data_ratio: 0.3 of a mini-batch of 16 sequences (per_device_train_batch_size 4 x"
-            " gradient_accumulation_steps 2 x data-parallel size 2) is 4.8 rows of an expert's",
+            " gradient_accumulation_steps 2 x data-parallel size 2) is 4.8 demonstrations",
         ),
         (
             {"rollout_batch_size": 6},
             "rollout_batch_size: 6 prompts x 2 responses = 12 sequences a step are no multiple of the 8 that 8 rows of"
-            " an expert's leave in actor_train's mini-batch of 16",
+            " leave in actor_train's mini-batch of 16",
         ),
-        ({"adv_estimator": "gae"}, "nobody sampled an expert's rows, so a critic has no values to learn from them"),
+        ({"adv_estimator": "gae"}, "nobody sampled demonstrations, so a critic has no values to learn from them"),
     ],
 )
 def test_mistakes_are_explained(mix: dict[str, Any], problems: Problems, changes: dict, message: str) -> None:
@@ -105,6 +111,6 @@ def test_mistakes_are_explained(mix: dict[str, Any], problems: Problems, changes
 
 
 def test_an_empty_file_is_refused(mix: dict[str, Any], problems: Problems, root: Path) -> None:
-    (root / "expert.jsonl").write_text("\n")
+    (root / "demonstrations.jsonl").write_text("\n")
     (found,) = problems({}, pure=False)
-    assert found.startswith("expert.data_args.file_name: no row can be read in")
+    assert found.startswith("demonstrations.data_args.file_name: no row can be read in")

@@ -1,6 +1,6 @@
-"""An expert's rows as experiences, and their place among the student's samples of a step.
+"""Demonstrations as experiences, and their place among the student's samples of a step.
 
-Nobody samples, judges or scores them: the loss reads their tokens alone.
+Nobody samples, reward_pools or scores them: the loss reads their tokens alone.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 
 
-def expert_experiences(rows: Sequence[Prompt], first_draw: int) -> list[Experience]:
+def demonstration_experiences(rows: Sequence[Prompt], first_draw: int) -> list[Experience]:
     """One experience a row; `first_draw` rows were drawn before in the run, which makes the ids unique."""
     return [_experience_of(row, first_draw + position) for position, row in enumerate(rows)]
 
 
 def _experience_of(row: Prompt, draw: int) -> Experience:
     (answer,) = row.answers
-    name = f"{row.id}#expert{draw}"
+    name = f"{row.id}#demonstration{draw}"
     return Experience(
         id=name,
         group_id=name,
@@ -30,16 +30,16 @@ def _experience_of(row: Prompt, draw: int) -> Experience:
         rollout_logprobs=None,
         finish_reason="stop",
         weights_version=None,
-        expert=True,
+        demonstration=True,
         ground_truth=row.ground_truth,
     )
 
 
-def mixed(own: Sequence[Experience], expert: Sequence[Experience], updates: int) -> list[Experience]:
+def mixed(own: Sequence[Experience], demonstrations: Sequence[Experience], updates: int) -> list[Experience]:
     """Both in one list whose `updates` equal parts, one after another, have equal shares of each."""
     both: list[Experience] = []
     for update in range(updates):
-        for samples in (own, expert):
+        for samples in (own, demonstrations):
             share = len(samples) // updates
             both += samples[update * share : (update + 1) * share]
     return both

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 BURST_SECONDS = 0.1
 
 
-async def bursts(
+async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
 ) -> AsyncIterator[list[Item]]:
     """Yield what comes, in order, no item later than `seconds` after it came, and at once what completes a `chunk`.

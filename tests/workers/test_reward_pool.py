@@ -15,9 +15,9 @@ import ray
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import RewardTerm
 from roll_opd.data.experience import Experience
-from roll_opd.workers import judge as module
+from roll_opd.workers import pool as module
 from roll_opd.workers.errors import RunError
-from roll_opd.workers.judge import Judge, Verdict
+from roll_opd.workers.reward_pool import RewardPool, RewardResult
 
 
 def sample(number: int, **extra: str) -> Experience:
@@ -36,15 +36,17 @@ def sample(number: int, **extra: str) -> Experience:
     )
 
 
-def verdicts(loop: asyncio.AbstractEventLoop, judge: Judge, samples: Sequence[Experience]) -> list[Verdict | Exception]:
-    async def ask() -> list[Verdict | Exception]:
-        asked = [judge.submit(one) for one in samples]
+def verdicts(
+    loop: asyncio.AbstractEventLoop, pool: RewardPool, samples: Sequence[Experience]
+) -> list[RewardResult | Exception]:
+    async def ask() -> list[RewardResult | Exception]:
+        asked = [pool.submit(one) for one in samples]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
 
     return loop.run_until_complete(ask())
 
 
-def rewards(found: Sequence[Verdict | Exception]) -> list[float | None]:
+def rewards(found: Sequence[RewardResult | Exception]) -> list[float | None]:
     return [verdict.reward for verdict in found]
 
 
@@ -53,14 +55,14 @@ def test_functions_classes_and_coroutines(start, loop) -> None:
     numbers = [float(number) for number in range(37)]
     assert rewards(verdicts(loop, start("plain", world_size=2, batch_size=3), samples)) == numbers
     assert rewards(verdicts(loop, start("Scaled", args={"factor": 2}), samples)) == [2 * x for x in numbers]
-    judge = start("awaited", timeout=None)
-    found = verdicts(loop, judge, samples)
+    pool = start("awaited", timeout=None)
+    found = verdicts(loop, pool, samples)
     assert rewards(found) == numbers and found[3].parts == {"half": 1.5} and found[3].reason == "odd"
     assert found[3].of(samples[3]).reward_parts == {"half": 1.5}
-    metrics = judge.lap()
+    metrics = pool.lap()
     assert metrics["reward/code/errors"] == 0 and metrics["time/reward/code/queue/max"] == 0
     assert 0.2 <= metrics["time/reward/code/latency/p50"] <= metrics["time/reward/code/latency/p95"]
-    assert "time/reward/code/latency/p50" not in judge.lap()
+    assert "time/reward/code/latency/p50" not in pool.lap()
 
 
 def test_several_rewards_are_a_weighted_sum(start, loop) -> None:
@@ -75,46 +77,46 @@ def test_several_rewards_are_a_weighted_sum(start, loop) -> None:
 
 def test_a_slow_reward_works_on_many_samples_at_once(start, loop) -> None:
     """128 samples of 0.2 s each: 26 s one after another."""
-    judge = start("sleepy")
+    pool = start("sleepy")
     began = time.monotonic()
-    assert rewards(verdicts(loop, judge, [sample(number) for number in range(128)])) == [float(n) for n in range(128)]
+    assert rewards(verdicts(loop, pool, [sample(number) for number in range(128)])) == [float(n) for n in range(128)]
     assert time.monotonic() - began < 4
 
 
 def test_a_brief_reward_works_on_many_samples_at_once(start, loop) -> None:
     """256 samples of 15 ms each: 3.8 s one after another."""
-    judge = start("brief")
+    pool = start("brief")
     began = time.monotonic()
-    assert rewards(verdicts(loop, judge, [sample(number) for number in range(256)])) == [float(n) for n in range(256)]
+    assert rewards(verdicts(loop, pool, [sample(number) for number in range(256)])) == [float(n) for n in range(256)]
     assert time.monotonic() - began < 2
 
 
 def test_a_quick_reward_is_given_large_calls(start, loop) -> None:
-    judge, samples = start("busy"), [sample(number) for number in range(256)]
-    sizes = [np.mean(rewards(verdicts(loop, judge, samples))) for _ in range(5)]
+    pool, samples = start("busy"), [sample(number) for number in range(256)]
+    sizes = [np.mean(rewards(verdicts(loop, pool, samples))) for _ in range(5)]
     assert max(sizes) > 8  # of 16, the batch_size, where nothing comes between
 
 
 def test_a_reward_that_was_quick_may_be_slow(start, loop) -> None:
     """128 samples of 0.2 s each, after as many that take no time."""
-    judge = start("moody")
+    pool = start("moody")
     numbers = [float(number) for number in range(128)]
     for trouble in ("", "nap", "", "nap"):
         began = time.monotonic()
-        assert rewards(verdicts(loop, judge, [sample(number, trouble=trouble) for number in range(128)])) == numbers
+        assert rewards(verdicts(loop, pool, [sample(number, trouble=trouble) for number in range(128)])) == numbers
         assert time.monotonic() - began < 2
 
 
-@pytest.mark.parametrize(("on_error", "reward", "left_out"), [("zero", 0.0, False), ("drop", None, True)])
-def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, left_out) -> None:
+@pytest.mark.parametrize(("on_error", "reward", "excluded"), [("zero", 0.0, False), ("drop", None, True)])
+def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, excluded) -> None:
     """In one call with its neighbours, which are scored without it."""
-    judge = start("troubled", on_error=on_error, max_concurrency=1, batch_size=8)
+    pool = start("troubled", on_error=on_error, max_concurrency=1, batch_size=8)
     samples = [sample(n, trouble={3: "raise", 5: "nan"}.get(n, "")) for n in range(8)]
-    found = verdicts(loop, judge, samples)
+    found = verdicts(loop, pool, samples)
     assert rewards(found) == [reward if n in (3, 5) else float(n) for n in range(8)]
-    assert [verdict.left_out for verdict in found] == [left_out and n in (3, 5) for n in range(8)]
+    assert [verdict.excluded for verdict in found] == [excluded and n in (3, 5) for n in range(8)]
     assert (found[3].reason, found[5].reason) == ("KeyError", "not_finite")
-    metrics = judge.lap()
+    metrics = pool.lap()
     assert {key.rpartition("errors/")[2]: value for key, value in metrics.items() if "errors/" in key} == {
         "KeyError": 1,
         "not_finite": 1,
@@ -129,24 +131,24 @@ def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, left_
     ],
 )
 def test_what_would_end_an_event_loop_ends_a_sample_alone(start, loop, worker: str, kinds: dict[str, str]) -> None:
-    judge = start(worker, on_error="zero", timeout=2)
-    found = verdicts(loop, judge, [sample(n, trouble=trouble) for n, trouble in enumerate(("", *kinds, ""), 1)])
+    pool = start(worker, on_error="zero", timeout=2)
+    found = verdicts(loop, pool, [sample(n, trouble=trouble) for n, trouble in enumerate(("", *kinds, ""), 1)])
     assert [verdict.reason for verdict in found] == ["", *kinds.values(), ""]
     assert [found[0].reward, found[-1].reward] == [1.0, len(kinds) + 2.0]
-    assert judge.lap()["reward/code/errors"] == len(kinds)
+    assert pool.lap()["reward/code/errors"] == len(kinds)
 
 
 def test_a_reward_may_ask_for_one_call_at_a_time(start, loop) -> None:
     """When a batch is repeated sample by sample, too."""
-    judge = start("one_at_a_time", max_concurrency=1, batch_size=8, on_error="drop")
+    pool = start("one_at_a_time", max_concurrency=1, batch_size=8, on_error="drop")
     samples = [sample(n, trouble="raise" if n == 3 else "") for n in range(24)]
-    assert rewards(verdicts(loop, judge, samples)) == [None if n == 3 else float(n) for n in range(24)]
+    assert rewards(verdicts(loop, pool, samples)) == [None if n == 3 else float(n) for n in range(24)]
 
 
 def test_what_was_tried_again_is_counted(start, loop) -> None:
-    judge = start("failing", on_error="zero")
-    assert rewards(verdicts(loop, judge, [sample(n) for n in range(4)])) == [1.0, 0.0, 1.0, 0.0]
-    metrics = judge.lap()
+    pool = start("failing", on_error="zero")
+    assert rewards(verdicts(loop, pool, [sample(n) for n in range(4)])) == [1.0, 0.0, 1.0, 0.0]
+    metrics = pool.lap()
     assert metrics["reward/code/errors/http_500"] == 8 and metrics["reward/code/errors/http_429"] == 4
     assert metrics["reward/code/errors/connect"] == 2 and metrics["reward/code/errors"] == 14
 
@@ -163,27 +165,27 @@ def test_an_error_that_is_to_stop_the_run_says_which_sample_and_what_to_do(start
 @pytest.mark.parametrize("worker", ["troubled", "slow_to_await"])
 def test_time_limits(start, loop, worker: str) -> None:
     """The ones that hang fail, the others do not wait, and the worker is of use afterwards."""
-    judge = start(worker, timeout=0.7, on_error="drop", max_concurrency=2, batch_size=2)
+    pool = start(worker, timeout=0.7, on_error="drop", max_concurrency=2, batch_size=2)
     for _ in range(2):
         samples = [sample(n, trouble="hang" if n in (2, 6) else "") for n in range(8)]
         began = time.monotonic()
-        found = verdicts(loop, judge, samples)
+        found = verdicts(loop, pool, samples)
         assert rewards(found) == [None if n in (2, 6) else float(n) for n in range(8)]
         assert time.monotonic() - began < 20
-        assert judge.lap()["reward/code/timeouts"] == 2
-    assert rewards(verdicts(loop, judge, [sample(9)])) == [9.0]
+        assert pool.lap()["reward/code/timeouts"] == 2
+    assert rewards(verdicts(loop, pool, [sample(9)])) == [9.0]
 
 
 def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_path: Path) -> None:
-    judge, log = start("troubled", max_concurrency=4, batch_size=2), tmp_path / "log"
+    pool, log = start("troubled", max_concurrency=4, batch_size=2), tmp_path / "log"
 
     async def kill() -> None:
         while not log.exists() or len(log.read_text().splitlines()) < 12:
             await asyncio.sleep(0.02)
         os.kill(int(log.read_text().split()[0]), signal.SIGKILL)
 
-    async def both() -> list[Verdict]:
-        asked = [judge.submit(sample(n, trouble="nap", log=str(log))) for n in range(24)]
+    async def both() -> list[RewardResult]:
+        asked = [pool.submit(sample(n, trouble="nap", log=str(log))) for n in range(24)]
         await kill()
         return await asyncio.wait_for(asyncio.gather(*asked), 60)
 
@@ -193,34 +195,34 @@ def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_
     assert len(others) == 1
     again = Counter(number for process, number in lines if process != first)
     assert set(again.values()) == {1} and len(again) < 24  # what was told before the end is not asked again
-    assert judge.lap()["reward/code/errors"] == 0
+    assert pool.lap()["reward/code/errors"] == 0
 
 
 def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
-    judge = start("troubled", on_error="zero", max_concurrency=2)
-    found = verdicts(loop, judge, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
+    pool = start("troubled", on_error="zero", max_concurrency=2)
+    found = verdicts(loop, pool, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
     assert rewards(found) == [0.0 if n == 5 else float(n) for n in range(12)] and found[5].reason == "worker_died"
-    metrics = judge.lap()
+    metrics = pool.lap()
     assert metrics["reward/code/errors/worker_died"] == 1 and metrics["time/reward/code/restarts"] == 3
 
 
 def test_a_suspect_is_alone_with_a_worker(start, loop, tmp_path: Path) -> None:
     """A sample that was twice beside one that kills is not taken for another, though more of them come meanwhile."""
-    judge, log = start("troubled", on_error="zero", max_concurrency=8), tmp_path / "log"
+    pool, log = start("troubled", on_error="zero", max_concurrency=8), tmp_path / "log"
 
-    async def ask() -> list[Verdict]:
-        asked = [judge.submit(sample(1, trouble="nap and die")), judge.submit(sample(2, trouble="sleep", log=str(log)))]
+    async def ask() -> list[RewardResult]:
+        asked = [pool.submit(sample(1, trouble="nap and die")), pool.submit(sample(2, trouble="sleep", log=str(log)))]
         while not log.exists() or len(log.read_text().splitlines()) < 3:
             await asyncio.sleep(0.02)
-        asked += [judge.submit(sample(3, trouble="die")), judge.submit(sample(4))]
+        asked += [pool.submit(sample(3, trouble="die")), pool.submit(sample(4))]
         return await asyncio.wait_for(asyncio.gather(*asked), 60)
 
     assert rewards(loop.run_until_complete(ask())) == [0.0, 2.0, 0.0, 4.0]
 
 
 def test_a_worker_that_dies_while_it_starts_is_started_again(start, loop) -> None:
-    judge = start("troubled")
-    hire, died = judge._hire, []
+    pool = start("troubled")
+    hire, died = pool._hire, []
 
     def hire_badly():
         actor = hire()
@@ -229,17 +231,17 @@ def test_a_worker_that_dies_while_it_starts_is_started_again(start, loop) -> Non
             ray.kill(actor)
         return actor
 
-    judge._hire = hire_badly
-    found = verdicts(loop, judge, [sample(0, trouble="die"), sample(1)])
+    pool._hire = hire_badly
+    found = verdicts(loop, pool, [sample(0, trouble="die"), sample(1)])
     assert died and isinstance(found[0], RunError) and found[1].reward == 1.0
 
 
 def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIGN_SECONDS", 0.5)
-    judge, log = start("troubled", timeout=0.5), tmp_path / "log"
+    pool, log = start("troubled", timeout=0.5), tmp_path / "log"
 
-    async def both() -> Verdict:
-        asked = judge.submit(sample(1, trouble="nap", log=str(log)))
+    async def both() -> RewardResult:
+        asked = pool.submit(sample(1, trouble="nap", log=str(log)))
         while not log.exists():
             await asyncio.sleep(0.01)
         os.kill(int(log.read_text().split()[0]), signal.SIGSTOP)
@@ -250,9 +252,9 @@ def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkey
 
 def test_a_worker_whose_event_loop_stands_still_is_stuck(start, loop, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "SIGN_SECONDS", 0.5)
-    judge = start("deaf", timeout=None)
-    assert rewards(verdicts(loop, judge, [sample(1, log=str(tmp_path / "log"))])) == [1.0]
-    assert judge.lap()["time/reward/code/restarts"] == 1
+    pool = start("deaf", timeout=None)
+    assert rewards(verdicts(loop, pool, [sample(1, log=str(tmp_path / "log"))])) == [1.0]
+    assert pool.lap()["time/reward/code/restarts"] == 1
     patient = start("awaited", timeout=None)  # it is there, and takes its time
     monkeypatch.setattr(module, "SIGN_SECONDS", 0.05)
     assert rewards(verdicts(loop, patient, [sample(1)])) == [1.0]
@@ -260,15 +262,15 @@ def test_a_worker_whose_event_loop_stands_still_is_stuck(start, loop, tmp_path: 
 
 
 def test_nobody_is_asked_for_what_nobody_waits_for(start, loop, tmp_path: Path) -> None:
-    judge, log = start("troubled", max_concurrency=1, batch_size=1), tmp_path / "log"
+    pool, log = start("troubled", max_concurrency=1, batch_size=1), tmp_path / "log"
 
     async def ask() -> None:
-        asked = [judge.submit(sample(n, trouble="nap", log=str(log))) for n in range(9)]
+        asked = [pool.submit(sample(n, trouble="nap", log=str(log))) for n in range(9)]
         await asked[0]
         for one in asked[2:]:
             one.cancel()
         await asked[1]
-        await judge.submit(sample(9, log=str(log)))
+        await pool.submit(sample(9, log=str(log)))
 
     loop.run_until_complete(ask())
     assert [line.split()[1] for line in log.read_text().splitlines()] == ["0", "1", "9"]

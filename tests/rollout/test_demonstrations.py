@@ -1,4 +1,4 @@
-"""An expert's rows among the student's samples of a step: in every update alike, and outside of what is measured."""
+"""Demonstrations among the student's samples of a step: in every update alike, and outside of what is measured."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPl
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 from roll_opd.rollout.advantages import advantages, external_advantages, token_level_rewards
-from roll_opd.rollout.expert import expert_experiences, mixed
+from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.workers.samples import train_samples
 
 TEACHER = TeacherPlan("t", MegatronPlan("t", ModelPlan("model"), (0,), Layout(), MicroBatchLimits()), opd_kl_coef=0.7)
@@ -43,32 +43,37 @@ def sample(number: int, reward: float) -> Experience:
 
 
 def test_rows_become_experiences() -> None:
-    first, second = expert_experiences(rows(2), first_draw=7)
-    assert (first.id, second.id) == ("r0#expert7", "r1#expert8")
+    first, second = demonstration_experiences(rows(2), first_draw=7)
+    assert (first.id, second.id) == ("r0#demonstration7", "r1#demonstration8")
     assert second.tokens.tolist() == [0, 1, 2, 10, 11, 12, 13]
     assert second.response_tokens.tolist() == [10, 11, 12, 13] and second.action_mask.all()
-    assert (second.expert, second.reward, second.rollout_logprobs, second.old_logprobs) == (True, None, None, None)
+    assert (second.demonstration, second.reward, second.rollout_logprobs, second.old_logprobs) == (
+        True,
+        None,
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize(("own", "expert", "updates"), [(8, 8, 1), (8, 8, 4), (12, 4, 2), (3, 9, 3)])
-def test_every_update_has_its_share_of_both(own: int, expert: int, updates: int) -> None:
+@pytest.mark.parametrize(("own", "given", "updates"), [(8, 8, 1), (8, 8, 4), (12, 4, 2), (3, 9, 3)])
+def test_every_update_has_its_share_of_both(own: int, given: int, updates: int) -> None:
     samples = [sample(n, 1.0) for n in range(own)]
-    together = mixed(samples, expert_experiences(rows(expert), 0), updates)
-    size = (own + expert) // updates
+    together = mixed(samples, demonstration_experiences(rows(given), 0), updates)
+    size = (own + given) // updates
     for start in range(0, len(together), size):
         part = together[start : start + size]
-        assert sum(e.expert for e in part) == expert // updates
-    assert [e.id for e in together if not e.expert] == [e.id for e in samples]
-    assert [e.id for e in together if e.expert] == [f"r{n}#expert{n}" for n in range(expert)]
+        assert sum(e.demonstration for e in part) == given // updates
+    assert [e.id for e in together if not e.demonstration] == [e.id for e in samples]
+    assert [e.id for e in together if e.demonstration] == [f"r{n}#demonstration{n}" for n in range(given)]
 
 
 def test_they_carry_no_advantage_and_no_reward() -> None:
     objective = ObjectivePlan(adv_estimator="step_wise_grpo", gamma=1.0, init_kl_coef=0.1, policy_loss="mix")
     own = external_advantages([sample(0, 1.0), sample(1, 0.0), sample(2, 1.0), sample(3, 0.0)], objective)
-    (row,) = expert_experiences(rows(1), 0)
+    (row,) = demonstration_experiences(rows(1), 0)
     learned = replace(row, old_logprobs=np.full(3, -0.5, np.float32))  # as after the update
     together = mixed(own, [learned, learned], 2)
-    assert [e.expert for e in together] == [False, False, True] * 2
+    assert [e.demonstration for e in together] == [False, False, True] * 2
     for found in (token_level_rewards, lambda *given: advantages(*given[:2], 0.5)):
         values = found(together, [TEACHER], objective)
         assert not values[2].any() and not values[5].any()
@@ -77,7 +82,7 @@ def test_they_carry_no_advantage_and_no_reward() -> None:
             np.testing.assert_array_equal(mine, wanted)
             assert mine.any()
     given = train_samples([*together[:2], row], [TEACHER], objective)
-    assert [made.expert for made in given] == [False, False, True]
+    assert [made.demonstration for made in given] == [False, False, True]
     marked = given[2]
     assert (marked.old_logprobs, marked.ref_logprobs, marked.reward) == (None, None, None)
     assert not marked.advantages.any() and not marked.opd_coefficients.any() and not marked.opd_teacher.any()

@@ -23,7 +23,7 @@ def guarded() -> Iterator[None]:
     driver = psutil.Process()
     strangers = [str(child.pid) for child in driver.children(recursive=True)]  # here before: none of its business
     guardian = subprocess.Popen(
-        [sys.executable, "-m", "roll_opd.cluster.guardian", str(driver.pid), *strangers],
+        [sys.executable, "-m", "roll_opd.cluster.process_reaper", str(driver.pid), *strangers],
         stdin=subprocess.PIPE,  # closes with this process, however it ends
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in the terminal is not meant for it

@@ -33,7 +33,7 @@ OF_THE_OBJECTIVE = (
 )
 
 
-class Record:
+class RunLogger:
     """Takes what happens in a step to everyone who wants to know. Its `clock` times the steps."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Record:
             "id": experience.id,
             "group_id": experience.group_id,
             "tag": experience.tag,
-            "expert": experience.expert,
+            "demonstration": experience.demonstration,
             "prompt": self._tokenizer.decode(prompt),
             "response": self._tokenizer.decode(experience.response_tokens),
             "ground_truth": experience.ground_truth,
@@ -184,5 +184,9 @@ def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _prompt_ids(batch: Batch) -> dict[str, list[str]]:
-    drawn = {"ids": batch.prompts, "filtered": batch.filtered, **({"expert": batch.expert} if batch.expert else {})}
+    drawn = {
+        "ids": batch.prompts,
+        "filtered": batch.filtered,
+        **({"demonstrations": batch.demonstrations} if batch.demonstrations else {}),
+    }
     return {name: [prompt.id for prompt in prompts] for name, prompts in drawn.items()}

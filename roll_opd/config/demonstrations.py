@@ -1,4 +1,4 @@
-"""The section `expert`: rows that an expert wrote, and how many of them join the student's samples in an update."""
+"""The section `demonstrations`: demonstrations, and how many of them join the student's samples in an update."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from roll_opd.config.prompt_files import tags_in
 from roll_opd.config.schema import Top
 from roll_opd.config.surroundings import answer_columns, read_data
 
-SECTION = "expert"
+SECTION = "demonstrations"
 TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
 
 
@@ -38,16 +38,16 @@ def check_share(mini_batch: int, share: float, arithmetic: str, findings: Findin
 def read_expert(top: Top, length: int, agentic: bool, findings: Findings) -> DataPlan | None:
     """Return where the rows come from, None where there are none; `length` is the most tokens of prompt and answer."""
     loss, share, path = top.policy_loss or "ppo", top.expert_data_ratio, f"{SECTION}.data_args"
-    if top.expert is None:
+    if top.demonstrations is None:
         if share:
             findings.problem(
                 SECTION,
                 f"is missing; policy loss {loss} learns a share of each batch (expert_data_ratio {share:g}) from rows"
-                f" with answers that an expert wrote; write {path}.file_name",
+                f" with answers; write {path}.file_name",
             )
         return None
     if not share:
-        if LOSSES.get(loss, LossFacts()).needs != "expert rows":  # else the share is what is wrong, and told so
+        if LOSSES.get(loss, LossFacts()).needs != "demonstrations":  # else the share is what is wrong, and told so
             findings.problem(
                 SECTION,
                 f"is written, but policy loss {loss} learns nothing from it; use algorithm_type mix or mix_chord, or"
@@ -57,12 +57,12 @@ def read_expert(top: Top, length: int, agentic: bool, findings: Findings) -> Dat
     if agentic:
         findings.block(SECTION, "joins the answers to prompts, not yet the trajectories of environments; remove it")
         return None
-    data = read_data(top.expert.data_args, path, top, length, findings)
+    data = read_data(top.demonstrations.data_args, path, top, length, findings)
     if data is None:
         return None
-    columns = answer_columns(data, top.expert)
+    columns = answer_columns(data, top.demonstrations)
     data = replace(data, schema="sft", columns=columns, length_key="prompt_length + response_length")
     if not tags_in(data)[0]:
         findings.problem(f"{path}.file_name", f"no row can be read in {', '.join(data.files)}; give rows with answers")
         return None
-    return replace(data, streams=read_streams(top.expert.data_args, path, data, (), findings))
+    return replace(data, streams=read_streams(top.demonstrations.data_args, path, data, (), findings))

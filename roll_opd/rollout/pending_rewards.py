@@ -4,26 +4,26 @@ import asyncio
 from collections.abc import Sequence
 
 from roll_opd.data.experience import Experience
-from roll_opd.workers.judge import Judge, Verdict
+from roll_opd.workers.reward_pool import RewardPool, RewardResult
 
 
-class Judging:
-    """What the judges have been asked and not yet been told for."""
+class PendingRewards:
+    """What the reward_pools have been asked and not yet been told for."""
 
-    def __init__(self, judges: Sequence[Judge]) -> None:
-        self._judges = judges
-        self._asked: dict[str, asyncio.Future[Verdict]] = {}  # by sample
+    def __init__(self, reward_pools: Sequence[RewardPool]) -> None:
+        self._pools = reward_pools
+        self._asked: dict[str, asyncio.Future[RewardResult]] = {}  # by sample
 
     def ask(self, experience: Experience) -> None:
-        """Have a sample scored by the judge of its tag, if there is one."""
-        for judge in self._judges:
-            if judge.plan.scores(experience.tag):
-                self._asked[experience.id] = judge.submit(experience)
+        """Have a sample scored by the pool of its tag, if there is one."""
+        for pool in self._pools:
+            if pool.plan.accepts(experience.tag):
+                self._asked[experience.id] = pool.submit(experience)
 
     async def answered(self, experiences: Sequence[Experience]) -> list[Experience]:
         """The samples with their rewards, as soon as all have them; those that nobody was asked for as they are.
 
-        Raises what `Judge.submit` says.
+        Raises what `RewardPool.submit` says.
         """
         asked = [experience.id for experience in experiences if experience.id in self._asked]
         await asyncio.gather(*[self._asked[name] for name in asked])

@@ -1,4 +1,4 @@
-"""Learning from one's own samples and from an expert's in one batch: (1-μ) · PPO on the former, μ · SFT on the latter.
+"""Learning from samples and demonstrations in one batch: (1-μ) · PPO on the former, μ · SFT on the latter.
 
 Each part is normalised by its own count: give `aggregation.token_weights` the two families. Legend: see `batch`.
 """
@@ -21,9 +21,9 @@ def mix(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> Tensor:
-    """(1-μ) · PPO on the student's own tokens, μ · (-logprobs) on the expert's. Trinity-RFT."""
+    """(1-μ) · PPO on the student's own tokens, μ · (-logprobs) on demonstrations. Trinity-RFT."""
     own_M = ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return torch.where(batch.needs("expert_M", "mix"), mu * sft(batch), (1 - mu) * own_M)
+    return torch.where(batch.needs("demonstration_M", "mix"), mu * sft(batch), (1 - mu) * own_M)
 
 
 def mix_chord(
@@ -38,18 +38,18 @@ def mix_chord(
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> Tensor:
-    """`mix` with a schedule for μ (`chord_mu`), and -sg(p(1-p)) · logprobs for the expert. CHORD, arXiv 2508.11408.
+    """`mix` with a schedule for μ (`chord_mu`), and -sg(p(1-p)) · logprobs on demonstrations. CHORD, arXiv 2508.11408.
 
     The factor p(1-p) leaves tokens alone that the student is sure of, or for which it is far from ready;
     `enable_phi_function` false leaves it out.
     """
     mu = chord_mu(batch.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
-    expert_M = sft(batch)
+    demonstration_M = sft(batch)
     if enable_phi_function:
         probability_M = batch.action_logprobs_M.detach().exp()
-        expert_M = expert_M * probability_M * (1 - probability_M)
+        demonstration_M = demonstration_M * probability_M * (1 - probability_M)
     own_M = ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return torch.where(batch.needs("expert_M", "mix_chord"), mu * expert_M, (1 - mu) * own_M)
+    return torch.where(batch.needs("demonstration_M", "mix_chord"), mu * demonstration_M, (1 - mu) * own_M)
 
 
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:

@@ -29,14 +29,14 @@ SIGN_SECONDS = 60.0  # without news, a worker is asked whether it is there; as l
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """What becomes of one sample's reward."""
 
     domain: str
     reward: float | None  # None: the reward cannot judge it, or failed on it and it is left out
     parts: Mapping[str, float] = field(default_factory=FrozenDict)
     reason: str = ""
-    left_out: bool = False  # it failed, and nobody is to learn from the sample
+    excluded: bool = False  # it failed, and nobody is to learn from the sample
 
     def of(self, experience: Experience) -> Experience:
         """The sample with its verdict."""
@@ -46,14 +46,14 @@ class Verdict:
             domain=self.domain,
             reward_parts=dict(self.parts),
             reward_reason=self.reason,
-            left_out=self.left_out,
+            excluded=self.excluded,
         )
 
 
 @dataclass(eq=False)
 class _Job:
     experience: Experience
-    verdict: asyncio.Future[Verdict]
+    verdict: asyncio.Future[RewardResult]
     came: float
     deaths: int = 0
 
@@ -66,7 +66,7 @@ class _Worker:
     alone: bool = False  # it has one that may kill it, and gets no other beside it
 
 
-class Judge:
+class RewardPool:
     """The reward workers of `plan`. All methods belong to one event loop."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Judge:
         """Start the workers and wait until they are ready."""
         await asyncio.gather(*[self._add_worker() for _ in range(self.plan.world_size)])
 
-    def submit(self, experience: Experience) -> "asyncio.Future[Verdict]":
+    def submit(self, experience: Experience) -> "asyncio.Future[RewardResult]":
         """Have a sample scored. The future holds RunError where that fails and `on_error` is `stop`; cancel it where
         nobody waits for it any more.
         """
@@ -247,7 +247,7 @@ class Judge:
         self._errors.update(scored.errors)
         self._latencies.append(time.monotonic() - job.came)
         if isinstance(scored, Score):
-            verdict = Verdict(self.plan.domain, scored.value, scored.parts, scored.reason)
+            verdict = RewardResult(self.plan.domain, scored.value, scored.parts, scored.reason)
         else:
             self._errors[scored.kind] += 1
             if self.plan.on_error == "stop":
@@ -256,7 +256,7 @@ class Judge:
                 _fail(job, RunError(f"rewards.{domain}: sample {sample}: {scored.message}; {hint}"))
                 return
             reward = 0.0 if self.plan.on_error == "zero" else None
-            verdict = Verdict(self.plan.domain, reward, reason=scored.kind, left_out=self.plan.on_error == "drop")
+            verdict = RewardResult(self.plan.domain, reward, reason=scored.kind, excluded=self.plan.on_error == "drop")
         if not job.verdict.done():
             job.verdict.set_result(verdict)
 
