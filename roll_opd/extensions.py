@@ -1,62 +1,77 @@
-"""Extension points: a configuration names a part by a registered name or by a dotted path, everywhere the same way."""
+"""Extension points: a configuration names a part by a registered name or by a dotted path, everywhere the same way.
 
+What the configuration must know of a part stands on the part: its arguments are its signature, and whatever else there
+is to know are the facts that it is registered with.
+"""
+
+import difflib
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
-Registered = TypeVar("Registered", bound=Callable[..., Any])
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+Part = TypeVar("Part", bound=Callable[..., Any])
+Facts = TypeVar("Facts")
+
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
-class Registry:
+class Registry(Generic[Facts]):
     """The names of one extension point. What is wrong with a name is raised as `error`."""
 
     kind: str  # "reward", for messages
     made_of: str  # "function or class", what a dotted path leads to
     example: str  # a dotted path, for messages
     error: type[Exception]
-    ours: Mapping[str, str]  # name -> the module of this package that registers it
+    package: str  # the module or package of ours that registers the built-in names
+    facts_type: Callable[..., Facts]  # a dataclass; without arguments, the facts of a part that was not registered
+    one_per_module: bool = False  # a built-in name is that of its module, and importing it can wait
     elsewhere: tuple[str, ...] = ()  # names that mean something and are not looked up here
-    _registered: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
 
-    def register(self, name: str) -> Callable[[Registered], Registered]:
-        """Make a function or class known as `name`; an error where another one has the name."""
+    def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
+        """Make a function or class known as `name`, with `facts`; an error where another one has the name."""
 
-        def decorate(part: Registered) -> Registered:
-            known = self._registered.setdefault(name, part)
+        def decorate(part: Part) -> Part:
+            known, _ = self._registered.get(name, (part, None))
             # the same one again: its module has been imported a second time
             if known is not part and (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
                 path = f"{known.__module__}.{known.__qualname__}"
                 raise self.error(f"a {self.kind} named {name!r} is already registered: {path}")
-            self._registered[name] = part
+            self._registered[name] = (part, self.facts_type(**facts))
             return part
 
         return decorate
 
     @property
+    def builtin(self) -> tuple[str, ...]:
+        """The names that the package itself registers, sorted."""
+        if self.one_per_module:
+            return tuple(sorted(_modules(self.package)))
+        self._import_builtin()
+        return tuple(sorted(name for name, (part, _) in self._registered.items() if self._is_ours(part)))
+
+    @property
     def known(self) -> str:
         """Every name, for messages."""
-        return ", ".join(sorted({*self.elsewhere, *self.ours, *self._registered}))
-
-    def path(self, name: str) -> str:
-        """The dotted path of what a user's `name` means; imports nothing."""
-        if name in self._registered:
-            part = self._registered[name]
-            return f"{part.__module__}.{part.__qualname__}"
-        if "." not in name:
-            raise self._unknown(name)
-        return name
+        return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The function or class that `name` means; only its own module is imported."""
-        if name in self.ours:
-            importlib.import_module(self.ours[name])
+        """Return the function or class that `name` means."""
+        self._import_builtin(name)
         if name in self._registered:
-            return self._registered[name]
+            return self._registered[name][0]
         module_name, _, attribute = name.rpartition(".")
         if not module_name:
-            raise self._unknown(name)
+            raise self.error(
+                f"unknown {self.kind} {name!r}; known are {self.known}, or a dotted path such as {self.example}"
+            )
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
@@ -71,6 +86,101 @@ class Registry:
             )
         return found
 
-    def _unknown(self, name: str) -> Exception:
-        known = f"known are {self.known}, or a dotted path such as {self.example}"
-        return self.error(f"unknown {self.kind} {name!r}; {known}")
+    def facts(self, name: str) -> Facts:
+        """Return what is known of the part that `name` means, by either of its names. Raises as `find` does."""
+        part = self.find(name)
+        return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
+
+    def located(self, name: str) -> str:
+        """Return a name by which any process finds the part: a built-in name as it is, else a dotted path.
+
+        Raises `error` for what is neither a known name nor a dotted path, and for what no other process could import.
+        """
+        self._import_builtin(name)
+        if name in self.elsewhere:
+            return name
+        if name not in self._registered:
+            if "." not in name:
+                self.find(name)  # raises
+            return name
+        part = self._registered[name][0]
+        if self._is_ours(part):
+            return name
+        path = f"{part.__module__}.{part.__qualname__}"
+        if path.startswith("__main__."):
+            raise self.error(f"{self.kind} {name}: the workers cannot import {path}; put it into a module")
+        return path
+
+    def _import_builtin(self, name: str | None = None) -> None:
+        if not self.one_per_module:
+            importlib.import_module(self.package)
+            for module in _modules(self.package):
+                importlib.import_module(f"{self.package}.{module}")
+        elif name in _modules(self.package):
+            importlib.import_module(f"{self.package}.{name}")
+
+    def _is_ours(self, part: Callable[..., Any]) -> bool:
+        return f"{part.__module__}.".startswith(f"{self.package}.")
+
+
+def _modules(package: str) -> list[str]:
+    paths = getattr(importlib.import_module(package), "__path__", ())
+    return [module.name for module in pkgutil.iter_modules(paths) if not module.ispkg]
+
+
+def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a configuration may give `part`, by name: all but the first `given_by_us`.
+
+    Raises ValueError for a part without a signature, one that is written in C.
+    """
+    parameters = list(inspect.signature(part).parameters.values())[given_by_us:]
+    return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}
+
+
+def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
+    """Return the defaults of those `arguments` that have one."""
+    found = arguments(part, given_by_us)
+    return {name: parameter.default for name, parameter in found.items() if parameter.default is not parameter.empty}
+
+
+def argument_problems(
+    part: Callable[..., Any], given: Mapping[str, Any], given_by_us: int
+) -> Iterator[tuple[str, str]]:
+    """Yield (name of an argument, what is wrong with it) for what `part` does not take, misses or has another type for.
+
+    Types are read from annotations, strictly: "1" is no number. What is not annotated is not checked.
+    """
+    taken = arguments(part, given_by_us)
+    catches_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(part).parameters.values())
+    hints = get_type_hints(part.__init__ if inspect.isclass(part) else part)
+    for name, value in given.items():
+        if name in taken:
+            problem = _type_problem(hints.get(name, Any), value)
+            if problem:
+                yield name, problem
+        elif not catches_all:
+            near = difflib.get_close_matches(name, taken, n=1, cutoff=0.5)
+            yield (
+                name,
+                f"unknown argument; did you mean {near[0]!r}?"
+                if near
+                else (f"unknown argument; known are {', '.join(taken) or 'none'}"),
+            )
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name not in given:
+            yield name, "is missing"
+
+
+def _type_problem(annotation: Any, value: Any) -> str | None:
+    """Say what `value` should be where it is not what `annotation` says."""
+    try:
+        adapter = TypeAdapter(annotation, config=_STRICT)
+    except PydanticSchemaGenerationError:
+        return None
+    value = tuple(value) if isinstance(value, list) else value
+    try:
+        adapter.validate_python(value)
+    except ValidationError as error:
+        texts = [str(item["msg"]).removeprefix("Input should be ") for item in error.errors(include_url=False)]
+        return f"should be {' or '.join(dict.fromkeys(texts))}, got {value!r}"
+    return None
