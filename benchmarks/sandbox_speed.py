@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import RewardSample
 
 # programs that read a number; the second of each pair is wrong for some number below 5

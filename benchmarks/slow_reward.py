@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll_opd.rewards.math_rule import MathRule
+from roll_opd.rewards.builtin.math_rule import MathRule
 
 HERE = Path(__file__).resolve().parent
 MODES = {

@@ -195,30 +195,28 @@ POLICY_LOSS_FUNCTIONS = Registry(
     made_of="function",
     example="mypackage.my_loss",
     error=AlgorithmError,
-    ours=dict.fromkeys(LOSSES, "roll_opd.algorithms.losses.table"),
+    package="roll_opd.algorithms.losses",
+    facts_type=dict,
 )
 ADVANTAGE_FUNCTIONS = Registry(
     kind="advantage",
     made_of="function",
     example="mypackage.my_advantage",
     error=AlgorithmError,
-    ours=dict.fromkeys(ADVANTAGES, "roll_opd.algorithms.baselines"),
-    elsewhere=("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce"),  # ROLL's, not available yet
+    package="roll_opd.algorithms.baselines",
+    facts_type=dict,
+    elsewhere=(
+        "on_policy_distill",
+        "skip_obs_gae",
+        "gigpo",
+        "step_reinforce",
+        "agentic_reinforce",
+    ),  # ROLL's, not available yet
 )
 
 
 def located(functions: Registry, name: str) -> str:
-    """Return `name` if it is one of ours, else a dotted path from which any process can import the function.
-
-    Imports nothing. Raises `AlgorithmError` for what is neither a known name nor a dotted path, and for a registered
-    function that no other process could import.
-    """
-    if name in functions.ours or name in functions.elsewhere:
-        return name
-    path = functions.path(name)
-    if path.startswith("__main__."):
-        raise AlgorithmError(f"{functions.kind} {name}: the workers cannot import {path}; put it into a module")
-    return path
+    return functions.located(name)
 
 
 # Trinity-RFT's names -> ours

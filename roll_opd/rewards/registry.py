@@ -19,18 +19,9 @@ REWARDS = Registry(
     made_of="function or class",
     example="mypackage.my_reward",
     error=RewardError,
-    ours={
-        "math_rule": "roll_opd.rewards.math_rule",
-        "code_sandbox": "roll_opd.rewards.code_sandbox",
-        "ifeval": "roll_opd.rewards.ifeval",
-        "multiple_choice": "roll_opd.rewards.multiple_choice",
-        "crossthinkqa": "roll_opd.rewards.crossthinkqa",
-        "general_rule": "roll_opd.rewards.general_rule",
-        "format": "roll_opd.rewards.format",
-        "length_penalty": "roll_opd.rewards.length_penalty",
-        "llm_judge": "roll_opd.rewards.llm_judge",
-        "remote": "roll_opd.rewards.remote",
-    },
+    package="roll_opd.rewards.builtin",
+    facts_type=dict,
+    one_per_module=True,
 )
 register = REWARDS.register
 
@@ -53,7 +44,7 @@ def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
     """Raise what `resolve` would. Of classes only ours are made, which say what they need of the machine: a user's
     own may load a model.
     """
-    if worker in REWARDS.ours:
+    if worker in REWARDS.builtin:
         resolve(worker, args)
     else:
         _fitting(worker, args)

@@ -29,13 +29,9 @@ TRACKERS = Registry(
     made_of="class",
     example="mypackage.MyTracker",
     error=TrackerError,
-    ours={
-        "tensorboard": "roll_opd.tracking.local",
-        "stdout": "roll_opd.tracking.local",
-        "wandb": "roll_opd.tracking.wandb",
-        "swanlab": "roll_opd.tracking.swanlab",
-        "mlflow": "roll_opd.tracking.mlflow",
-    },
+    package="roll_opd.tracking.builtin",
+    facts_type=dict,
+    one_per_module=True,
     elsewhere=("jsonl",),  # the run itself writes it
 )
 register = TRACKERS.register

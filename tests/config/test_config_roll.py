@@ -266,7 +266,7 @@ def test_names_agree_with_the_rooms_that_own_them() -> None:
     from roll_opd.rewards.registry import REWARDS
 
     assert set(TEMPLATES) == set(OWNED_TEMPLATES)
-    assert set(REWARD_CLASSES_OF_ROLL.values()) <= set(REWARD_WORKERS) == set(REWARDS.ours)
+    assert set(REWARD_CLASSES_OF_ROLL.values()) <= set(REWARD_WORKERS) == set(REWARDS.builtin)
     for name, arguments in REWARD_WORKERS.items():
         assert set(inspect.signature(REWARDS.find(name)).parameters) - {"samples", "complete"} == arguments
     assert OWNED_DEFAULT_TAG == DEFAULT_TAG

@@ -8,7 +8,7 @@ import pytest
 from sandboxes import LIMITS, processes_of, wait_until
 from scripted_server import ScriptedServer
 
-from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 
 
 @pytest.fixture(scope="module")

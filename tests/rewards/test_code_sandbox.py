@@ -26,7 +26,7 @@ from sandboxes import (
 )
 
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 from roll_opd.rewards.sandbox.grading import same_output

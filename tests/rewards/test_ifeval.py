@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll_opd.rewards.ifeval import IFEval
+from roll_opd.rewards.builtin.ifeval import IFEval
 from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS
 from roll_opd.rewards.instructions.wording import count_capital_words, count_sentences, count_words

@@ -13,11 +13,11 @@ from scripted_server import ScriptedServer, scored
 
 from roll_opd.config.known_names import REWARD_WORKERS
 from roll_opd.data.rows import parse_row
+from roll_opd.rewards.builtin.llm_judge import LLMJudge
+from roll_opd.rewards.builtin.remote import Remote, as_json, read_rewards
 from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, check_template, filled
 from roll_opd.rewards.interface import RewardSample, Score
-from roll_opd.rewards.llm_judge import LLMJudge
 from roll_opd.rewards.registry import REWARDS
-from roll_opd.rewards.remote import Remote, as_json, read_rewards
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"
 SECTION_KEYS = {"worker_cls", "tag_included"}

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from roll_opd.config.known_names import REWARD_WORKERS
+from roll_opd.rewards.builtin.math_rule import MathRule, is_right
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.math_rule import MathRule, is_right
 from roll_opd.rewards.mathematics import processes
 from roll_opd.rewards.mathematics.equality import as_number
 from roll_opd.rewards.mathematics.final_answer import final_answer

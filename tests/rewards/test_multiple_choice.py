@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from roll_opd.rewards.builtin.multiple_choice import MultipleChoice
 from roll_opd.rewards.interface import RewardError, RewardSample, Score
-from roll_opd.rewards.multiple_choice import MultipleChoice
 from roll_opd.rewards.registry import resolve
 from roll_opd.rewards.texts.choices import chosen, options_of, right_choices
 

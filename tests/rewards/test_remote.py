@@ -8,9 +8,9 @@ import pytest
 from scripted_server import ScriptedServer, attempts_failed, scored
 
 from roll_opd.config.frozen import FrozenDict
+from roll_opd.rewards.builtin.remote import Remote, read_rewards
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
-from roll_opd.rewards.remote import Remote, read_rewards
 
 Serve = Callable[..., ScriptedServer]
 SAMPLES = [RewardSample(f"s{n}", "x" * n, str(n), "t") for n in range(60)]

@@ -26,7 +26,7 @@ from sandboxes import (
     wait_until,
 )
 
-from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import Score
 
 
@@ -137,7 +137,7 @@ def test_cases_do_not_see_each_other(rewards) -> None:
 
 WORKER = """
 import sys, time
-from roll_opd.rewards.code_sandbox import CodeSandbox
+from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import RewardSample
 reward = CodeSandbox(workers=1, wall_seconds=60.0, cpu_seconds=60, unsafe=sys.argv[1] == "unsafe")
 print("ready", flush=True)

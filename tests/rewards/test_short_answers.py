@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from roll_opd.data.experience import Experience
-from roll_opd.rewards.crossthinkqa import CrossThinkQA
-from roll_opd.rewards.general_rule import GeneralRule, f1
+from roll_opd.rewards.builtin.crossthinkqa import CrossThinkQA
+from roll_opd.rewards.builtin.general_rule import GeneralRule, f1
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 from roll_opd.rewards.texts.patterns import SECONDS

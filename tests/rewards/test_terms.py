@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from test_short_answers import of_length
 
-from roll_opd.rewards.format import Format
+from roll_opd.rewards.builtin.format import Format
+from roll_opd.rewards.builtin.length_penalty import LengthPenalty, overlong, shortness
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
-from roll_opd.rewards.length_penalty import LengthPenalty, overlong, shortness
 from roll_opd.rewards.registry import resolve
 from roll_opd.rewards.texts.patterns import SECONDS
 

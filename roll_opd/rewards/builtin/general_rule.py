@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards.builtin.multiple_choice import choice_score
 from roll_opd.rewards.interface import TIMEOUT, Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.mathematics.equality import number_in
-from roll_opd.rewards.multiple_choice import choice_score
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.texts import answers
 from roll_opd.rewards.texts.patterns import PatternTimeout, compiled, matches

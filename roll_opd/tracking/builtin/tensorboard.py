@@ -1,24 +1,9 @@
-"""Trackers that need no service: TensorBoard event files, and lines of text."""
+"""TensorBoard event files."""
 
 from collections.abc import Mapping
 
 from roll_opd.tracking.registry import register
 from roll_opd.tracking.run_directory import RunDirectory
-
-
-@register("stdout")
-class StdoutTracker:
-    """Every metric of a step as one line of text."""
-
-    def __init__(self, run: RunDirectory, resume_step: int | None) -> None:
-        pass
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        numbers = " ".join(f"{name}={value:.6g}" for name, value in sorted(metrics.items()))
-        print(f"step={step} {numbers}", flush=True)
-
-    def close(self) -> None:
-        pass
 
 
 @register("tensorboard")

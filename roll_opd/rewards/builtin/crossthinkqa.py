@@ -13,11 +13,11 @@ import re
 from collections.abc import Sequence
 
 from roll_opd.rewards.arguments import choice, number
+from roll_opd.rewards.builtin.length_penalty import response_tokens, shortness
+from roll_opd.rewards.builtin.math_rule import is_right
+from roll_opd.rewards.builtin.multiple_choice import choice_score
 from roll_opd.rewards.interface import RewardSample, Score
-from roll_opd.rewards.length_penalty import response_tokens, shortness
-from roll_opd.rewards.math_rule import is_right
 from roll_opd.rewards.mathematics.processes import Crashed, TimedOut
-from roll_opd.rewards.multiple_choice import choice_score
 from roll_opd.rewards.registry import register
 from roll_opd.rewards.texts import answers
 from roll_opd.rewards.texts.choices import is_choice, options_of

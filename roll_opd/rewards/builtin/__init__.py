@@ -1,0 +1,1 @@
+"""The built-in rewards: one a module, of the same name."""
