@@ -81,8 +81,8 @@ async def run_rlvr(
         if plan.objective.correction:
             experiences = corrected(experiences, plan.advantage_teachers, plan.objective)
         if plan.demonstrations:
-            draw = source.demonstrationss.position
-            batch = replace(batch, demonstrations=source.demonstrationss.take(plan.demonstrations.rows_per_step))
+            draw = source.demonstrations.position
+            batch = replace(batch, demonstrations=source.demonstrations.take(plan.demonstrations.rows_per_step))
             demonstrations = demonstration_experiences(batch.demonstrations, draw)
             experiences = mixed(experiences, demonstrations, plan.demonstrations.updates)
         with clock.phase("train"):
