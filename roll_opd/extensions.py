@@ -155,7 +155,7 @@ def argument_problems(
     hints = get_type_hints(part.__init__ if inspect.isclass(part) else part)
     for name, value in given.items():
         if name in taken:
-            problem = _type_problem(hints.get(name, Any), value)
+            problem = type_problem(hints.get(name, Any), value)
             if problem:
                 yield name, problem
         elif not catches_all:
@@ -171,16 +171,17 @@ def argument_problems(
             yield name, "is missing"
 
 
-def _type_problem(annotation: Any, value: Any) -> str | None:
+def type_problem(annotation: Any, value: Any) -> str | None:
     """Say what `value` should be where it is not what `annotation` says."""
     try:
         adapter = TypeAdapter(annotation, config=_STRICT)
     except PydanticSchemaGenerationError:
         return None
-    value = tuple(value) if isinstance(value, list) else value
     try:
         adapter.validate_python(value)
     except ValidationError as error:
+        if isinstance(value, list) and type_problem(annotation, tuple(value)) is None:
+            return None  # YAML has no tuples
         texts = [str(item["msg"]).removeprefix("Input should be ") for item in error.errors(include_url=False)]
         return f"should be {' or '.join(dict.fromkeys(texts))}, got {value!r}"
     return None

@@ -1,76 +1,83 @@
-"""The algorithms as data: a row an `algorithm_type`, and what its advantage and its loss are called with.
+"""The algorithms as data: a row an `algorithm_type`, and what it says where the user writes nothing.
 
-Names and flags are Trinity-RFT's. The functions themselves, found by these names, are in `roll_opd.algorithms`.
+Names and flags are Trinity-RFT's. The functions that a row names, their defaults and what else there is to know of them
+are in `roll_opd.algorithms`. `expand` fills a row in, so that nothing behind it knows of rows.
 """
 
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
+from roll_opd.algorithms.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    AdvantageFacts,
+    AlgorithmError,
+    PolicyLossFacts,
+    advantage_defaults,
+    policy_loss_defaults,
+)
+from roll_opd.config.errors import Diagnostics
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.extensions import Registry
+from roll_opd.config.legacy_roll import PG_VARIANTS
+from roll_opd.config.schema import Top, changed
 
 ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"
-
-
-class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss that cannot be used; the message says why and what is known."""
-
-
-Answered = Literal["sft", "dpo"]
-Schema = Literal["experience", Answered]  # what a row holds: a prompt, one with its answer, one with two
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """What an `algorithm_type` means where a user writes nothing else.
 
-    `advantage` and `policy_loss` are names of the tables below, registered names or dotted paths.
+    `advantage` and `policy_loss` are built-in names, registered names or dotted paths.
     """
 
     policy_loss: str
     advantage: str | None = None  # None: the loss reads no advantages
     policy_loss_args: Mapping[str, object] = field(default_factory=FrozenDict)
     advantage_args: Mapping[str, object] = field(default_factory=FrozenDict)
-    use_critic: bool = False
-    use_reference: bool = True
-    compute_advantage_in_trainer: bool = False  # token by token, rather than from the rewards of a group
-    can_balance_batch: bool = True  # samples may go to any rank; not where some of them belong together
-    schema: Schema = "experience"
+    schema: str = "experience"  # what a row of data holds; rows with answers have a pipeline of that name
     repeat: int | None = 2  # responses a prompt; None: there is no rollout to repeat, or any number will do
     kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
-    entropy: Literal["default", "mix"] | None = "default"  # mix: of the student's own samples only
-    expert_data_ratio: float = 0.0  # share of a batch that an expert wrote
+    expert_data_ratio: float = 0.0  # share of demonstrations in an update
 
-
-PLAIN = {"use_reference": False, "kl_loss": None, "entropy": None}
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "sft": Algorithm("sft", schema="sft", repeat=None, **PLAIN),
-    "ppo": Algorithm("ppo", "gae", use_critic=True, compute_advantage_in_trainer=True, repeat=1),
+    "sft": Algorithm("sft", schema="sft", repeat=None, kl_loss=None),
+    "ppo": Algorithm("ppo", "gae", repeat=1),
     "grpo": Algorithm("ppo", "grpo"),
-    "reinforceplusplus": Algorithm("ppo", "reinforceplusplus", compute_advantage_in_trainer=True),
-    "rloo": Algorithm("ppo", "rloo", compute_advantage_in_trainer=True),
+    "reinforceplusplus": Algorithm("ppo", "reinforceplusplus"),
+    "rloo": Algorithm("ppo", "rloo"),
     "opmd": Algorithm("opmd", "opmd"),
-    "asymre": Algorithm("opmd", "asymre", **PLAIN),
-    "dpo": Algorithm("dpo", schema="dpo", can_balance_batch=False, entropy=None),
+    "asymre": Algorithm("opmd", "asymre", kl_loss=None),
+    "dpo": Algorithm("dpo", schema="dpo"),
     "topr": Algorithm("topr", "reinforce"),
     "cispo": Algorithm("cispo", "grpo"),
     "gspo": Algorithm("gspo", "grpo"),
     "sapo": Algorithm("sapo", "grpo"),
-    "mix": Algorithm("mix", "grpo", repeat=8, entropy="mix", expert_data_ratio=0.5),
-    "mix_chord": Algorithm("mix_chord", "grpo", repeat=8, entropy="mix", expert_data_ratio=0.5),
-    "raft": Algorithm("sft", repeat=None, **PLAIN),
-    "sppo": Algorithm("sppo", "opmd", **PLAIN),
+    "mix": Algorithm("mix", "grpo", repeat=8, expert_data_ratio=0.5),
+    "mix_chord": Algorithm("mix_chord", "grpo", repeat=8, expert_data_ratio=0.5),
+    "raft": Algorithm("sft", repeat=None, kl_loss=None),
+    "sppo": Algorithm("sppo", "opmd", kl_loss=None),
     "rec": Algorithm("rec", "rec"),
     "multi_step_grpo": Algorithm("ppo", "step_wise_grpo", repeat=8),
-    "on_policy_distill": Algorithm(
-        "importance_sampling", "on_policy_distill", compute_advantage_in_trainer=True, repeat=8, **PLAIN
-    ),
+    "on_policy_distill": Algorithm("importance_sampling", "on_policy_distill", repeat=8, kl_loss=None),
 }
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
 EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations
+
+# Trinity-RFT's names -> ours
+FUNCTION_ALIASES = {"ppo": "gae"}  # of its advantage_fn
+ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
+    "clip_range": ("clip_low", "clip_high"),
+    "clip_range_low": ("clip_low",),
+    "clip_range_high": ("clip_high",),
+    "clip_ratio_c": ("dual_clip",),
+    "lam": ("lambd",),
+}
+OF_THE_LOSS = ("loss_agg_mode",)  # given among a loss's arguments in Trinity-RFT, a key of its own here
+RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
 
 
 def algorithm(name: str) -> Algorithm:
@@ -90,144 +97,20 @@ def algorithm(name: str) -> Algorithm:
     return found
 
 
-@dataclass(frozen=True)
-class LossFacts:
-    """What the configuration must know of a policy loss without calling it."""
-
-    defaults: Mapping[str, object] = field(default_factory=FrozenDict)
-    reads_advantages: bool = True
-    clips: bool = False  # reads clip_low and clip_high, ROLL's pg_clip keys
-    needs: Literal["demonstrations", "pairs"] | None = None
-    loss_agg_mode: str | None = None  # its own; None: ROLL's default
+def loss_facts(name: str | None) -> PolicyLossFacts:
+    """Return what is known of a policy loss; of one that cannot be found here, what holds for most."""
+    try:
+        return POLICY_LOSSES.facts(name) if name else PolicyLossFacts()
+    except AlgorithmError:
+        return PolicyLossFacts()
 
 
-_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
-
-LOSSES: dict[str, LossFacts] = {
-    "importance_sampling": LossFacts(),
-    "ppo": LossFacts(FrozenDict({**_CLIP, "ratio_type": "token"}), clips=True),
-    "gspo": LossFacts(FrozenDict({"clip_low": 3e-4, "clip_high": 4e-4}), loss_agg_mode="seq-mean-token-mean"),
-    "cispo": LossFacts(FrozenDict({"clip_low": 1.0, "clip_high": 0.28})),
-    "sapo": LossFacts(FrozenDict({"tau_pos": 1.0, "tau_neg": 1.05})),
-    "sppo": LossFacts(FrozenDict({"epsilon": 0.3})),
-    "sft": LossFacts(reads_advantages=False),
-    "vanilla": LossFacts(),
-    "opmd": LossFacts(FrozenDict({"tau": 1.0})),
-    "tis": LossFacts(FrozenDict({"lower_bound": 0.0, "upper_bound": 1.0})),
-    "topr": LossFacts(FrozenDict({"positive_weight": 1.0, "negative_weight": 1.0})),
-    "kimi15": LossFacts(FrozenDict({"tau": 0.1})),
-    "rec": LossFacts(
-        FrozenDict(
-            {
-                "clip_mode": "none",
-                "epsilon_low": 0.2,
-                "epsilon_high": 0.2,
-                "epsilon_low_prime": 0.6,
-                "epsilon_high_prime": 2.0,
-                "weight": "none",
-                "temp": 1.0,
-                "regularizer": "none",
-                "regularizer_coef": 0.0,
-            }
-        )
-    ),
-    "mix": LossFacts(FrozenDict({"mu": 0.1, **_CLIP}), clips=True, needs="demonstrations"),
-    "mix_chord": LossFacts(
-        FrozenDict(
-            {
-                "mu_warmup_steps": 0,
-                "mu_decay_steps": 0,
-                "mu_peak": 0.1,
-                "mu_valley": 0.1,
-                "enable_phi_function": True,
-                **_CLIP,
-            }
-        ),
-        clips=True,
-        needs="demonstrations",
-    ),
-    "dpo": LossFacts(
-        FrozenDict({"beta": 0.1, "label_smoothing": 0.0}),
-        reads_advantages=False,
-        needs="pairs",
-        loss_agg_mode="seq-mean-token-mean",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class AdvantageFacts:
-    """What the configuration must know of an advantage function without calling it."""
-
-    defaults: Mapping[str, object] = field(default_factory=FrozenDict)
-    # of what happens to its tokens: keys of the objective, which may be given as arguments too
-    tokens: Mapping[str, object] = field(default_factory=lambda: FrozenDict({"gamma": 1.0}))
-    baseline: bool = False  # compares the samples of a prompt, so that one alone learns nothing from the others
-
-
-ADVANTAGES: dict[str, AdvantageFacts] = {
-    "reinforce": AdvantageFacts(FrozenDict({"mean_cal_level": None, "std_cal_level": None})),
-    "grpo": AdvantageFacts(
-        FrozenDict({"mean_cal_level": "group", "std_cal_level": "group", "std_threshold": None, "rank_penalty": None}),
-        baseline=True,
-    ),
-    "reinforceplusplus": AdvantageFacts(
-        FrozenDict({"mean_cal_level": None, "std_cal_level": None}),
-        FrozenDict({"gamma": 1.0, "whiten_advantages": True}),
-    ),
-    "step_wise_grpo": AdvantageFacts(
-        FrozenDict({"std_cal_level": "group", "std_threshold": None, "enable_step_norm": False}), baseline=True
-    ),
-    "rloo": AdvantageFacts(baseline=True),
-    "opmd": AdvantageFacts(FrozenDict({"opmd_baseline": "mean", "tau": 1.0}), baseline=True),
-    "asymre": AdvantageFacts(FrozenDict({"baseline_shift": -0.1}), baseline=True),
-    "rec": AdvantageFacts(FrozenDict({"std_normalize": False, "drop": None}), baseline=True),
-    "gae": AdvantageFacts(
-        FrozenDict({"mean_cal_level": None, "std_cal_level": None}),
-        FrozenDict({"gamma": 1.0, "lambd": 0.95, "whiten_advantages": True}),
-    ),
-    # nothing of the reward; the teachers' term has keys of its own
-    "on_policy_distill": AdvantageFacts(tokens=FrozenDict()),
-}
-
-POLICY_LOSS_FUNCTIONS = Registry(
-    kind="policy loss",
-    made_of="function",
-    example="mypackage.my_loss",
-    error=AlgorithmError,
-    package="roll_opd.algorithms.losses",
-    facts_type=dict,
-)
-ADVANTAGE_FUNCTIONS = Registry(
-    kind="advantage",
-    made_of="function",
-    example="mypackage.my_advantage",
-    error=AlgorithmError,
-    package="roll_opd.algorithms.baselines",
-    facts_type=dict,
-    elsewhere=(
-        "on_policy_distill",
-        "skip_obs_gae",
-        "gigpo",
-        "step_reinforce",
-        "agentic_reinforce",
-    ),  # ROLL's, not available yet
-)
-
-
-def located(functions: Registry, name: str) -> str:
-    return functions.located(name)
-
-
-# Trinity-RFT's names -> ours
-FUNCTION_ALIASES = {"ppo": "gae"}  # of its advantage_fn
-ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
-    "clip_range": ("clip_low", "clip_high"),
-    "clip_range_low": ("clip_low",),
-    "clip_range_high": ("clip_high",),
-    "clip_ratio_c": ("dual_clip",),
-    "lam": ("lambd",),
-}
+def advantage_facts(name: str | None) -> AdvantageFacts:
+    """Return what is known of an advantage; of one that cannot be found here, what holds for most."""
+    try:
+        return ADVANTAGES.facts(name) if name else AdvantageFacts()
+    except AlgorithmError:
+        return AdvantageFacts()
 
 
 def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
@@ -240,64 +123,139 @@ def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]
     return FrozenDict({**defaults, **ours}), unknown
 
 
-def check_combination(
-    *,
-    policy_loss: str,
-    advantage: str | None,
-    kl_loss: str | None = None,
-    reference: bool = False,
-    critic: bool = False,
-    teachers: bool = False,
-    loss_agg_mode: str | None = None,
-    expert_data_ratio: float = 0.0,
-    opd_objective: str = "sampled",
-) -> list[str]:
-    """Return a sentence for each thing that is mathematically empty or wrong about a combination; none if it is sound.
+def pipeline_problem(values: Mapping[str, Any], diagnostics: Diagnostics) -> str | None:
+    """Say that `algorithm_type` learns from rows with answers, which has a pipeline of its own; None: it rolls out."""
+    name = values.get("algorithm_type")
+    try:
+        schema = algorithm(name).schema if isinstance(name, str) else "experience"
+    except AlgorithmError:
+        return None  # told with everything else
+    if schema == "experience":
+        return None
+    return (
+        f"algorithm_type: {name} learns from rows of schema {schema}, not from rollouts; run it with"
+        f" start_{schema}_pipeline.py{diagnostics.where('algorithm_type')}"
+    )
 
-    Names that are not of the tables here (a user's own functions) are taken to be what their user says.
+
+def expand(top: Top, repeats: bool, diagnostics: Diagnostics) -> Top:
+    """Return `top` with what its algorithm, and its functions' arguments, say where the key is not written.
+
+    `repeats`: a role says already how many responses a prompt gets.
     """
-    facts = LOSSES.get(policy_loss, LossFacts())
-    name = f"policy loss {policy_loss}"
-    wrong = []
-    if not facts.reads_advantages and teachers and opd_objective == "sampled":
-        wrong.append(
-            f"{name} reads no advantages, so the teachers' term, which is part of them, would teach nothing; use"
-            " importance_sampling or ppo"
-        )
-    elif not facts.reads_advantages and advantage is not None:
-        wrong.append(f"{name} reads no advantages, so advantage {advantage} would change nothing; remove it")
-    if facts.reads_advantages and advantage is None:
-        wrong.append(f"{name} is a multiple of advantages, and without an advantage function it is 0; name one")
-    if advantage == "on_policy_distill" and not teachers:
-        wrong.append("advantage on_policy_distill is the teachers' term alone, and without a teacher it is 0; add one")
-    if (advantage == "gae") != critic:
-        wrong.append(
-            "advantage gae reads the values of a critic, and there is none; use use_critic or another advantage"
-            if advantage == "gae"
-            else f"a critic's values are read by advantage gae only, and the advantage is {advantage}; use no critic"
-        )
-    if kl_loss in ("k1", "kl"):
-        wrong.append(
-            f"{kl_loss} as a KL loss has the gradient of log π alone: it carries nothing of the reference policy, and"
-            " its expectation is 0; use k2, whose gradient is that of the reverse KL"
-        )
-    if kl_loss is not None and not reference:
-        wrong.append(f"a KL loss ({kl_loss}) is measured against a reference policy, and there is none; add reference")
-    if facts.needs == "pairs":
-        if not reference:
-            wrong.append(f"{name} compares with a reference policy, and there is none; add reference")
-        if loss_agg_mode not in (None, "seq-mean-token-mean"):
-            wrong.append(
-                f"{name} is one number a pair; loss_agg_mode {loss_agg_mode} would weigh pairs by their length; use"
-                " seq-mean-token-mean"
-            )
-    if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
-        wrong.append(
-            f"{name} is made of an expert's part and the student's own, and with expert_data_ratio"
-            f" {expert_data_ratio:g} one of them is empty; choose one between 0 and 1"
-        )
-    if expert_data_ratio and critic:
-        wrong.append("nobody sampled demonstrations, so a critic has no values to learn from them; use no critic")
-    if policy_loss in LOSSES and facts.needs != "demonstrations" and expert_data_ratio:
-        wrong.append(f"{name} would take demonstrations for the student's own samples; use mix or mix_chord")
-    return wrong
+    row = None
+    if top.algorithm_type is not None:
+        try:
+            row = algorithm(top.algorithm_type)
+        except AlgorithmError as error:
+            diagnostics.problem("algorithm_type", str(error))
+    found: dict[str, Any] = {}
+    _take_loss(top, row, found, diagnostics)
+    _take_advantage(top, row, found, diagnostics)
+    if row is not None and row.expert_data_ratio:
+        found["expert_data_ratio"] = row.expert_data_ratio
+    elif loss_facts(found.get("policy_loss")).needs == "demonstrations":
+        found["expert_data_ratio"] = EXPERT_DATA_RATIO
+    if row is not None:
+        found["num_return_sequences_in_group"] = None if repeats else row.repeat
+        if row.kl_loss is not None and top.use_kl_loss is not False:
+            found |= {"use_kl_loss": True, "kl_loss_fn": row.kl_loss, "kl_loss_coef": KL_LOSS_COEF}
+    if top.kl_loss_fn == "none":
+        found["use_kl_loss"] = False
+    missing = {
+        key: value
+        for key, value in found.items()
+        if value is not None and (key not in top.written or getattr(top, key) is None or key in RESOLVED)
+    }
+    return changed(top, missing)
+
+
+def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnostics: Diagnostics) -> None:
+    variant = top.pg_variant or ("topr" if top.use_topr_loss else None)
+    if variant is not None and variant not in PG_VARIANTS:
+        diagnostics.problem("pg_variant", f"{variant!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
+        return
+    chosen = {
+        "policy_loss_fn": top.policy_loss_fn,
+        "policy_loss": top.policy_loss,
+        "pg_variant" if top.pg_variant else "use_topr_loss": variant,
+    }
+    named = {key: name for key, name in chosen.items() if name is not None}
+    if len(set(named.values())) > 1:
+        diagnostics.problem(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
+        return
+    if top.policy_loss is not None and not diagnostics.is_one_of("policy_loss", top.policy_loss, POLICY_LOSSES.builtin):
+        return
+    key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
+    given = dict(top.policy_loss_fn_args)
+    if top.importance_sampling == "seq":
+        name = name or "ppo"
+        given = {"ratio_type": "sequence", **given}
+        if name != "ppo":
+            diagnostics.problem("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
+    if name is None:
+        if given:
+            diagnostics.problem("policy_loss_fn_args", "are of which loss? write policy_loss_fn or algorithm_type too")
+        return
+    if row is not None and name == row.policy_loss:
+        given = {**row.policy_loss_args, **given}
+    if variant is not None:
+        given = {**PG_VARIANTS[variant], **given}
+    found |= {own: given.pop(own) for own in OF_THE_LOSS if own in given}
+    try:
+        found["policy_loss"] = POLICY_LOSSES.located(name)
+    except AlgorithmError as error:
+        diagnostics.problem(key, str(error))
+        return
+    if name in POLICY_LOSSES.builtin:
+        facts, defaults = loss_facts(name), policy_loss_defaults(name)
+        found.setdefault("loss_agg_mode", facts.loss_agg_mode)
+        given = _known("policy_loss_fn_args", f"policy loss {name}", given, defaults, diagnostics)
+        trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
+        if facts.reads_pg_clip and trinity and "dual_clip_loss" not in top.written:
+            given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's keys have ROLL's default, which is none
+    found["policy_loss_fn_args"] = given
+
+
+def _take_advantage(top: Top, row: Algorithm | None, found: dict[str, Any], diagnostics: Diagnostics) -> None:
+    name = top.advantage_fn or top.adv_estimator or (row.advantage if row else None)
+    given = dict(top.advantage_fn_args)
+    if top.advantage_fn is not None and top.adv_estimator not in (None, top.advantage_fn):
+        diagnostics.problem("advantage_fn", "contradicts adv_estimator; write one of them")
+        return
+    if name is None:
+        if given:
+            diagnostics.problem("advantage_fn_args", "are of which function? write advantage_fn or algorithm_type too")
+        if row is not None:  # the loss reads none
+            found["adv_estimator"] = "reinforce"
+        return
+    if top.adv_estimator is None:
+        name = FUNCTION_ALIASES.get(name, name)
+    elif not diagnostics.is_one_of("adv_estimator", name, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)):
+        return
+    try:
+        path = ADVANTAGES.located(name)
+    except AlgorithmError as error:
+        diagnostics.problem("advantage_fn", str(error))
+        return
+    found["adv_estimator"] = path
+    if row is not None and name == row.advantage:
+        given = {**row.advantage_args, **given}
+    token_defaults = advantage_facts(name).token_defaults
+    of_tokens = ("lam", *token_defaults)
+    if top.adv_estimator is None:  # ROLL's key has ROLL's defaults
+        found |= merged_arguments({own: given[own] for own in of_tokens if own in given}, token_defaults)[0]
+    given = {own: value for own, value in given.items() if own not in of_tokens}
+    if name in ADVANTAGES.builtin:
+        given = _known("advantage_fn_args", f"advantage {name}", given, advantage_defaults(name), diagnostics)
+    found["advantage_fn_args"] = given
+
+
+def _known(
+    key: str, of: str, given: dict[str, Any], defaults: Mapping[str, object], diagnostics: Diagnostics
+) -> dict[str, Any]:
+    """Return the arguments under our names; says which ones the function does not take."""
+    for name in merged_arguments(given, defaults)[1]:
+        takes = f"takes {', '.join(defaults)}" if defaults else "takes none"
+        diagnostics.problem(f"{key}.{name}", f"is no argument of {of}, which {takes}")
+    return dict(merged_arguments(given, {})[0])

@@ -1,18 +1,59 @@
 """From a user's configuration to a `RunPlan`: compose, validate, check everything, then freeze.
 
-`load_plan` is the one entry. It starts nothing, writes nothing and needs none of torch, vLLM or Megatron.
+`load_plan` is the one entry. It starts nothing and writes nothing. It asks in the order in which a user thinks: roles,
+models, layouts, devices, lengths, batches, data, output. Everything that can be checked is, so that all problems come
+out together.
 """
 
-from dataclasses import replace
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from roll_opd.config.algorithms import Answered
-from roll_opd.config.assemble import assemble
-from roll_opd.config.availability import unavailable
-from roll_opd.config.errors import ConfigError, Findings
-from roll_opd.config.examine import check
-from roll_opd.config.load import LoadedConfig, load_config
-from roll_opd.config.plan import RunPlan
-from roll_opd.config.supervised import plan_supervised, schema_of
+from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
+from roll_opd.config import check_files, check_layouts, check_objective, check_values, parts
+from roll_opd.config.algorithms import algorithm, expand, loss_facts, pipeline_problem
+from roll_opd.config.check_packages import unavailable
+from roll_opd.config.errors import ConfigError, Diagnostics
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.legacy_roll import vision_problem
+from roll_opd.config.load import LoadedConfig, load_config, write_yaml
+from roll_opd.config.plan import (
+    CheckpointPlan,
+    DataPlan,
+    DemonstrationPlan,
+    ObjectivePlan,
+    RewardPlan,
+    RunPlan,
+    ValidationPlan,
+)
+from roll_opd.config.read import read_sections
+from roll_opd.config.rewards import read_rewards
+from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode, is_agentic
+from roll_opd.config.schema import (
+    SUPERVISED,
+    CheckpointKeys,
+    DataArgs,
+    RolloutKeys,
+    Run,
+    RunKeys,
+    Supervised,
+    SupervisedWorker,
+    Top,
+    shared,
+)
+from roll_opd.config.secrets import without_secrets
+from roll_opd.config.trackers import read_trackers
+from roll_opd.data.preview import count_rows, first_tags
+from roll_opd.megatron.memory import estimate_memory
+
+TITLES = {
+    "pure": "pure on-policy distillation",
+    "mixed": "on-policy distillation with a reward",
+    "rl": "reinforcement learning",
+}
+AGENTIC_SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager", "reward_normalization")
 
 
 def load_plan(
@@ -21,46 +62,383 @@ def load_plan(
     overrides: list[str] | tuple[str, ...] = (),
     *,
     pure: bool | None = None,
-    schema: Answered | None = None,
+    pipeline: str | None = None,
     runnable: bool = True,
 ) -> RunPlan:
     """Return the plan of a run, or raise ConfigError with every problem that could be found.
 
-    `config_path` is a directory (from the current directory or from `examples/`), `config_name` a YAML
-    file in it. `pure` True: pure distillation (what start_onpolicy_distill_pipeline.py runs); False: the
-    RLVR entry, where `use_opd` decides. `schema`: what start_sft_pipeline.py and start_dpo_pipeline.py run. Where both
-    are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in `warnings`.
+    `config_path` is a directory (from the current directory or from `examples/`), `config_name` a YAML file in it.
+    `pure` True: pure distillation (start_onpolicy_distill_pipeline.py runs it); False: the RLVR entry, where `use_opd`
+    decides. `pipeline`: a supervised one, as start_sft_pipeline.py and start_dpo_pipeline.py run, or a dotted path.
+    Where both are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in
+    `warnings`.
 
-    Relative paths inside a configuration are relative to the current directory, as in ROLL; what is not
-    found there is looked for in the repository (the parent of `examples/`).
+    Relative paths inside a configuration are relative to the current directory, as in ROLL; what is not found there is
+    looked for in the repository (the parent of `examples/`).
     """
-    return plan_config(
-        load_config(config_path, config_name, list(overrides)), pure=pure, schema=schema, runnable=runnable
-    )
+    loaded = load_config(config_path, config_name, list(overrides))
+    return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
 
 
 def plan_config(
-    loaded: LoadedConfig,
-    *,
-    pure: bool | None = None,
-    schema: Answered | None = None,
-    runnable: bool = True,
+    loaded: LoadedConfig, *, pure: bool | None = None, pipeline: str | None = None, runnable: bool = True
 ) -> RunPlan:
     """Return the plan of an already composed configuration, or raise ConfigError; see `load_plan`."""
-    findings = Findings(loaded.origins)
-    if pure is None and schema is None:
-        schema = schema_of(loaded.values)
-    plan = _planned(loaded, pure, runnable, findings) if schema is None else plan_supervised(loaded, schema, findings)
-    sentences = [*findings.blockers, *unavailable(plan)]
+    diagnostics = Diagnostics(loaded.origins)
+    keys = _supervised_pipeline(loaded.values, pure, pipeline)
+    planner = _Planner(loaded, diagnostics)
+    plan = planner.supervised(keys) if keys else planner.rolled_out(pure)
+    if plan is None or diagnostics.problems:
+        found = [*diagnostics.problems, *(diagnostics.blockers if runnable else ())]
+        raise ConfigError(found or ["the configuration could not be read"])
+    sentences = [*diagnostics.blockers, *unavailable(plan)]
     if sentences and runnable:
         raise ConfigError(sentences)
-    return replace(plan, warnings=(*plan.warnings, *sentences))
+    return replace(plan, warnings=(*diagnostics.warnings, *sentences))
 
 
-def _planned(loaded: LoadedConfig, pure: bool | None, runnable: bool, findings: Findings) -> RunPlan:
-    checked = check(loaded, pure, findings)
-    if findings.problems:
-        raise ConfigError([*findings.problems, *(findings.blockers if runnable else ())])
-    if checked is None:
-        raise ConfigError(["the configuration could not be read"])
-    return assemble(checked, findings)
+def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
+    """Return the keys of the supervised pipeline that is asked for or meant; None: a run that rolls out."""
+    if pipeline is not None:
+        if pipeline not in SUPERVISED and "." in pipeline:
+            importlib.import_module(pipeline)  # declares its keys
+        if pipeline not in SUPERVISED:
+            raise ConfigError(
+                [f"no pipeline {pipeline!r}; known are {', '.join(SUPERVISED)}, or a module's dotted path"]
+            )
+        return SUPERVISED[pipeline]
+    if pure is not None:
+        return None
+    for keys in SUPERVISED.values():
+        is_meant = values.get("algorithm_type") == keys.pipeline or not keys.own_keys.isdisjoint(values)
+        if is_meant or (keys.role not in ROLLOUT_ROLES and keys.role in values):
+            return keys
+    return None
+
+
+ROLLOUT_ROLES = ("actor_train", "student_train")
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Reads, checks and builds one configuration."""
+
+    loaded: LoadedConfig
+    diagnostics: Diagnostics
+
+    def rolled_out(self, pure: bool | None) -> RunPlan | None:
+        """Return the plan of a run that rolls out; None, or with problems reported, where it cannot be one."""
+        values, diagnostics = self.loaded.values, self.diagnostics
+        for hopeless in (vision_problem(values), pipeline_problem(values, diagnostics)):
+            if hopeless:
+                raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
+        sections = read_sections(values, self.loaded.variables, None, diagnostics)
+        if isinstance(sections.top, Top):
+            repeats = any(w.generating_args.num_return_sequences for w in sections.workers.values() if w)
+            sections.top = expand(sections.top, repeats, diagnostics)
+        top = sections.top
+        mode = choose_mode(values, sections, pure, diagnostics)
+        roles = RoleReader(sections, mode, diagnostics).rolled_out()
+        check_layouts.check_roles(roles.placed(), diagnostics)
+        allow_self_teacher = isinstance(top, Top) and (top.allow_self_teacher or top.opsd_mode)
+        check_files.compare_models(roles, allow_self_teacher, diagnostics)
+        if not isinstance(top, Top):
+            return None
+        agentic = is_agentic(values)
+        if agentic:
+            top = check_values.turn_lengths(top, roles.infer)
+        check_objective.check_objective(top, mode, diagnostics)
+        check_objective.check_topk(top, roles.shared_vocabulary, diagnostics)
+        check_layouts.check_devices(roles.placed(), top, diagnostics)
+        n = check_values.responses_per_prompt(top, roles.infer, diagnostics)
+        response = check_values.check_lengths(top, roles, diagnostics)
+        share = top.expert_data_ratio or 0.0
+        mini = check_values.mini_batch(top, roles.train, n, agentic, diagnostics, share) if roles.train else None
+        critic_mini = check_values.mini_batch(top, roles.critic, n, agentic, diagnostics) if roles.critic else None
+        check_objective.check_groups(top, mode, n, agentic, diagnostics)
+        data, validation = self._prompts(top, roles, mode, bool(sections.rewards), agentic)
+        given = self._demonstrations(top, top.prompt_length + (response or 0), agentic)
+        rewards = read_rewards(sections.rewards, mode, n, diagnostics)
+        if mode != "pure" and not agentic and not sections.rewards:
+            switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
+            diagnostics.problem(
+                "rewards", f"is missing; {switch} learns from rewards, write at least rewards.math_rule"
+            )
+        if data is not None and roles.train and not agentic and None not in sections.rewards.values():
+            args, path = roles.train.worker.data_args, f"{roles.train.path}.data_args"
+            data = replace(data, streams=check_files.read_streams(args, path, data, rewards, diagnostics))
+        if response is not None:
+            check_values.check_micro_batches(roles.all(), top.prompt_length + response, diagnostics)
+        if None not in sections.teachers.values() and None not in sections.rewards.values():
+            tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
+            check_files.check_tags(mode, tags, rewards, data, validation, diagnostics)
+        common = self._common(top, roles)
+        if diagnostics.problems or None in (response, mini, data, roles.train, roles.infer):
+            return None
+        return self._assembled(
+            top, roles, common, n, response, (mini, critic_mini), data, validation, given, rewards, agentic
+        )
+
+    def _assembled(
+        self,
+        top: Top,
+        roles: Roles,
+        common: dict[str, Any],
+        n: int,
+        response: int,
+        minis: tuple[int, int | None],
+        data: DataPlan,
+        validation: DataPlan | None,
+        given: DataPlan | None,
+        rewards: tuple[RewardPlan, ...],
+        agentic: bool,
+    ) -> RunPlan:
+        """Return the plan of a run that rolls out, everything about which has been found right."""
+        diagnostics, mode = self.diagnostics, roles.mode
+        longest, (mini, critic_mini) = top.prompt_length + response, minis
+        demonstrations = None
+        if given is not None:
+            rows = check_values.demonstration_rows(mini, top.expert_data_ratio or 0.0)
+            demonstrations = DemonstrationPlan(given, rows, updates=top.rollout_batch_size * n // (mini - rows))
+        # agentic runs may leave a remainder, which is one more update
+        samples = mini - (demonstrations.rows_per_update if demonstrations else 0)
+        updates = top.ppo_epochs * -(-top.rollout_batch_size * n // samples)
+        critic = None
+        if roles.critic is not None and critic_mini is not None:
+            total = top.max_steps * top.critic_epochs * -(-top.rollout_batch_size * n // critic_mini)
+            critic = parts.critic_plan(roles.critic, top, critic_mini, longest, total, diagnostics)
+        learning_steps = top.max_steps - (critic.critic_warmup if critic else 0)
+        engines = {domain: parts.judge_plan(role, top, response) for domain, role in roles.judges.items()}
+        held_out = None
+        if top.validation and validation:
+            args = top.validation.generating_args
+            sampling = parts.sampling_plan(args, args.num_return_sequences or 1, args.max_new_tokens or response)
+            held_out = ValidationPlan(validation, sampling, top.validation.measure_teacher)
+        plan = RunPlan(
+            **common,
+            **shared(RolloutKeys, top),
+            mode=mode,
+            pipeline="rlvr",
+            title=TITLES[mode],
+            max_steps=top.max_steps,
+            student=parts.train_plan(roles.train, top, mini, longest, updates * learning_steps, diagnostics),
+            rollout=parts.rollout_plan(roles.infer, top, n, response),
+            teachers=tuple(
+                parts.teacher_plan(name, role, top, longest, diagnostics) for name, role in roles.teachers.items()
+            ),
+            rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards),
+            data=data,
+            objective=parts.objective_plan(top, mode, updates, response, roles.shared_vocabulary),
+            reference=parts.megatron_plan(roles.reference, top, longest, diagnostics) if roles.reference else None,
+            critic=critic,
+            demonstrations=demonstrations,
+            extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
+            agentic=FrozenDict({key: getattr(top, key) for key in AGENTIC_SECTIONS}) if agentic else None,
+            validation=held_out,
+        )
+        return self._finished(plan, top, roles, longest, bool(held_out or agentic))
+
+    def supervised(self, keys: type[Supervised]) -> RunPlan | None:
+        """Return the plan of a run over rows with answers: no rollout, no reward."""
+        diagnostics, values = self.diagnostics, self.loaded.values
+        sections = read_sections(values, self.loaded.variables, keys, diagnostics)
+        top = sections.top
+        roles = RoleReader(sections, keys.pipeline, diagnostics).supervised(keys)
+        train = roles.train
+        if not isinstance(top, Supervised) or train is None:
+            return None
+        check_layouts.check_roles(roles.placed(), diagnostics)
+        check_files.compare_models(roles, False, diagnostics)
+        check_layouts.check_devices(roles.placed(), top, diagnostics)
+        longest = top.sequence_length
+        check_values.check_positions(roles.all(), longest, str(longest), "sequence_length", diagnostics)
+        args, path = train.worker.data_args, f"{train.path}.data_args"
+        data, validation = self._rows(top, args, path), None
+        if top.validation is not None:
+            validation = self._rows(top, top.validation.data_args, "validation.data_args", args)
+        if data is not None:
+            data = replace(data, streams=check_files.read_streams(args, path, data, (), diagnostics))
+        objective = self._supervised_objective(top)
+        common = self._common(top, roles)
+        check_values.check_micro_batches(roles.all(), longest, diagnostics, answers=keys.answers)
+        rows, update = check_values.rows_per_step(top, train, diagnostics)
+        steps, epochs = self._steps(top, train, data, rows)
+        if diagnostics.problems or data is None:
+            return None
+        total = steps * (rows // update)
+        plan = RunPlan(
+            **common,
+            mode=keys.pipeline,
+            pipeline=keys.pipeline,
+            title=keys.title,
+            max_steps=steps,
+            rollout_batch_size=rows,
+            student=parts.train_plan(train, top, update * keys.answers, longest, total, diagnostics, keys.answers),
+            data=data,
+            objective=objective,
+            reference=parts.megatron_plan(roles.reference, top, longest, diagnostics) if roles.reference else None,
+            epochs=epochs,
+            validation=ValidationPlan(validation) if validation else None,
+            samples_per_step=0,
+        )
+        return self._finished(plan, top, roles, longest, validation is not None)
+
+    def _common(self, top: Run, roles: Roles) -> dict[str, Any]:
+        """Check what every pipeline has, and return the plan's fields for it."""
+        exp_name = top.exp_name or self.loaded.name
+        check_files.check_output(top, exp_name, roles.train.info if roles.train else None, self.diagnostics)
+        trackers = read_trackers(top, self.diagnostics)
+        resume = check_files.read_resume(top, self.diagnostics)
+        self.diagnostics.warn_ignored()
+        return {
+            **shared(RunKeys, top),
+            "exp_name": exp_name,
+            "num_nodes": check_layouts.nodes(roles.placed(), top),
+            "devices_per_node": top.num_gpus_per_node,
+            "checkpoint": CheckpointPlan(**shared(CheckpointKeys, top), resume=resume),
+            "trackers": tuple(trackers),
+            "tracker_args": FrozenDict(trackers),
+            "env": parts.environment(top),
+        }
+
+    def _finished(self, plan: RunPlan, top: Run, roles: Roles, longest: int, validates: bool) -> RunPlan:
+        models = {role.path: role.info for role in roles.placed() if role.info}
+        return replace(
+            plan,
+            eval_steps=top.eval_steps if validates else 0,
+            memory=FrozenDict(estimate_memory(plan, models, longest)),
+            config_yaml=write_yaml(without_secrets(self.loaded.values)),
+        )
+
+    def _prompts(
+        self, top: Top, roles: Roles, mode: str, has_rewards: bool, agentic: bool
+    ) -> tuple[DataPlan | None, DataPlan | None]:
+        """Return the prompts to learn from, and the held-out ones."""
+        if agentic:
+            return DataPlan((), top.prompt_length), None  # environments make their own prompts
+        data = validation = training = None
+        if roles.train:
+            training, path = roles.train.worker.data_args, f"{roles.train.path}.data_args"
+            data = check_files.read_data(training, path, top, top.prompt_length, self.diagnostics)
+        if top.validation and has_rewards:
+            args, path = top.validation.data_args, "validation.data_args"
+            validation = check_files.read_data(args, path, top, top.prompt_length, self.diagnostics, training)
+        elif top.validation and mode == "pure":
+            self.diagnostics.warn(
+                "validation: is left out, there is no reward to score the answers; write rewards.math_rule"
+            )
+        return data, validation
+
+    def _demonstrations(self, top: Top, length: int, agentic: bool) -> DataPlan | None:
+        """Return where demonstrations come from; `length` is the most tokens of prompt and answer."""
+        diagnostics, path = self.diagnostics, "demonstrations.data_args"
+        loss, share = top.policy_loss or "ppo", top.expert_data_ratio
+        if top.demonstrations is None:
+            if share:
+                diagnostics.problem(
+                    "demonstrations",
+                    f"is missing; policy loss {loss} learns a share of each batch (expert_data_ratio {share:g}) from"
+                    f" demonstrations, rows with answers; write {path}.file_name",
+                )
+            return None
+        if not share:
+            if loss_facts(loss).needs != "demonstrations":  # else the share is what is wrong, and told so
+                diagnostics.problem(
+                    "demonstrations",
+                    f"is written, but policy loss {loss} learns nothing from it; use algorithm_type mix or mix_chord,"
+                    " or remove the section",
+                )
+            return None
+        if agentic:
+            diagnostics.block(
+                "demonstrations",
+                "joins the answers to prompts, not yet the trajectories of environments; remove it",
+            )
+            return None
+        args = top.demonstrations.data_args
+        data = check_files.read_data(args, path, top, length, diagnostics)
+        if data is None:
+            return None
+        data = check_files.with_answers(data, top.demonstrations, "sft", "prompt_length + response_length")
+        if not first_tags(data)[0]:
+            files = ", ".join(data.files)
+            diagnostics.problem(f"{path}.file_name", f"no row can be read in {files}; give rows with answers")
+            return None
+        return replace(data, streams=check_files.read_streams(args, path, data, (), diagnostics))
+
+    def _rows(self, top: Supervised, args: DataArgs, path: str, training: DataArgs | None = None) -> DataPlan | None:
+        data = check_files.read_data(args, path, top, top.sequence_length, self.diagnostics, training)
+        return data and check_files.with_answers(data, top, top.pipeline, "sequence_length")
+
+    def _supervised_objective(self, top: Supervised) -> ObjectivePlan:
+        diagnostics, pipeline = self.diagnostics, top.pipeline
+        name = top.algorithm_type or pipeline
+        objective = ObjectivePlan(policy_loss=pipeline, paired=top.answers == 2, kl_loss="k2", gamma=0.0)
+        try:
+            row = algorithm(name)
+            loss = POLICY_LOSSES.located(row.policy_loss)
+        except AlgorithmError as error:
+            diagnostics.problem("algorithm_type", str(error))
+            return objective
+        if row.schema != pipeline:
+            diagnostics.problem(
+                "algorithm_type", f"{name} learns from rows of schema {row.schema}, and this pipeline reads {pipeline}"
+            )
+        for key, sentence in top.refusals().items():
+            diagnostics.block(key, sentence)
+        arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}
+        own = loss_facts(row.policy_loss).loss_agg_mode
+        if own and top.loss_agg_mode not in (None, own):
+            diagnostics.problem(
+                "loss_agg_mode",
+                f"policy loss {row.policy_loss} is one number a pair; {top.loss_agg_mode} would weigh pairs by their"
+                f" length; use {own}",
+            )
+        return replace(
+            objective,
+            policy_loss=loss,
+            policy_loss_args=FrozenDict({**row.policy_loss_args, **arguments}),
+            loss_agg_mode=top.loss_agg_mode or own or "token-mean",
+            loss_normaliser=float(top.sequence_length),
+        )
+
+    def _steps(self, top: Supervised, train: Role, data: DataPlan | None, rows: int) -> tuple[int, float | None]:
+        """Return max_steps, or as many as num_train_epochs take, and those epochs where they were counted."""
+        diagnostics = self.diagnostics
+        assert isinstance(train.worker, SupervisedWorker)
+        epochs, key = train.worker.training_args.num_train_epochs, f"{train.path}.training_args.num_train_epochs"
+        if top.max_steps is not None and top.max_steps > 0:
+            if epochs:
+                diagnostics.warn(f"{key}: {epochs:g} has no effect beside max_steps {top.max_steps}")
+            return top.max_steps, None
+        if not epochs:
+            diagnostics.problem("max_steps", f"is missing; write it, or {key}")
+            return 1, None
+        if data is None:
+            return 1, None
+        found = count_rows(data)
+        steps = _whole_steps(epochs, found, rows)
+        if steps < 1:
+            diagnostics.problem(
+                key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps"
+            )
+            return 1, None
+        return steps, epochs
+
+
+def _whole_steps(epochs: float, found: int, rows: int) -> int:
+    """Return the steps of `rows` rows that `epochs` passes over `found` rows fill; the last incomplete one is not."""
+    return math.floor(epochs * found) // rows
+
+
+def miscounted(plan: RunPlan, usable: int) -> str | None:
+    """Say that num_train_epochs was counted over rows of which only `usable` can be used; None: the steps are right."""
+    if plan.epochs is None:
+        return None
+    steps = max(1, _whole_steps(plan.epochs, usable, plan.rollout_batch_size))
+    if steps == plan.max_steps:
+        return None
+    return (
+        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files are max_steps {plan.max_steps}, but only"
+        f" {usable} rows can be used; {plan.epochs:g} epochs of those are max_steps={steps}"
+    )

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from roll_opd.config.algorithms import LOSSES, LossFacts
-from roll_opd.config.errors import Findings
-from roll_opd.config.plan import CorrectionPlan, Mode, TokenFilterPlan
+from roll_opd.config.algorithms import loss_facts
+from roll_opd.config.errors import Diagnostics
+from roll_opd.config.plan import CorrectionPlan, TokenFilterPlan
 from roll_opd.config.schema import ImportanceWeight, Section, TokenFilter, Top
 
 KEY = "train_infer_correction"
@@ -14,37 +14,37 @@ ICEPOP_LOWER_BOUND = 0.2
 RATIOS, DIFFERENCES = (0.8, 1.2), (-0.2, 0.2)
 
 
-def check_correction(top: Top, mode: Mode, findings: Findings) -> None:
+def check(top: Top, mode: str, diagnostics: Diagnostics) -> None:
     """Refuse what contradicts itself, and what would change nothing or leave nothing to learn from."""
     correction = top.train_infer_correction
     weight = correction.is_weight
     if weight.enabled:
         if not weight.detach:
-            findings.ignore(f"{KEY}.is_weight.detach")  # log-probs from before the update have no gradient
+            diagnostics.ignore(f"{KEY}.is_weight.detach")  # log-probs from before the update have no gradient
         if weight.method == "tis" and weight.lower_bound is not None:
-            findings.problem(
+            diagnostics.problem(
                 f"{KEY}.is_weight.lower_bound", "truncated weights (tis) have an upper bound only; write method: icepop"
             )
-        _check_order(f"{KEY}.is_weight", _weight_bounds(weight), findings)
+        _check_order(f"{KEY}.is_weight", _weight_bounds(weight), diagnostics)
     for number, rule in enumerate(correction.filters):
         if rule.enabled and not _filters(rule):
-            findings.warn(f"{KEY}.filters.{number}: leaves nothing out, as it has no bound that is enabled")
+            diagnostics.warn(f"{KEY}.filters.{number}: leaves nothing out, as it has no bound that is enabled")
         for read in _filters(rule):
-            _check_order(f"{KEY}.filters.{number}", (read.low, read.high), findings)
+            _check_order(f"{KEY}.filters.{number}", (read.low, read.high), diagnostics)
     policy_loss = top.policy_loss or ("importance_sampling" if mode == "pure" else "ppo")
     if mode == "pure" and top.opd_objective != "sampled":
         nothing = f"opd_objective: {top.opd_objective} in pure distillation has no policy loss"
         if weight.enabled:
-            findings.problem(f"{KEY}.is_weight", f"{nothing}, which is what the weights multiply; use filters")
+            diagnostics.problem(f"{KEY}.is_weight", f"{nothing}, which is what the weights multiply; use filters")
         if correction.negatives_delta is not None:
-            findings.problem(f"{KEY}.negatives_delta", f"{nothing} and no advantages; use filters")
-    elif correction.negatives_delta is not None and not LOSSES.get(policy_loss, LossFacts()).reads_advantages:
-        findings.problem(
+            diagnostics.problem(f"{KEY}.negatives_delta", f"{nothing} and no advantages; use filters")
+    elif correction.negatives_delta is not None and not loss_facts(policy_loss).reads_advantages:
+        diagnostics.problem(
             f"{KEY}.negatives_delta", f"policy loss {policy_loss} reads no advantages, so none is negative; use filters"
         )
 
 
-def read_correction(top: Top) -> CorrectionPlan | None:
+def read(top: Top) -> CorrectionPlan | None:
     """Return what is switched on; None where nothing is."""
     correction = top.train_infer_correction
     filters = tuple(read for rule in correction.filters for read in _filters(rule))
@@ -76,10 +76,12 @@ def _filters(rule: TokenFilter) -> list[TokenFilterPlan]:
 
 def _bound(section: Section, key: str, default: float | None) -> float | None:
     """What is written, null (no bound) included; else the default."""
-    return getattr(section, key) if key in section.model_fields_set else default
+    return getattr(section, key) if key in section.written else default
 
 
-def _check_order(key: str, bounds: tuple[float | None, float | None], findings: Findings) -> None:
+def _check_order(key: str, bounds: tuple[float | None, float | None], diagnostics: Diagnostics) -> None:
     low, high = bounds
     if low is not None and high is not None and low >= high:
-        findings.problem(key, f"no token is between a lower bound of {low:g} and an upper one of {high:g}; swap them")
+        diagnostics.problem(
+            key, f"no token is between a lower bound of {low:g} and an upper one of {high:g}; swap them"
+        )

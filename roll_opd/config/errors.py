@@ -1,9 +1,10 @@
 """What planning found out: problems (no plan), blockers (a plan, but no run) and warnings (the run goes on).
 
-Every check writes into one `Findings`, so that a user sees all problems of a configuration at once.
+Every check writes into one `Diagnostics`, so that a user sees all problems of a configuration at once.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 
@@ -21,7 +22,7 @@ class ConfigError(Exception):
 
 
 @dataclass
-class Findings:
+class Diagnostics:
     """Collects what the checks say; knows where each key was written ("file.yaml:12" or "command line")."""
 
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -51,6 +52,14 @@ class Findings:
         if self.ignored:
             names = ", ".join(sorted(self.ignored))
             self.warnings.insert(0, f"these ROLL keys are accepted but have no effect here: {names}")
+
+    def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
+        """Add a problem where `value` is none of the `known` names, and say whether it is."""
+        if value not in known:
+            names = [repr(name) for name in known]
+            expected = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+            self.problem(key, f"should be {expected}, got {json.dumps(value)}")
+        return value in known
 
     def where(self, key: str) -> str:
         """Return " (file.yaml:12)" for the key or its nearest written ancestor, "" if nobody wrote it."""

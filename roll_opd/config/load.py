@@ -21,9 +21,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from roll_opd.config.errors import ConfigError, Findings
+from roll_opd.config.errors import ConfigError, Diagnostics
+from roll_opd.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 GROUPS = REPOSITORY / "configs"
 # ROLL's YAML compose "../config/traj_envs@_here_" and the like; from here that leads to our copies of the names
 FRAGMENTS = REPOSITORY / "examples" / "config"
@@ -73,12 +73,12 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
     except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError([f"{directory / name}.yaml: {_one_line(error)}"]) from None
     origins.update({key: COMMAND_LINE for override in parsed for key in _override_keys(override)})
-    findings = Findings(origins)
+    diagnostics = Diagnostics(origins)
     if not config:
         raise ConfigError([f"{directory / name}.yaml is empty; write at least the roles of a run, or copy an example"])
     variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
-    values = _resolve(config, "", findings)
-    findings.raise_if_any()
+    values = _resolve(config, "", diagnostics)
+    diagnostics.raise_if_any()
     return LoadedConfig(name, directory, values, origins, variables)
 
 
@@ -178,7 +178,7 @@ def _override_keys(override: Override) -> list[str]:
     return keys
 
 
-def _resolve(node: DictConfig | ListConfig, prefix: str, findings: Findings) -> Any:
+def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostics) -> Any:
     """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
@@ -187,13 +187,13 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, findings: Findings) -> 
         try:
             value = node[key]
         except MissingMandatoryValue:
-            findings.problem(path, "has no value yet (???); give one, here or on the command line")
+            diagnostics.problem(path, "has no value yet (???); give one, here or on the command line")
             continue
         except OmegaConfBaseException as error:
-            findings.problem(path, f"{_one_line(error)}; write that key, or change this reference to it")
+            diagnostics.problem(path, f"{_one_line(error)}; write that key, or change this reference to it")
             continue
         if isinstance(value, DictConfig | ListConfig):
-            value = _resolve(value, path, findings)
+            value = _resolve(value, path, diagnostics)
         resolved[key] = value
     return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
 

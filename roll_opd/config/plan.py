@@ -1,17 +1,26 @@
 """The run plan: what a run is, once everything a user wrote has been parsed and checked.
 
-Every other room reads this and nothing else; nothing reads raw configuration after the plan exists. All of it
-is immutable, picklable and free of torch. Lengths are in tokens, counts of prompts and sequences are global
-(over all ranks) unless a name says otherwise.
+Every other package reads this and nothing else; nothing reads raw configuration after the plan exists. All of it is
+immutable, picklable and free of torch. Where a type inherits a class of `schema`, those fields are the user's keys.
+Lengths are in tokens, counts of prompts and sequences are global (over all ranks) unless a name says otherwise.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll_opd.config.algorithms import ADVANTAGES, LOSSES, AdvantageFacts, Answered, LossFacts, Schema
 from roll_opd.config.frozen import FrozenDict
-
-Mode = Literal["pure", "mixed", "rl", Answered]
+from roll_opd.config.schema import (
+    CheckpointKeys,
+    CriticKeys,
+    Level,
+    ObjectiveKeys,
+    OptimizerKeys,
+    RewardKeys,
+    RolloutKeys,
+    RowKeys,
+    RunKeys,
+    SamplingKeys,
+)
 
 
 @dataclass(frozen=True)
@@ -61,14 +70,9 @@ class MegatronPlan:
 
 
 @dataclass(frozen=True)
-class OptimizerPlan:
+class OptimizerPlan(OptimizerKeys):
     """AdamW, its schedule and gradient clipping. Steps count optimizer updates."""
 
-    learning_rate: float
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
@@ -83,21 +87,17 @@ class TrainPlan(MegatronPlan):
 
     train_limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
     mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
-    optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan(learning_rate=1e-6))
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
 
 
 @dataclass(frozen=True)
-class CriticPlan(TrainPlan):
+class CriticPlan(TrainPlan, CriticKeys):
     """The critic's training role."""
-
-    value_clip: float | None = None  # how far a value may move from the one before the update
-    epochs: int = 1  # passes over a step's samples
-    warmup_steps: int = 0  # first steps, in which the critic alone learns
 
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """A frozen teacher, how much it counts, and whose samples it scores."""
+    """A frozen teacher, its weight, and whose samples it computes log-probs of."""
 
     name: str
     worker: MegatronPlan
@@ -109,15 +109,11 @@ class TeacherPlan:
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
+class SamplingPlan(SamplingKeys):
     """How the student samples. `n` responses a prompt; `top_k` -1 is off."""
 
     n: int = 1
     max_new_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
 
 
@@ -139,19 +135,15 @@ class RolloutPlan:
 
 @dataclass(frozen=True)
 class FilterPlan:
-    """Which groups (`query_filter`) or single responses (`response_filter`) are left out of a step.
+    """Which groups (`query_filter`) or single responses (`response_filter`) are filtered out of a step."""
 
-    `mean_filter`: keeps threshold_down < mean reward < threshold_up; `std_filter`: keeps std of rewards >
-    std_threshold. `args` holds these numbers under ROLL's names.
-    """
-
-    type: Literal["mean_filter", "std_filter"]
-    args: FrozenDict = field(default_factory=FrozenDict)
+    type: str  # of `algorithms.filters.FILTERS`
+    args: FrozenDict = field(default_factory=FrozenDict)  # its arguments, under ROLL's names
 
 
 @dataclass(frozen=True)
 class RewardTerm:
-    """One of the rewards whose weighted sum a domain's reward is. `worker` is a registered name or a dotted path."""
+    """One of the rewards whose weighted sum a domain's reward is. `worker` is a built-in name or a dotted path."""
 
     name: str  # of its part in metrics and samples
     worker: str
@@ -161,14 +153,12 @@ class RewardTerm:
 
 
 @dataclass(frozen=True)
-class RewardPlan:
+class RewardPlan(RewardKeys):
     """Reward workers of one domain."""
 
     domain: str
     terms: tuple[RewardTerm, ...]
     tags: tuple[str, ...] | None = None  # None: every tag
-    world_size: int = 1
-    on_error: Literal["zero", "drop", "stop"] = "stop"  # what becomes of a sample whose reward fails
     max_concurrency: int = 256  # calls of the reward that a worker has under way
     batch_size: int = 16  # most samples in a call
     query_filter: FilterPlan | None = None  # of a prompt's rewards together
@@ -195,25 +185,23 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
-class DataPlan:
-    """Prompt files and what to do with rows that cannot be used."""
+class DataPlan(RowKeys):
+    """Row files and what to do with rows that cannot be used."""
 
     files: tuple[str, ...]
     prompt_length: int  # rows with answers: of the prompt and the longest answer together
     template: str = "native"  # "native": the tokenizer's own chat template
-    on_bad_row: Literal["drop", "refuse"] = "refuse"
-    on_long_prompt: Literal["drop", "refuse"] = "drop"
     limit: int | None = None  # use only the first so many rows
     tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
-    schema: Schema = "experience"
+    schema: str = "experience"  # what a row holds: a prompt; of supervised pipelines, their name
     length_key: str = "prompt_length"  # what the user limits the length of rows with
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """Greedy (or sampled) answers to held-out prompts, scored by the reward workers; or the loss on held-out rows."""
+    """Answers to held-out prompts, scored by the reward workers; or the loss on held-out rows."""
 
     data: DataPlan
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
@@ -221,37 +209,8 @@ class ValidationPlan:
 
 
 @dataclass(frozen=True)
-class EnvironmentsPlan:
-    """Environments of one phase: `groups` holds how many groups of `group_size` each tag has."""
-
-    tags: tuple[str, ...]
-    groups: tuple[int, ...]
-    group_size: int = 1
-    max_env_num_per_worker: int = 0  # 0: all in one worker
-    max_traj_per_env: int = -1  # -1: as many as a step needs
-
-    @property
-    def environments(self) -> int:
-        return sum(self.groups) * self.group_size
-
-
-@dataclass(frozen=True)
-class AgenticPlan:
-    """What an agentic run plays: environment tag -> its definition, and how many of each."""
-
-    environments: FrozenDict
-    train: EnvironmentsPlan
-    validation: EnvironmentsPlan | None
-    reward_grouping: str = "state"
-    reward_method: str = "identity"
-
-
-Level = Literal["token", "segment", "geometric", "sequence"]
-
-
-@dataclass(frozen=True)
 class TokenFilterPlan:
-    """Tokens outside low <= measure <= high are not learned from; a bound of None is none."""
+    """Tokens outside low <= measure <= high are masked; a bound of None is none."""
 
     measure: Literal["ratio", "difference"]  # of train and infer probabilities
     level: Level
@@ -272,79 +231,42 @@ class CorrectionPlan:
 
 
 @dataclass(frozen=True)
-class ObjectivePlan:
-    """What is optimised; the formulas are in `roll_opd.algorithms`.
+class ObjectivePlan(ObjectiveKeys):
+    """What is optimised: the keys as they hold in the run's mode, and what follows from them."""
 
-    Outside pure distillation, what nobody writes has the default of ROLL's PPOConfig (roll/configs/base_config.py):
-    gamma 1, adv_estimator gae, and the values below. Rewards are normalised by `norm_mean_type` and `norm_std_type`,
-    then clipped to +-`reward_clip`; advantages are whitened over the batch, then clipped to +-`advantage_clip`; the
-    teacher's term is added after that. In pure distillation nothing of this exists, and all of it is off.
-    """
-
-    adv_estimator: str = "on_policy_distill"  # of `algorithms.ADVANTAGES`, or a dotted path
-    advantage_args: FrozenDict = field(default_factory=FrozenDict)  # beyond those that other fields decide
-    gamma: float = 0.0
-    lambd: float = 0.95
-    whiten_rewards: bool = False
-    whiten_advantages: bool = False
-    norm_mean_type: Literal["batch", "group"] | None = None  # None: no mean is subtracted
-    norm_std_type: Literal["batch", "group"] | None = None  # None: nothing is divided
-    reward_clip: float | None = None
-    advantage_clip: float | None = None
-    kl_loss_coef: float = 0.0  # of the KL to the reference policy in the loss; 0 unless switched on
-    kl_penalty: str = "kl"  # estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3)
-    entropy_loss_coef: float = 0.0
-    init_kl_coef: float = 0.0  # of the KL to the reference policy in each token's reward; 0 unless switched on
-    target_kl: float | None = None  # of that KL, towards which its coefficient adapts; None: it stays
-    kl_horizon: int = 10000  # samples in which the coefficient changes by a fifth at most
-    kl_loss: str = "k3"  # estimator of the KL loss
-    policy_loss: str = "importance_sampling"  # of `algorithms.LOSSES`, or a dotted path
-    policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # beyond those that other fields decide
+    adv_estimator: str = "on_policy_distill"  # of `algorithms.registry.ADVANTAGES`, or a dotted path
+    advantage_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
+    policy_loss: str = "importance_sampling"  # of `algorithms.registry.POLICY_LOSSES`, or a dotted path
+    policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
+    dual_clip: float | None = 3.0  # of losses that read pg_clip; None: no bound
     paired: bool = False  # the loss reads sequences 2i and 2i+1 together
-    pg_clip_low: float = 0.2
-    pg_clip_high: float = 0.2
-    dual_clip: float | None = 3.0
     loss_agg_mode: str = "token-mean"
     loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
-    opd_objective: Literal["sampled", "topk", "full"] = "sampled"  # sampled: an advantage; others: a part of the loss
-    opd_divergence: str = "reverse_kl"  # of topk and full; a key of algorithms.divergences.DIVERGENCES
-    opd_topk: int = 64
-    opd_topk_source: Literal["teacher", "student"] = "teacher"  # whose most likely tokens
-    opd_jsd_beta: float = 0.5
-    opd_skew_alpha: float = 0.1
+    kl_loss: str = "k3"  # estimator of the KL loss
+    init_kl_coef: float = 0.0  # of the token-level KL; 0 unless switched on
     opd_vocab_size: int | None = None  # token ids that student and teachers all have; None: the student's
-    opd_kl_discount: float = 0.0
-    ppo_epochs: int = 1
     correction: CorrectionPlan | None = None
     # False only where one update follows one rollout: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
 
     @property
-    def advantage_arguments(self) -> dict[str, Any]:
-        """What the advantage function is called with; the rest has its defaults."""
-        levels = {"mean_cal_level": self.norm_mean_type, "std_cal_level": self.norm_std_type}
-        facts = ADVANTAGES.get(self.adv_estimator, AdvantageFacts())
-        return {**(levels if levels.keys() <= facts.defaults.keys() else {}), **self.advantage_args}
-
-    @property
-    def policy_loss_arguments(self) -> dict[str, Any]:
-        """What the policy loss is called with; the rest has its defaults."""
-        clips = {"clip_low": self.pg_clip_low, "clip_high": self.pg_clip_high, "dual_clip": self.dual_clip}
-        return {**(clips if LOSSES.get(self.policy_loss, LossFacts()).clips else {}), **self.policy_loss_args}
+    def clip_range(self) -> tuple[float, float]:
+        """How far a ratio may be below and above 1 before it counts as clipped."""
+        low = self.pg_clip if self.pg_clip_low is None else self.pg_clip_low
+        high = self.pg_clip if self.pg_clip_high is None else self.pg_clip_high
+        return self.policy_loss_args.get("clip_low", low), self.policy_loss_args.get("clip_high", high)
 
 
 @dataclass(frozen=True)
-class CheckpointPlan:
+class CheckpointPlan(CheckpointKeys):
     """When state is saved, how many checkpoints stay, and where a run resumes from."""
 
-    save_steps: int  # 0: only at the end
-    max_ckpt_to_keep: int  # 0: all
     resume: bool | str = False  # True: the newest of this experiment; a path: that run or checkpoint
 
 
 @dataclass(frozen=True)
 class DemonstrationPlan:
-    """Rows that an expert wrote, prompts with answers; they join the student's samples, a share of each update."""
+    """Prompts with answers that join the student's samples, a share of each update."""
 
     data: DataPlan
     rows_per_update: int
@@ -355,44 +277,42 @@ class DemonstrationPlan:
         return self.rows_per_update * self.updates
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """A whole run."""
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(RunKeys, RolloutKeys):
+    """A whole run. `rollout_batch_size` are prompts, or rows with answers, a step; `eval_steps` 0 is never."""
 
-    mode: Mode
-    pipeline: Literal["rlvr", "agentic", Answered]
+    mode: str  # pure, mixed or rl; of supervised pipelines, their name
+    pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
+    title: str  # of the mode, for people
     exp_name: str
-    output_dir: str
-    seed: int
-    deterministic: bool
     max_steps: int
-    eval_steps: int  # 0: never
-    logging_steps: int
-    rollout_batch_size: int  # prompts (or rows with answers) a step
     num_nodes: int
     devices_per_node: int
     student: TrainPlan
-    rollout: RolloutPlan | None  # None: the rows bring their answers
-    teachers: tuple[TeacherPlan, ...]
-    rewards: tuple[RewardPlan, ...]
+    rollout: RolloutPlan | None = None  # None: the rows bring their answers
+    teachers: tuple[TeacherPlan, ...] = ()
+    rewards: tuple[RewardPlan, ...] = ()
     data: DataPlan
     objective: ObjectivePlan
     checkpoint: CheckpointPlan
-    reference: MegatronPlan | None = None  # frozen policy of use_kl_loss and add_token_level_kl
+    reference: MegatronPlan | None = None  # frozen policy of the KL loss, the token-level KL, or the supervised loss
     critic: CriticPlan | None = None  # of adv_estimator gae
     demonstrations: DemonstrationPlan | None = None  # of policy losses mix and mix_chord
     epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
-    async_generation_ratio: float = 0.0  # steps that generation may run ahead; 0: in turn
-    agentic: AgenticPlan | None = None
+    agentic: FrozenDict | None = None  # sections of an agentic run as they are written; planned, not yet run
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
     tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
-    samples_per_step: int = 4  # rollouts a step written to samples.jsonl
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
     warnings: tuple[str, ...] = ()
     memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> {part: estimated bytes a rank}
     config_yaml: str = ""  # the composed configuration, for the run directory
+
+    @property
+    def rewards_are_monitored(self) -> bool:
+        """Whether rewards validate and are logged, and nothing is learned from them."""
+        return self.mode == "pure"
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
@@ -401,8 +321,10 @@ class RunPlan:
 
     @property
     def answers_per_prompt(self) -> int:
-        """Sampled ones, or those of a row."""
-        return self.rollout.sampling.n if self.rollout else 2 if self.objective.paired else 1
+        """Sequences a prompt: the sampled ones, or the answers that a row brings."""
+        if self.rollout:
+            return self.rollout.sampling.n
+        return 2 if self.objective.paired else 1
 
     @property
     def sequences_per_step(self) -> int:
@@ -413,8 +335,8 @@ class RunPlan:
         """Finished samples that an inference engine hands over together.
 
         Enough to fill a micro-batch on every rank of the first teacher, but at most half of an engine's share of the
-        step, so that scoring starts while the other half is still being generated. Smaller chunks cost more where
-        teacher and engine share a device: the samples of a step end close together, and scoring slows the last ones.
+        step, so that log-probs are computed while the other half is still being generated. Smaller chunks cost more
+        where teacher and engine share a device: the samples of a step end close together.
         """
         assert self.rollout is not None
         half = -(-self.sequences_per_step // (2 * self.rollout.engines))
@@ -424,3 +346,22 @@ class RunPlan:
         limits = worker.forward_limits
         by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else half
         return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
+
+    def megatron_roles(self) -> dict[str, MegatronPlan]:
+        """Return every Megatron role by name, the student first."""
+        roles = (self.student, *(t.worker for t in self.teachers), self.critic, self.reference)
+        return {role.name: role for role in roles if role}
+
+    def inference_roles(self) -> dict[str, RolloutPlan]:
+        """Return every inference role by name: the student's engines, and judges that run here."""
+        roles = (self.rollout, *(reward.engine for reward in self.rewards))
+        return {role.name: role for role in roles if role}
+
+
+def plain(value: Any) -> Any:
+    """Return a part of a plan as plain data for JSON."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -3,28 +3,23 @@
 import difflib
 from collections.abc import Mapping
 
-from roll_opd.config.errors import Findings
+from roll_opd.algorithms.filters import FILTERS
+from roll_opd.config.check_files import shared_tags
+from roll_opd.config.errors import Diagnostics
 from roll_opd.config.frozen import FrozenDict
-from roll_opd.config.known_names import (
-    DOTTED,
-    JUDGE_ENDPOINT_KEYS,
-    MOST_REWARD_CALLS,
-    REWARD_CALLS,
-    REWARD_CLASSES_OF_ROLL,
-    REWARD_KEYS_OF_ROLL,
-    REWARD_SECONDS,
-    REWARD_WORKERS,
-    REWARDS_THAT_KEEP_TIME,
-)
-from roll_opd.config.plan import FilterPlan, Mode, RewardPlan, RewardTerm
-from roll_opd.config.schema import Filter, Reward, Term
-from roll_opd.config.sections import LOCAL_JUDGE
+from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
+from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
+from roll_opd.config.read import LOCAL_JUDGE
+from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, shared
+from roll_opd.extensions import arguments
+from roll_opd.rewards.registry import REWARDS, reward_arguments
 
-FILTER_ARGUMENTS = {"mean_filter": ("threshold_up", "threshold_down"), "std_filter": ("std_threshold",)}
+REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
+MOST_REWARD_CALLS = 256  # under way in a worker
 
 
 def read_rewards(
-    rewards: Mapping[str, Reward | None], mode: Mode, responses: int, findings: Findings
+    rewards: Mapping[str, Reward | None], mode: str, responses: int, diagnostics: Diagnostics
 ) -> tuple[RewardPlan, ...]:
     """Return the reward workers; each tag may belong to one domain only. `responses` are those of a prompt.
 
@@ -35,139 +30,152 @@ def read_rewards(
         if reward is None:
             continue
         path = f"rewards.{domain}"
-        terms = _terms(path, domain, reward, findings)
+        terms = _terms(path, domain, reward, diagnostics)
         filters = {
-            "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, findings),
-            "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, findings),
+            "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, diagnostics),
+            "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, diagnostics),
         }
         if mode == "pure":
             for name in [name for name, found in filters.items() if found]:
-                findings.ignore(f"{path}.{name}_config")
+                diagnostics.ignore(f"{path}.{name}_config")
                 filters[name] = None
         else:
-            _check_spread(path, filters, responses, findings)
+            _check_spread(path, filters, responses, diagnostics)
         plans.append(
             RewardPlan(
                 domain=domain,
                 terms=terms,
                 tags=reward.tag_included or None,
-                world_size=reward.world_size,
-                on_error=reward.on_error,
-                max_concurrency=reward.max_concurrency or REWARD_CALLS.get(terms[0].worker, MOST_REWARD_CALLS),
+                max_concurrency=reward.max_concurrency or _calls(terms[0].worker),
                 batch_size=reward.infer_batch_size,
                 **filters,
+                **shared(RewardKeys, reward),
             )
         )
     for index, plan in enumerate(plans):
         for other in plans[:index]:
-            shared = _shared_tags(plan.tags, other.tags)
-            if shared is not None:
-                findings.problem(
+            both = shared_tags(plan.tags, other.tags)
+            if both is not None:
+                diagnostics.problem(
                     f"rewards.{plan.domain}.tag_included",
-                    f"{shared} also belongs to rewards.{other.domain}; give each tag to one of them",
+                    f"{both} also belongs to rewards.{other.domain}; give each tag to one of them",
                 )
     return tuple(plans)
 
 
-def _terms(path: str, domain: str, reward: Reward, findings: Findings) -> tuple[RewardTerm, ...]:
+def _terms(path: str, domain: str, reward: Reward, diagnostics: Diagnostics) -> tuple[RewardTerm, ...]:
     """The domain's own reward first, named after its worker, then what is added to it."""
-    main = _term(path, domain, None, reward, findings)
-    added = [_term(f"{path}.terms.{name}", name, name, term, findings) for name, term in reward.terms.items()]
-    if reward.args.get("judge_model_type") == LOCAL_JUDGE and main.worker in REWARD_WORKERS.keys() - {"llm_judge"}:
-        findings.problem(
+    main = _term(path, domain, None, reward, diagnostics)
+    added = [_term(f"{path}.terms.{name}", name, name, term, diagnostics) for name, term in reward.terms.items()]
+    if (
+        reward.args.get("judge_model_type") == LOCAL_JUDGE
+        and main.worker in REWARDS.builtin
+        and main.worker != "llm_judge"
+    ):
+        diagnostics.problem(
             f"{path}.judge_model_type", f"{main.worker} asks no judge, and would have engines for nothing; remove it"
         )
     elif main.args.get("judge_model_type") == LOCAL_JUDGE:
-        for key in sorted(JUDGE_ENDPOINT_KEYS & main.args.keys()):
-            findings.ignore(f"{path}.{key}")
+        for key in (
+            sorted(REWARDS.facts(main.worker).endpoint_arguments & main.args.keys())
+            if main.worker in REWARDS.builtin
+            else ()
+        ):
+            diagnostics.ignore(f"{path}.{key}")
     for term in added:
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
-            findings.problem(
+            diagnostics.problem(
                 f"{path}.terms.{term.name}.judge_model_type",
                 "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
             )
     if main.name in reward.terms:
-        findings.problem(f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
+        diagnostics.problem(
+            f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name"
+        )
     return (main, *added)
 
 
-def _term(path: str, default: str, name: str | None, term: Term, findings: Findings) -> RewardTerm:
-    worker = _worker(path, term.worker_cls or default, findings)
-    args, timeout = _arguments(path, worker, term.args, findings), term.timeout
+def _term(path: str, default: str, name: str | None, term: Term, diagnostics: Diagnostics) -> RewardTerm:
+    worker = _worker(path, term.worker_cls or default, diagnostics)
+    builtin = worker in REWARDS.builtin
+    args, timeout = _arguments(path, worker, term.args, diagnostics), term.timeout
     if timeout is None:
-        timeout = None if worker in REWARDS_THAT_KEEP_TIME else REWARD_SECONDS
-    elif "timeout" in REWARD_WORKERS.get(worker, ()):
+        timeout = None if builtin and REWARDS.facts(worker).keeps_time else REWARD_SECONDS
+    elif builtin and "timeout" in reward_arguments(worker):
         args, timeout = {**args, "timeout": timeout}, None
     return RewardTerm(name or worker.rpartition(".")[2], worker, FrozenDict(args), term.weight, timeout)
 
 
-def _shared_tags(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> str | None:
-    if one is None or other is None:
-        return "every tag (tag_included is not written)"
-    return next((f"tag {tag!r}" for tag in one if tag in other), None)
+def _calls(worker: str) -> int:
+    known = REWARDS.facts(worker).max_concurrency if worker in REWARDS.builtin else None
+    return known or MOST_REWARD_CALLS
 
 
-def _worker(path: str, name: str, findings: Findings) -> str:
-    """Return the worker's registered name or dotted path; a class of ROLL's becomes the name of its counterpart."""
-    classes = REWARD_CLASSES_OF_ROLL
+def _worker(path: str, name: str, diagnostics: Diagnostics) -> str:
+    """Return the worker's built-in name or dotted path; a class of ROLL's becomes the name of its counterpart."""
     class_name = name.rpartition(".")[2]
-    known = classes.get(class_name, name)
-    if known in REWARD_WORKERS:
+    known = REWARD_CLASSES_OF_ROLL.get(class_name, name)
+    if known in REWARDS.builtin:
         return known
-    near = difflib.get_close_matches(class_name, (*classes, *REWARD_WORKERS), n=1, cutoff=0.8)
+    names = (*REWARD_CLASSES_OF_ROLL, *REWARDS.builtin)
+    near = difflib.get_close_matches(class_name, names, n=1, cutoff=0.8)
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
         return known
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted({*REWARD_WORKERS, *classes}))}"
-    findings.problem(
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
+    diagnostics.problem(
         f"{path}.worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class"
     )
     return known
 
 
-def _arguments(path: str, worker: str, args: Mapping[str, object], findings: Findings) -> dict[str, object]:
+def _arguments(path: str, worker: str, args: Mapping[str, object], diagnostics: Diagnostics) -> dict[str, object]:
     """Return what the worker is made with: a key of ROLL's that it does not take has no effect, others are wrong."""
-    if worker not in REWARD_WORKERS:
+    if worker not in REWARDS.builtin:
         return dict(args)
-    taken = REWARD_WORKERS[worker]
-    for key in sorted(set(args) - taken):
+    taken = reward_arguments(worker)
+    for key in sorted(args.keys() - taken.keys()):
         if key in REWARD_KEYS_OF_ROLL:
-            findings.ignore(f"{path}.{key}")
+            diagnostics.ignore(f"{path}.{key}")
         else:
             known = ", ".join(sorted(taken)) or "none"
-            findings.problem(f"{path}.{key}", f"unknown key; {worker} takes these arguments: {known}; remove it")
+            diagnostics.problem(f"{path}.{key}", f"unknown key; {worker} takes these arguments: {known}; remove it")
     return {key: value for key, value in args.items() if key in taken}
 
 
-def _check_spread(path: str, filters: Mapping[str, FilterPlan | None], responses: int, findings: Findings) -> None:
+def _check_spread(
+    path: str, filters: Mapping[str, FilterPlan | None], responses: int, diagnostics: Diagnostics
+) -> None:
     """One reward has no spread, so a std_filter that sees only one lets nothing pass."""
     query, response = filters["query_filter"], filters["response_filter"]
     if response and response.type == "std_filter":
-        findings.problem(
+        diagnostics.problem(
             f"{path}.response_filter_config.type",
             "std_filter sees one reward at a time, whose deviation is 0, and lets nothing pass; use mean_filter, or"
             " std_filter in query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
-        findings.problem(
+        diagnostics.problem(
             f"{path}.query_filter_config.type",
             "std_filter lets nothing pass with one response a prompt; set num_return_sequences_in_group to 2 or more,"
             " or use mean_filter",
         )
 
 
-def _filter(path: str, section: Filter, findings: Findings) -> FilterPlan | None:
+def _filter(path: str, section: Filter, diagnostics: Diagnostics) -> FilterPlan | None:
     if section.type == "no_filter":
         return None
-    written = section.filter_args.model_dump(exclude_none=True)
-    wanted = FILTER_ARGUMENTS[section.type]
+    if not diagnostics.is_one_of(f"{path}.type", section.type, ("no_filter", *FILTERS)):
+        return None
+    written = {key: value for key, value in section.filter_args.items() if value is not None}
+    wanted = arguments(FILTERS[section.type], given_by_us=1)
     for key in wanted:
         if key not in written:
-            findings.problem(f"{path}.filter_args.{key}", f"is missing; {section.type} needs it, write a number")
-    for key in sorted(set(written) - set(wanted)):
-        findings.problem(f"{path}.filter_args.{key}", f"{section.type} does not take it; remove it")
+            diagnostics.problem(f"{path}.filter_args.{key}", f"is missing; {section.type} needs it, write a number")
+    for key in sorted(written.keys() - wanted.keys()):
+        diagnostics.problem(f"{path}.filter_args.{key}", f"{section.type} does not take it; remove it")
     up, down = written.get("threshold_up"), written.get("threshold_down")
     if section.type == "mean_filter" and None not in (up, down) and up <= down:
-        findings.problem(
+        diagnostics.problem(
             f"{path}.filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
         )
     return FilterPlan(section.type, FrozenDict(written))

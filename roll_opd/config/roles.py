@@ -1,22 +1,21 @@
-"""Puts together what is known of each role: its section, its model's facts, its devices and strategy.
+"""Puts together what is known of each role: its section, its model's files, its devices and strategy.
 
-A role is the student's training, the student's rollout, a teacher, the reference policy, or the critic. What could
-not be read stays None, and the checks that need it are left out.
+A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a judge that
+runs here. What could not be read stays None, and the checks that need it are left out.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll_opd.config.errors import Findings
-from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
-from roll_opd.config.plan import Mode
-from roll_opd.config.schema import Top, Worker
-from roll_opd.config.sections import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
+from roll_opd.config.errors import Diagnostics
+from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
+from roll_opd.config.schema import Supervised, Top, Worker
 from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
-from roll_opd.config.tokenizers import has_tokenizer
+from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.hf.tokenizer_files import has_tokenizer
 
-Job = Literal["train", "score", "rollout"]
+Job = Literal["train", "frozen", "rollout"]
 
 
 @dataclass
@@ -26,8 +25,8 @@ class Role:
     path: str
     job: Job
     worker: Worker
-    facts: ModelFacts | None = None
-    dtype: str = "bf16"
+    info: ModelInfo | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     megatron: Megatron | None = None
     vllm: Vllm | None = None
 
@@ -41,7 +40,7 @@ class Role:
 class Roles:
     """The roles of a run."""
 
-    mode: Mode
+    mode: str
     train: Role | None = None
     infer: Role | None = None
     teachers: dict[str, Role] = field(default_factory=dict)
@@ -50,19 +49,19 @@ class Roles:
     judges: dict[str, Role] = field(default_factory=dict)  # domain -> the engine that is its judge
 
     def placed(self) -> list[Role]:
-        """Everyone who has devices."""
+        """Return every role that has devices."""
         return [*self.all(), *self.judges.values()]
 
     def all(self) -> list[Role]:
-        """Everyone who reads the run's tokens."""
+        """Return every role that reads the run's tokens."""
         found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
         return [role for role in found if role is not None]
 
     @property
     def shared_vocabulary(self) -> int:
         """How many token ids the student and all its teachers have; 0 where no model could be read."""
-        facts = [role.facts for role in (self.train, *self.teachers.values()) if role is not None and role.facts]
-        return min((known.vocab for known in facts), default=0)
+        models = [role.info for role in (self.train, *self.teachers.values()) if role is not None and role.info]
+        return min((known.vocab for known in models), default=0)
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
@@ -71,12 +70,12 @@ def is_agentic(values: Mapping[str, Any]) -> bool:
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in environments)
 
 
-def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, findings: Findings) -> Mode:
+def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diagnostics: Diagnostics) -> str:
     """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
     # the written values, since a wrong value elsewhere at the top must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
-        findings.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
+        diagnostics.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
     if pure is None:
         pure = not mixed and any(role in sections.workers for role in PURE_ROLES)
     if is_pure or pure:
@@ -84,206 +83,164 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
     return "mixed" if mixed else "rl"
 
 
-def read_roles(sections: Sections, mode: Mode, findings: Findings) -> Roles:
-    """Return the roles of `mode`, with everything about them that could be read."""
-    roles = Roles(mode)
-    top = sections.top
-    strict = top.strict_strategies if top else False
-    train_name, infer_name = _role_names(sections, mode, findings)
-    train = _section(sections, train_name, findings)
-    cache: dict[str, ModelFacts | None] = {}
-    if train is not None:
-        path = train.model_args.model_name_or_path or sections.pretrain
-        roles.train = megatron_role(train_name, "train", train, path, strict, cache, findings)
-    infer = _section(sections, infer_name, findings)
-    if infer is not None:
-        from_train = train.model_args.model_name_or_path if train else None
-        path = infer.model_args.model_name_or_path or from_train or sections.pretrain
-        role = Role(infer_name, "rollout", infer, vllm=read_vllm(infer, infer_name, strict, findings))
-        role.facts = _facts(role.path, path, cache, findings)
-        role.dtype = infer.model_args.dtype or (roles.train.dtype if roles.train else "bf16")
-        roles.infer = role
-    if mode != "rl":
-        if not sections.teachers:
-            findings.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
-        for name, worker in sections.teachers.items():
+class RoleReader:
+    """Reads the roles of one configuration; each model directory is read once."""
+
+    def __init__(self, sections: Sections, mode: str, diagnostics: Diagnostics) -> None:
+        self._sections, self._mode, self._diagnostics = sections, mode, diagnostics
+        self._strict = bool(sections.top and sections.top.strict_strategies)
+        self._models: dict[str, ModelInfo | None] = {}
+        self._roles = Roles(mode)
+        self._student: str | None = None
+
+    def supervised(self, pipeline: type[Supervised]) -> Roles:
+        """Return the roles of a pipeline that learns from rows."""
+        self._read_student(pipeline.role)
+        if pipeline.has_reference:
+            worker = self._sections.workers.get(REFERENCE, Worker())
+            self._roles.reference = worker and self._frozen(REFERENCE, worker, worker.model_args.model_name_or_path)
+        return self._roles
+
+    def rolled_out(self) -> Roles:
+        """Return the roles of a run that rolls out, as its mode has them."""
+        sections, roles, diagnostics = self._sections, self._roles, self._diagnostics
+        train_name, infer_name = self._student_names()
+        self._read_student(train_name)
+        infer = self._section(infer_name)
+        if infer is not None:
+            model = infer.model_args.model_name_or_path or self._student
+            roles.infer = self._engine(infer_name, infer, model, roles.train.dtype if roles.train else "bf16")
+        if self._mode != "rl":
+            if not sections.teachers:
+                diagnostics.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
+            for name, worker in sections.teachers.items():
+                if worker is not None:
+                    path = sections.teacher_paths[name]
+                    roles.teachers[name] = self._megatron(path, "frozen", worker, worker.model_args.model_name_or_path)
+        elif sections.teachers:
+            diagnostics.warn("teacher: is written but not used; set use_opd: true to distil from it")
+        self._read_reference()
+        self._read_critic()
+        for domain, worker in sections.judges.items():
             if worker is not None:
-                path = sections.teacher_paths[name]
                 model = worker.model_args.model_name_or_path
-                roles.teachers[name] = megatron_role(path, "score", worker, model, strict, cache, findings, roles.train)
-    elif sections.teachers:
-        findings.warn("teacher: is written but not used; set use_opd: true to distil from it")
-    from_train = train.model_args.model_name_or_path if train else None
-    student = from_train or sections.pretrain
-    roles.reference = _reference(sections, mode, student, strict, cache, findings, roles.train)
-    roles.critic = _critic(sections, mode, student, strict, cache, findings, roles.train)
-    for domain, worker in sections.judges.items():
+                roles.judges[domain] = self._engine(f"rewards.{domain}", worker, model, "bf16")
+        return roles
+
+    def _read_student(self, name: str) -> None:
+        worker = self._section(name)
         if worker is not None:
-            path = f"rewards.{domain}"
-            role = Role(path, "rollout", worker, vllm=read_vllm(worker, path, strict, findings))
-            role.facts = _facts(path, worker.model_args.model_name_or_path, cache, findings)
-            role.dtype = worker.model_args.dtype or "bf16"
-            roles.judges[domain] = role
-    return roles
+            self._student = worker.model_args.model_name_or_path or self._sections.pretrain
+            self._roles.train = self._megatron(name, "train", worker, self._student)
+        else:
+            self._student = self._sections.pretrain
 
-
-def reference_user(top: Top | None, mode: Mode) -> str | None:
-    """Return the key that needs a reference policy, None if nothing does."""
-    if top is None or mode == "pure":
-        return None
-    return "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else None
-
-
-def _reference(
-    sections: Sections,
-    mode: Mode,
-    student: str | None,
-    strict: bool,
-    cache: dict[str, ModelFacts | None],
-    findings: Findings,
-    trained: Role | None,
-) -> Role | None:
-    """Return the frozen reference policy: by default the student as it is before training."""
-    user = reference_user(sections.top, mode)
-    if REFERENCE not in sections.workers:
-        if user:
-            findings.problem(
-                user, f"true needs a reference policy; write a reference section, or set {user}: false to do without"
+    def _read_reference(self) -> None:
+        """Read the frozen reference policy: by default the student as it is before training."""
+        top, user = self._sections.top, None
+        if isinstance(top, Top) and self._mode != "pure":
+            user = "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else None
+        if REFERENCE not in self._sections.workers:
+            if user:
+                missing = f"write a reference section, or set {user}: false to do without"
+                self._diagnostics.problem(user, f"true needs a reference policy; {missing}")
+        elif user is None:
+            self._diagnostics.warn(
+                "reference: is written but not used; only use_kl_loss and add_token_level_kl compare with it, so it is"
+                " not loaded"
             )
-        return None
-    if user is None:
-        findings.warn(
-            "reference: is written but not used; only use_kl_loss and add_token_level_kl compare with it, so it is"
-            " not loaded"
-        )
-        return None
-    worker = sections.workers[REFERENCE]
-    if worker is None:
-        return None
-    model = worker.model_args.model_name_or_path or student
-    return megatron_role(REFERENCE, "score", worker, model, strict, cache, findings, trained)
+        elif (worker := self._sections.workers[REFERENCE]) is not None:
+            self._roles.reference = self._frozen(REFERENCE, worker, worker.model_args.model_name_or_path)
 
-
-def needs_critic(top: Top | None, mode: Mode) -> bool:
-    """Whether advantages come from a critic's values; gae is ROLL's default."""
-    return top is not None and mode != "pure" and top.adv_estimator in (None, "gae")
-
-
-def _critic(
-    sections: Sections,
-    mode: Mode,
-    student: str | None,
-    strict: bool,
-    cache: dict[str, ModelFacts | None],
-    findings: Findings,
-    trained: Role | None,
-) -> Role | None:
-    """Return the critic: by default it begins as the student does."""
-    needed = needs_critic(sections.top, mode)
-    if CRITIC not in sections.workers:
-        if needed:
-            findings.problem(
-                "adv_estimator",
-                "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
-                " device_mapping), or use grpo or reinforce",
+    def _read_critic(self) -> None:
+        """Read the critic: by default it begins as the student does. gae is ROLL's default."""
+        top = self._sections.top
+        needed = isinstance(top, Top) and self._mode != "pure" and top.adv_estimator in (None, "gae")
+        if CRITIC not in self._sections.workers:
+            if needed:
+                self._diagnostics.problem(
+                    "adv_estimator",
+                    "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
+                    " device_mapping), or use grpo or reinforce",
+                )
+        elif not needed:
+            self._diagnostics.warn(
+                "critic: is written but not used; only adv_estimator: gae needs values, so it is not loaded"
             )
-        return None
-    if not needed:
-        findings.warn("critic: is written but not used; only adv_estimator: gae needs values, so it is not loaded")
-        return None
-    worker = sections.workers[CRITIC]
-    if worker is None:
-        return None
-    model = worker.model_args.model_name_or_path or student
-    return megatron_role(CRITIC, "train", worker, model, strict, cache, findings, trained)
+        elif (worker := self._sections.workers[CRITIC]) is not None:
+            model = worker.model_args.model_name_or_path or self._student
+            self._roles.critic = self._megatron(CRITIC, "train", worker, model)
 
+    def _student_names(self) -> tuple[str, str]:
+        """Return what the student's roles are called: an RLVR file made pure by a switch keeps its actor_* names."""
+        written, mode = self._sections.workers.keys(), self._mode
+        wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
+        if mode == "pure" and not written & set(PURE_ROLES):
+            return MIXED_ROLES if written & set(MIXED_ROLES) else PURE_ROLES
+        mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
+        for found, expected in zip(wrong, right, strict=True):
+            if found in written:
+                self._diagnostics.problem(found, f"{mode_name} names this role {expected!r}; rename it")
+        return right
 
-def _role_names(sections: Sections, mode: Mode, findings: Findings) -> tuple[str, str]:
-    """Return what the student's two roles are called: an RLVR file made pure by a switch keeps its actor_* names."""
-    wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
-    if mode == "pure" and not sections.workers.keys() & set(PURE_ROLES):
-        return MIXED_ROLES if sections.workers.keys() & set(MIXED_ROLES) else PURE_ROLES
-    for written, expected in zip(wrong, right, strict=True):
-        if written in sections.workers:
-            mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
-            findings.problem(written, f"{mode_name} names this role {expected!r}; rename it")
-    return right
+    def _section(self, name: str) -> Worker | None:
+        if name not in self._sections.workers:
+            self._diagnostics.problem(name, "is missing; write this role's section")
+        return self._sections.workers.get(name)
 
+    def _frozen(self, path: str, worker: Worker, own_model: str | None) -> Role:
+        return self._megatron(path, "frozen", worker, own_model or self._student)
 
-def _section(sections: Sections, name: str, findings: Findings) -> Worker | None:
-    if name not in sections.workers:
-        findings.problem(name, "is missing; write this role's section")
-        return None
-    return sections.workers[name]
+    def _engine(self, path: str, worker: Worker, model: str | None, dtype: Literal["fp32", "bf16", "fp16"]) -> Role:
+        role = Role(path, "rollout", worker, vllm=read_vllm(worker, path, self._strict, self._diagnostics))
+        role.info = self._model(path, model)
+        role.dtype = worker.model_args.dtype or dtype
+        return role
 
-
-def megatron_role(
-    path: str,
-    job: Job,
-    worker: Worker,
-    model: str | None,
-    strict: bool,
-    cache: dict[str, ModelFacts | None],
-    findings: Findings,
-    trained: Role | None = None,
-) -> Role:
-    """Return a role of Megatron's with everything about it that could be read; `cache` holds the models read so far."""
-    student = trained.megatron if trained else None
-    role = Role(path, job, worker, megatron=read_megatron(worker, path, job, strict, findings, student))
-    role.facts = _facts(path, model, cache, findings)
-    written = worker.model_args.dtype
-    from_strategy = role.megatron.dtype if role.megatron else None
-    if written and from_strategy and written != from_strategy:
-        findings.problem(
-            f"{path}.strategy_args.strategy_config.{from_strategy}",
-            f"true contradicts {path}.model_args.dtype {written}; keep one of them",
-        )
-    role.dtype = written or from_strategy or "bf16"
-    _block_adapters(role, findings)
-    return role
-
-
-def _block_adapters(role: Role, findings: Findings) -> None:
-    """Running without these would train something else than the user asked for."""
-    args = role.worker.model_args
-    written = {
-        "lora_target": args.lora_target,
-        "adapter_name_or_path": args.adapter_name_or_path,
-        "freeze_module_prefix": args.freeze_module_prefix,
-    }
-    for key, value in written.items():
-        if value:
-            findings.block(
-                f"{role.path}.model_args.{key}",
-                "LoRA adapters and frozen modules are not available yet; remove the key to train all weights",
+    def _megatron(self, path: str, job: Job, worker: Worker, model: str | None) -> Role:
+        trained = self._roles.train.megatron if self._roles.train else None
+        megatron = read_megatron(worker, path, job, self._strict, self._diagnostics, trained)
+        role = Role(path, job, worker, self._model(path, model), megatron=megatron)
+        written = worker.model_args.dtype
+        from_strategy = megatron.dtype if megatron else None
+        if written and from_strategy and written != from_strategy:
+            self._diagnostics.problem(
+                f"{path}.strategy_args.strategy_config.{from_strategy}",
+                f"true contradicts {path}.model_args.dtype {written}; keep one of them",
             )
+        role.dtype = written or from_strategy or "bf16"
+        # running without these would train something else than the user asked for
+        for key in ("lora_target", "adapter_name_or_path", "freeze_module_prefix"):
+            if getattr(worker.model_args, key):
+                self._diagnostics.block(
+                    f"{path}.model_args.{key}",
+                    "LoRA adapters and frozen modules are not available yet; remove the key to train all weights",
+                )
+        return role
 
-
-def _facts(path: str, model: str | None, cache: dict[str, ModelFacts | None], findings: Findings) -> ModelFacts | None:
-    key = f"{path}.model_args.model_name_or_path"
-    if model is None:
-        findings.problem(
-            key,
-            f"is missing; {path} needs the path of its own model (no other role's model is put in its place)",
-        )
-        return None
-    if model not in cache:
-        cache[model] = None
-        try:
-            facts = cache[model] = read_model(find_model(model))
-        except ModelFilesError as error:
-            findings.problem(key, str(error))
+    def _model(self, path: str, model: str | None) -> ModelInfo | None:
+        """Return what the files of a model say, with a problem reported where that is not enough to run it."""
+        key = f"{path}.model_args.model_name_or_path"
+        if model is None:
+            self._diagnostics.problem(
+                key, f"is missing; {path} needs the path of its own model (no other role's model is put in its place)"
+            )
             return None
-        if not has_tokenizer(facts.path):
-            findings.block(
-                key,
-                f"{facts.path} has no tokenizer files (tokenizer.json), so this can be planned but not run;"
-                " put the files of the model's release there",
-            )
-        if not facts.weight_files:
-            findings.block(
-                key,
-                f"{facts.path} has no weights (model.safetensors or its index), so this can be planned but not run;"
-                " put the weights there",
-            )
-    return cache[model]
+        if model not in self._models:
+            self._models[model] = None
+            try:
+                info = self._models[model] = read_model(find_model(model))
+            except ModelFilesError as error:
+                self._diagnostics.problem(key, str(error))
+                return None
+            lacking = {
+                "tokenizer files (tokenizer.json)": not has_tokenizer(info.path),
+                "weights (model.safetensors or its index)": not info.weight_files,
+            }
+            for what, absent in lacking.items():
+                if absent:
+                    put = "put the files of the model's release there" if "token" in what else "put the weights there"
+                    self._diagnostics.block(
+                        key, f"{info.path} has no {what}, so this can be planned but not run; {put}"
+                    )
+        return self._models[model]

@@ -1,15 +1,33 @@
-"""What a user may write: ROLL's keys and ours, with types, ranges and ROLL's defaults.
+"""What a user may write: every key once, with its name, type, range, default, meaning and origin.
 
-Strict pydantic models. `ignored` names ROLL's keys that are accepted without a meaning. Nothing here looks at
-the disk or at other sections; that is the business of the checks.
+A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; nothing here
+looks at the disk or at other sections, that is the business of the checks. The types of `plan.py` inherit the classes
+of keys whose values pass through as they are, so that such a key is declared here and used where it counts, and named
+nowhere between. `docs/configuration.md` is written from these declarations.
+
+A pipeline that learns from rows with answers declares its keys as a subclass of `Supervised`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from roll_opd.config import known_names as names
-from roll_opd.config.plan import Level
+from roll_opd.config import legacy_roll as roll
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Section")
+OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
+
+
+def key(default: T, meaning: str, origin: str = "ROLL") -> T:
+    """Declare a key: its default, what it means, and where it comes from."""
+    metadata = {"meaning": meaning, "origin": origin}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)  # type: ignore[return-value]  # as `dataclasses.field` is typed
+    return field(default=default, metadata=metadata)
 
 
 def _number(value: Any) -> Any:
@@ -47,394 +65,547 @@ Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Environment = dict[str, str | int | float]
+Level = Literal["token", "segment", "geometric", "sequence"]
 
 
-class Section(BaseModel):
-    """A part of the configuration."""
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the configuration. `ignored` names ROLL's keys that are accepted without a meaning."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def written(self) -> frozenset[str]:
+        """The keys that the user wrote, null included."""
+        return self.__dict__.get("_written", frozenset())
 
+
+def mark_written(section: Section, keys: frozenset[str]) -> None:
+    """Note which keys of `section` the user wrote."""
+    object.__setattr__(section, "_written", keys)
+
+
+def changed(section: S, values: Mapping[str, Any]) -> S:
+    """Return `section` with other values, and the same keys `written`."""
+    new = replace(section, **values)
+    mark_written(new, section.written)
+    return new
+
+
+@cache
+def keys_of(section: type[Section]) -> dict[str, Any]:
+    """Return the keys of a section that may be written, with their annotations."""
+    hints = get_type_hints(section, include_extras=True)
+    return {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
+
+
+def shared(keys: type[Section], section: Section) -> dict[str, Any]:
+    """Return the values of `section` for the keys of the class `keys`, from which a type of the plan inherits."""
+    return {name: getattr(section, name) for name in keys_of(keys)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelArgs(Section):
-    """`model_args`. `dtype` defaults to ROLL's bf16."""
+    """`model_args`."""
 
-    ignored = names.IGNORED_MODEL_ARGS
-    model_name_or_path: str | None = None
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    lora_target: Any = None
-    adapter_name_or_path: str | None = None
-    freeze_module_prefix: Any = None
+    ignored = roll.IGNORED_MODEL_ARGS
+    model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = key(
+        None, "precision; without it bf16, a rollout's as its student's"
+    )
+    lora_target: Any = key(None, "not available yet: LoRA's modules")
+    adapter_name_or_path: str | None = key(None, "not available yet: a LoRA adapter to begin with")
+    freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
 
 
+@dataclass(frozen=True, kw_only=True)
 class SchedulerArgs(Section):
     """`lr_scheduler_kwargs`."""
 
-    min_lr: NotNegative = 0.0
+    min_lr: NotNegative = key(0.0, "learning rate at which a schedule ends")
 
 
-class TrainingArgs(Section):
-    """`training_args`: AdamW and its schedule. Batch sizes are per data-parallel rank, steps are updates."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKeys(Section):
+    """AdamW."""
 
-    ignored = names.IGNORED_TRAINING_ARGS
-    learning_rate: NotNegative = 5e-5
-    weight_decay: NotNegative = 0.0
-    per_device_train_batch_size: Positive = 8
-    gradient_accumulation_steps: Positive = 1
-    warmup_steps: Count = 0
-    warmup_ratio: Fraction = 0.0
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"] = (
-        "constant"
+    learning_rate: NotNegative = key(5e-5, "after the warm-up")
+    weight_decay: NotNegative = key(0.0, "decoupled")
+    adam_beta1: Fraction = key(0.9, "decay of the mean of gradients")
+    adam_beta2: Fraction = key(0.999, "decay of the mean of squared gradients")
+    adam_epsilon: NotNegative = key(1e-8, "added to the root of the latter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArgs(OptimizerKeys):
+    """`training_args`: the optimizer and its schedule. Batch sizes are per data-parallel rank, steps are updates."""
+
+    ignored = roll.IGNORED_TRAINING_ARGS
+    per_device_train_batch_size: Positive = key(8, "sequences in a micro-batch, unless it is limited by tokens")
+    gradient_accumulation_steps: Positive = key(1, "such micro-batches in an update")
+    warmup_steps: Count = key(0, "updates in which the learning rate rises from 0")
+    warmup_ratio: Fraction = key(0.0, "the same as a share of all updates, where warmup_steps is 0")
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"] = key(
+        "constant", "learning rate after the warm-up"
     )
-    lr_scheduler_kwargs: SchedulerArgs | None = None
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.999
-    adam_epsilon: NotNegative = 1e-8
-    max_grad_norm: NotNegative | None = None
+    lr_scheduler_kwargs: SchedulerArgs | None = key(None, "its arguments")
+    max_grad_norm: NotNegative | None = key(
+        None, "norm at which gradients are clipped, before the top-level key; 0: none"
+    )
 
 
+@dataclass(frozen=True, kw_only=True)
 class DataArgs(Section):
-    """`data_args`. `messages`, `prompt`, `tag` and `id` name columns; `limit` (ours) uses only the first rows.
+    """`data_args`."""
 
-    `file_name` entries are files, directories or patterns, also below `dataset_dir`. `domain_interleave_probs` maps
-    reward domains or tags to shares of the draws, `interleave_probs` gives a share to each entry of `file_name`.
-    """
-
-    ignored = names.IGNORED_DATA_ARGS
-    file_name: Texts = ()
-    dataset_dir: str | None = None
-    domain_interleave_probs: dict[str, NotNegative] = {}
-    interleave_probs: Probabilities = ()
-    template: str | None = None
-    messages: Name | None = None
-    prompt: Name | None = None
-    tag: Name | None = None
-    id: Name | None = None
-    limit: Positive | None = None
+    ignored = roll.IGNORED_DATA_ARGS
+    file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
+    dataset_dir: str | None = key(None, "a directory in which they are looked for, too")
+    domain_interleave_probs: dict[str, NotNegative] = key(
+        {}, "share of the draws by reward domain or tag; the sum is 1"
+    )
+    interleave_probs: Probabilities = key((), "share of the draws of each entry of file_name; the sum is 1")
+    template: str | None = key(None, "how a prompt becomes text; without it the tokenizer's own chat template")
+    messages: Name | None = key(None, "column of the prompt, as messages or text")
+    prompt: Name | None = key(None, "column of the prompt, whatever else the rows have")
+    tag: Name | None = key(None, "column of the tag by which teachers and rewards are chosen")
+    id: Name | None = key(None, "column of the row's id")
+    limit: Positive | None = key(None, "use only the first so many rows", OURS)
 
 
-class GeneratingArgs(Section):
-    """`generating_args`. `top_k` 0 or -1 is off."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingKeys(Section):
+    """What the distribution is that tokens are sampled from."""
 
-    ignored = names.IGNORED_GENERATING_ARGS
-    max_new_tokens: Positive | None = None
-    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    temperature: NotNegative = 1.0
-    num_return_sequences: Positive | None = None
-    repetition_penalty: Annotated[float, BeforeValidator(_number), Field(gt=0)] = 1.0
-    stop_strings: Texts | None = None
+    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = key(
+        1.0, "sample from this share of the mass"
+    )
+    top_k: Annotated[int, Field(ge=-1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
+    temperature: NotNegative = key(1.0, "divides the logits; 0: greedy")
+    repetition_penalty: Annotated[float, BeforeValidator(_number), Field(gt=0)] = key(1.0, "vLLM's; 1: none")
 
 
+@dataclass(frozen=True, kw_only=True)
+class GeneratingArgs(SamplingKeys):
+    """`generating_args`."""
+
+    ignored = roll.IGNORED_GENERATING_ARGS
+    max_new_tokens: Positive | None = key(None, "most tokens of a response; without it response_length")
+    num_return_sequences: Positive | None = key(None, "responses a prompt; without it num_return_sequences_in_group")
+    stop_strings: Texts | None = key(None, "texts that end a response")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyArgs(Section):
-    """`strategy_args`. What a strategy_config may hold depends on the strategy, see `strategies.py`."""
+    """`strategy_args`."""
 
-    strategy_name: str
-    strategy_config: dict[str, Any] | None = None
+    strategy_name: str = key("", "megatron_train, megatron_infer or vllm; others of ROLL's become the nearest of these")
+    strategy_config: dict[str, Any] | None = key(
+        None, "the engine's own options: Megatron-core's TransformerConfig and sizes, or vLLM's engine arguments"
+    )
 
 
+@dataclass(frozen=True, kw_only=True)
 class SequencePackingArgs(Section):
-    """`sequence_packing_args`: tokens a packed micro-batch may hold."""
+    """`sequence_packing_args`."""
 
-    ignored = names.IGNORED_SEQUENCE_PACKING
-    max_packed_sequence_length_forward: Positive | None = None
-    max_packed_sequence_length_train: Positive | None = None
+    ignored = roll.IGNORED_SEQUENCE_PACKING
+    max_packed_sequence_length_forward: Positive | None = key(None, "tokens in a micro-batch of log-probs")
+    max_packed_sequence_length_train: Positive | None = key(None, "tokens in a micro-batch of training")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Worker(Section):
-    """A role: student, rollout, teacher, reference policy or critic."""
+    """A role: student, rollout, teacher, reference policy, critic, or a judge that runs here."""
 
-    ignored = names.IGNORED_WORKER
-    model_args: ModelArgs = ModelArgs()
-    training_args: TrainingArgs = TrainingArgs()
-    data_args: DataArgs = DataArgs()
-    generating_args: GeneratingArgs = GeneratingArgs()
-    strategy_args: StrategyArgs | None = None
-    device_mapping: str | int | tuple[int, ...] | None = None
-    infer_batch_size: Positive = 16
-    use_sequence_packing: bool = False
-    sequence_packing_args: SequencePackingArgs = SequencePackingArgs()
-    use_dynamic_batching_in_train: bool = False
-    use_dynamic_batching_in_infer: bool = False
-    max_tokens_per_microbatch_in_train: Count | None = None
-    max_tokens_per_microbatch_in_infer: Count | None = None
-    opd_kl_coef: NotNegative | None = None
-    tag_included: Texts | None = None
-    system_envs: Environment = {}
-
-
-class FilterArgs(Section):
-    """`filter_args`: thresholds on the mean or the standard deviation of rewards."""
-
-    threshold_up: Number | None = None
-    threshold_down: Number | None = None
-    std_threshold: Number | None = None
+    ignored = roll.IGNORED_WORKER
+    model_args: ModelArgs = key(ModelArgs(), "the model")
+    training_args: TrainingArgs = key(TrainingArgs(), "of roles that learn")
+    data_args: DataArgs = key(DataArgs(), "rows; of the role that learns")
+    generating_args: GeneratingArgs = key(GeneratingArgs(), "of roles that generate")
+    strategy_args: StrategyArgs | None = key(None, "the engine, and how the model is spread over devices")
+    device_mapping: str | int | tuple[int, ...] | None = key(
+        None, 'devices, such as "list(range(0,8))"; without GPUs a device is a share of the cores'
+    )
+    infer_batch_size: Positive = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
+    use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
+    sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
+    use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
+    use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches of log-probs by tokens")
+    max_tokens_per_microbatch_in_train: Count | None = key(None, "that limit")
+    max_tokens_per_microbatch_in_infer: Count | None = key(None, "that limit")
+    opd_kl_coef: NotNegative | None = key(None, "of a teacher: its weight, before the top-level key")
+    tag_included: Texts | None = key(None, "of a teacher: tags of the rows it teaches; without it all")
+    system_envs: Environment = key({}, "environment variables of the role's processes")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Filter(Section):
     """`query_filter_config` and `response_filter_config`."""
 
-    type: Literal["no_filter", "mean_filter", "std_filter"] = "no_filter"
-    filter_args: FilterArgs = FilterArgs()
+    type: str = key("no_filter", "no_filter, mean_filter or std_filter")
+    filter_args: dict[str, Number | None] = key({}, "its thresholds: threshold_up and threshold_down, or std_threshold")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Term(Section):
     """`rewards.<domain>.terms.<name>`: what is added to a reward. Keys that are not listed go to it as arguments."""
 
-    worker_cls: str | None = None
-    weight: Number = 1.0
-    timeout: AboveZero | None = None
-    args: dict[str, Any] = {}
+    worker_cls: str | None = key(None, "a built-in reward, ROLL's class path, or a dotted path; else the domain's name")
+    weight: Number = key(1.0, "in the sum of the domain's terms", OURS)
+    timeout: AboveZero | None = key(None, "seconds a sample may take", OURS)
+    args: dict[str, Any] = key({}, "arguments, beside those that are keys", OURS)
 
 
-class Reward(Term):
-    """`rewards.<domain>`. `infer_batch_size` are samples in a call of the reward, `max_concurrency` its calls under
-    way in a worker, `timeout` seconds a sample.
-    """
+@dataclass(frozen=True, kw_only=True)
+class RewardKeys(Section):
+    """How a domain's rewards are run."""
 
-    ignored = names.IGNORED_REWARD
-    tag_included: Texts | None = None
-    world_size: Positive = 1
-    infer_batch_size: Positive = 16
-    max_concurrency: Positive | None = None
-    on_error: Literal["zero", "drop", "stop"] = "stop"
-    terms: dict[Name, Term] = {}
-    query_filter_config: Filter = Filter()
-    response_filter_config: Filter = Filter()
+    world_size: Positive = key(1, "processes")
+    on_error: Literal["zero", "drop", "stop"] = key("stop", "what becomes of a sample whose reward fails", OURS)
 
 
-class EnvManager(Section):
-    """`train_env_manager` and `val_env_manager`: how many environments of which tags."""
+@dataclass(frozen=True, kw_only=True)
+class Reward(Term, RewardKeys):
+    """`rewards.<domain>`."""
 
-    ignored = names.IGNORED_ENV_MANAGER
-    num_env_groups: Positive = 128
-    group_size: Positive = 1
-    tags: Texts = ("SimpleSokoban",)
-    num_groups_partition: tuple[Positive, ...] | None = None
-    max_env_num_per_worker: Count = 0
-    max_traj_per_env: Annotated[int, Field(ge=-1)] = -1
-
-
-class RewardNormalization(Section):
-    """`reward_normalization` of agentic runs."""
-
-    grouping: str = "state"
-    method: str = "identity"
+    ignored = roll.IGNORED_REWARD
+    tag_included: Texts | None = key(None, "tags of the rows it scores; without it all")
+    infer_batch_size: Positive = key(16, "most samples in a call of the reward")
+    max_concurrency: Positive | None = key(None, "calls under way in a process")
+    terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
+    query_filter_config: Filter = key(Filter(), "which groups of samples count")
+    response_filter_config: Filter = key(Filter(), "which single samples take their group along")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Validation(Section):
-    """`validation`. `measure_teacher` (ours): score the teacher's own answers once, for comparison."""
+    """`validation`."""
 
-    ignored = names.IGNORED_VALIDATION
-    data_args: DataArgs = DataArgs()
-    generating_args: GeneratingArgs = GeneratingArgs()
-    measure_teacher: bool = False
+    ignored = roll.IGNORED_VALIDATION
+    data_args: DataArgs = key(DataArgs(), "held-out rows")
+    generating_args: GeneratingArgs = key(GeneratingArgs(), "how they are answered")
+    measure_teacher: bool = key(False, "score the teacher's own answers once, for comparison", OURS)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ImportanceWeight(Section):
-    """`is_weight`. `method` and `lower_bound` are ours; a bound of null is none. See `correction.py` for defaults."""
+    """`is_weight`. A bound of null is none."""
 
-    enabled: bool = False
-    method: Literal["tis", "icepop"] = "tis"
-    weight_type: Level = "token"
-    lower_bound: NotNegative | None = None
-    upper_bound: AboveZero | None = None
-    detach: bool = True
+    enabled: bool = key(False, "weigh the policy loss with train / infer probabilities")
+    method: Literal["tis", "icepop"] = key(
+        "tis", "truncate weights above, or leave out tokens outside both bounds", OURS
+    )
+    weight_type: Level = key("token", "over what a weight is taken")
+    lower_bound: NotNegative | None = key(None, "of icepop; not written: 0.2", OURS)
+    upper_bound: AboveZero | None = key(None, "not written: 1.2 of tis, 5 of icepop")
+    detach: bool = key(True, "accepted: weights never have a gradient")
 
 
+@dataclass(frozen=True, kw_only=True)
 class TokenFilter(Section):
-    """An entry of `filters`: tokens outside its bounds are left out. A bound of null is none."""
+    """An entry of `filters`: tokens outside its bounds are masked. A bound of null is none."""
 
-    enabled: bool = False
-    agg_type: Level = "token"
-    ratio_enabled: bool = True
-    ratio_low: NotNegative | None = None
-    ratio_high: NotNegative | None = None
-    diff_enabled: bool = False
-    diff_low: Number | None = None
-    diff_high: Number | None = None
+    enabled: bool = key(False, "whether it counts")
+    agg_type: Level = key("token", "over what it measures")
+    ratio_enabled: bool = key(True, "bound train / infer")
+    ratio_low: NotNegative | None = key(None, "not written: 0.8")
+    ratio_high: NotNegative | None = key(None, "not written: 1.2")
+    diff_enabled: bool = key(False, "bound train - infer")
+    diff_low: Number | None = key(None, "not written: -0.2")
+    diff_high: Number | None = key(None, "not written: 0.2")
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainInferCorrection(Section):
-    """`train_infer_correction`. `negatives_delta` is ours."""
+    """`train_infer_correction`: what is done about log-probs of training and inference engine being apart."""
 
-    is_weight: ImportanceWeight = ImportanceWeight()
-    filters: tuple[TokenFilter, ...] = ()
-    negatives_delta: AboveZero | None = None
-
-
-class Demonstrations(Section):
-    """`demonstrations` (ours): rows with answers, for losses mix and mix_chord; `*_key` name columns."""
-
-    data_args: DataArgs = DataArgs()
-    prompt_key: Name | None = None
-    query_key: Name | None = None
-    system_key: Name | None = None
-    response_key: Name | None = None
+    is_weight: ImportanceWeight = key(ImportanceWeight(), "weights of the policy loss")
+    filters: tuple[TokenFilter, ...] = key((), "masks of tokens")
+    negatives_delta: AboveZero | None = key(None, "mask negative advantages where infer - train is above this", OURS)
 
 
-class Run(Section):
-    """What every run has, whatever it learns from."""
+@dataclass(frozen=True, kw_only=True)
+class PromptColumns(Section):
+    """Columns of rows with an answer."""
 
-    ignored = names.IGNORED_TOP
-    exp_name: str | None = None
-    output_dir: str = "./output"
-    seed: Count = 42
-    deterministic: bool = False
-    system_envs: Environment = {}
-    track_with: Texts = ("tensorboard",)
-    tracker_kwargs: dict[str, Any] = {}  # see `trackers.py`
-    num_nodes: Positive | None = None  # None: as many as the device mappings reach over
-    num_gpus_per_node: Positive = 8
-    max_steps: Positive = 500
-    save_steps: Count = 50
-    logging_steps: Positive = 1
-    eval_steps: Count = 10
-    resume_from_checkpoint: bool | str = False
-    max_ckpt_to_keep: Count = 0
-    max_grad_norm: NotNegative = 1.0
-    pretrain: str | None = None
-    global_template: str | None = None
-    tag_to_template: dict[str, str] = {}
-    algorithm_type: str | None = None  # a row of `algorithms.ALGORITHMS`, or the dotted path of a user's own
+    prompt_key: Name | None = key(None, "column of the instruction")
+    query_key: Name | None = key(None, "column of what is appended to it")
+    system_key: Name | None = key(None, "column of the system message")
+    response_key: Name | None = key(None, "column of the answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations(PromptColumns):
+    """`demonstrations`: rows with answers, of which policy losses mix and mix_chord learn a share of each update."""
+
+    data_args: DataArgs = key(DataArgs(), "the rows", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKeys(Section):
+    """What becomes of rows that cannot be used."""
+
+    on_bad_row: Literal["drop", "refuse"] = key("refuse", "rows that cannot be read", OURS)
+    on_long_prompt: Literal["drop", "refuse"] = key("drop", "rows that are too long", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointKeys(Section):
+    """When checkpoints are written, and how many stay."""
+
+    save_steps: Count = key(50, "steps between checkpoints; 0: only at the end")
+    max_ckpt_to_keep: Count = key(0, "newest ones that stay; 0: all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKeys(Section):
+    """What a run of any pipeline has."""
+
+    output_dir: str = key("./output", "where the directory <exp_name>/<run> is made")
+    seed: Count = key(42, "of samples, the order of rows and new weights")
+    deterministic: bool = key(False, "the same bits in every run, at some cost", OURS)
+    logging_steps: Positive = key(1, "steps between lines on the console")
+    eval_steps: Count = key(10, "steps between validations; 0: never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(RunKeys, CheckpointKeys, RowKeys):
+    """Keys outside the roles that every pipeline has."""
+
+    ignored = roll.IGNORED_TOP
+    exp_name: str | None = key(None, "name of the experiment; without it that of the file")
+    system_envs: Environment = key({}, "environment variables of all processes")
+    track_with: Texts = key(("tensorboard",), "trackers: built-in names or dotted paths")
+    tracker_kwargs: dict[str, Any] = key({}, "arguments of the tracker; of several, by name")
+    num_nodes: Positive | None = key(None, "without it as many as the device mappings reach over")
+    num_gpus_per_node: Positive = key(8, "devices of a node; without GPUs, shares of its cores")
+    max_steps: Positive | None = key(500, "steps of the run")
+    resume_from_checkpoint: bool | str = key(False, "true: the experiment's newest checkpoint; or a run or checkpoint")
+    max_grad_norm: NotNegative = key(1.0, "norm at which gradients are clipped; 0: none")
+    pretrain: str | None = key(None, "the model of roles that name none")
+    global_template: str | None = key(None, "the template of all rows whose tag has none")
+    tag_to_template: dict[str, str] = key({}, "the template of rows by tag", OURS)
+    algorithm_type: str | None = key(
+        None, "a row of algorithms, or a dotted path: what is not written follows it", TRINITY
+    )
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
-    ) = None  # the loss's own, else ROLL's seq-mean-token-mean
-    on_bad_row: Literal["drop", "refuse"] = "refuse"
-    on_long_prompt: Literal["drop", "refuse"] = "drop"
-    strict_strategies: bool = False
+    ) = key(None, "how tokens become one loss; without it the loss's own, else seq-mean-token-mean")
+    strict_strategies: bool = key(False, "refuse strategies that do not exist here, rather than take the nearest", OURS)
 
 
-class Top(Run):
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveKeys(Section):
+    """What is optimised; the formulas are in `roll_opd.algorithms`.
+
+    Rewards are normalised by `norm_mean_type` and `norm_std_type`, then clipped; advantages are whitened over the
+    batch, then clipped; the teachers' term is added after that. In pure distillation nothing of the reward's part
+    exists, and all of it is off.
+    """
+
+    gamma: Fraction = key(1.0, "discount of later rewards")
+    lambd: Fraction = key(0.95, "of gae")
+    whiten_rewards: bool = key(False, "give token rewards mean 0 and deviation 1 over the batch")
+    whiten_advantages: bool = key(False, "give advantages mean 0 and deviation 1 over the batch")
+    norm_mean_type: Literal["batch", "group", "running"] | None = key(None, "whose mean is subtracted from a reward")
+    norm_std_type: Literal["batch", "group", "running"] | None = key(None, "whose deviation divides it")
+    reward_clip: AboveZero | None = key(None, "bound of rewards after that")
+    advantage_clip: AboveZero | None = key(None, "bound of advantages")
+    kl_loss_coef: NotNegative = key(0.0, "weight of the KL to the reference policy in the loss, with use_kl_loss")
+    kl_penalty: str = key("kl", "estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3), abs, full")
+    entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
+    target_kl: AboveZero | None = key(None, "KL towards which the coefficient of the token-level KL adapts")
+    kl_horizon: Positive = key(10000, "samples in which it changes by a fifth at most")
+    pg_clip: NotNegative = key(0.2, "how far ratios may be from 1")
+    pg_clip_low: NotNegative | None = key(None, "the same downwards; without it pg_clip")
+    pg_clip_high: NotNegative | None = key(None, "the same upwards; without it pg_clip")
+    # how the teachers teach
+    opd_objective: Literal["sampled", "topk", "full"] = key(
+        "sampled",
+        "from sampled tokens as an advantage; from a top-k or the whole vocabulary as a part of the loss",
+        OURS,
+    )
+    opd_divergence: str = key("reverse_kl", "of topk and full: a name of algorithms.divergences", OURS)
+    opd_topk: Positive = key(64, "tokens of topk", OURS)
+    opd_topk_source: Literal["teacher", "student"] = key("teacher", "whose most likely tokens these are", OURS)
+    opd_jsd_beta: Fraction = key(0.5, "the teacher's weight in the mixture of jsd", OURS)
+    opd_skew_alpha: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)] = key(
+        0.1, "of the skewed divergences: how much of the first argument is mixed into the second", OURS
+    )
+    opd_kl_discount: Fraction = key(
+        0.0, "discount of later tokens' reverse KL in an advantage; 0: a token's own alone", OURS
+    )
+    ppo_epochs: Positive = key(1, "passes over a step's samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticKeys(Section):
+    """The critic's training."""
+
+    critic_warmup: Count = key(0, "first steps, in which the critic alone learns")
+    critic_epochs: Positive = key(1, "passes of the critic over a step's samples", OURS)
+    value_clip: AboveZero | None = key(None, "how far a value may move from the one before the update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutKeys(Section):
+    """How a step rolls out."""
+
+    rollout_batch_size: Positive = key(128, "prompts a step")
+    samples_per_step: Count = key(4, "samples a step in samples.jsonl", OURS)
+    async_generation_ratio: NotNegative = key(0.0, "steps that generation runs ahead of training; 0 alone is available")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     """Every key outside the roles, of a run that rolls out."""
 
-    rollout_batch_size: Positive = 128
-    prompt_length: Positive = 1024
-    response_length: Positive | None = None
-    sequence_length: Positive | None = None
-    num_return_sequences_in_group: Positive | None = None
-    ppo_epochs: Positive = 1
-    validation: Validation | None = None
-    demonstrations: Demonstrations | None = None
-    expert_data_ratio: Fraction | None = None  # Trinity-RFT's; None: the algorithm's
-    is_pure_opd: bool = False
-    use_opd: bool = False
-    pure_opd_pipeline_type: Literal["rlvr", "agentic"] = "rlvr"
-    opd_kl_coef: NotNegative | None = None
-    opd_kl_discount: Fraction = 0.0
-    # how the teachers teach (ours); ranges are those of `algorithms.divergences`
-    opd_objective: Literal["sampled", "topk", "full"] = "sampled"
-    opd_use_policy_gradient: bool | None = None
-    opd_divergence: Literal[names.DIVERGENCES] = "reverse_kl"  # type: ignore[valid-type]
-    opd_topk: Positive = 64
-    opd_topk_source: Literal["teacher", "student"] = "teacher"
-    opd_jsd_beta: Fraction = 0.5
-    opd_skew_alpha: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)] = 0.1
-    allow_self_teacher: bool = False
-    advantage_fn: str | None = None  # Trinity-RFT's name of adv_estimator; also a registered name or a dotted path
-    advantage_fn_args: dict[str, Any] = {}
-    policy_loss_fn: str | None = None  # likewise of policy_loss
-    policy_loss_fn_args: dict[str, Any] = {}
-    kl_loss_fn: Literal[names.KL_LOSSES] | None = None  # type: ignore[valid-type]
-    policy_loss: Literal[names.POLICY_LOSSES] | None = None  # type: ignore[valid-type]
-    pg_clip: NotNegative = 0.2
-    use_pg_clip_range: bool | None = None
-    pg_clip_low: NotNegative | None = None
-    pg_clip_high: NotNegative | None = None
-    dual_clip_loss: bool | Annotated[float, Field(gt=1)] = False
-    enable_old_logprobs_recompute: bool = False
-    train_infer_correction: TrainInferCorrection = TrainInferCorrection()
-    samples_per_step: Count = 4
-    # of the reward's part; fixed or without meaning in pure distillation. None: not written
-    adv_estimator: Literal[names.ADV_ESTIMATORS] | None = None  # type: ignore[valid-type]
-    gamma: Fraction | None = None
-    lambd: Fraction | None = None
-    whiten_rewards: bool | None = None
-    whiten_advantages: bool | None = None
-    norm_mean_type: Literal["batch", "group", "running"] | None = None
-    norm_std_type: Literal["batch", "group", "running"] | None = None
-    reward_clip: AboveZero | None = None
-    advantage_clip: AboveZero | None = None
-    use_kl_loss: bool | None = None
-    kl_loss_coef: NotNegative | None = None
-    kl_penalty: Literal[names.KL_PENALTIES] | None = None  # type: ignore[valid-type]
-    entropy_loss_coef: Number | None = None
-    add_token_level_kl: bool | None = None
-    init_kl_coef: NotNegative | None = None
-    target_kl: AboveZero | None = None
-    kl_horizon: Positive | None = None
-    critic_warmup: Count | None = None
-    critic_epochs: Positive | None = None
-    value_clip: AboveZero | None = None
-    # rollout control
-    max_running_requests: Positive | None = None
-    is_use_additional_prompts: bool = False
-    max_additional_running_prompts: Count = 16
-    async_generation_ratio: NotNegative = 0.0
-    # agentic
-    custom_envs: dict[str, Any] | None = None
-    train_env_manager: EnvManager | None = None
-    val_env_manager: EnvManager | None = None
-    reward_normalization: RewardNormalization = RewardNormalization()
-    # change what is learnt, and are not available yet where they are on
-    opsd_mode: bool = False
-    infer_correction: bool = False  # ROLL's older form of train_infer_correction
-    opd_token_kld_clip: Number | None = None
-    pg_variant: str | None = None
-    importance_sampling: str | None = None
-    use_topr_loss: bool = False
-    use_topr_neg_loss_coef: Number = 0.0
-    postive_loss_coef: Number = 0.0  # ROLL's spelling
-    reward_norm: str | None = None  # ROLL's older keys, before norm_mean_type and norm_std_type
-    reward_shift: bool = False
-    reward_scale: bool = False
+    max_steps: Positive = key(500, "steps of the run")
+    prompt_length: Positive = key(1024, "most tokens of a prompt")
+    response_length: Positive | None = key(None, "most tokens of a response")
+    sequence_length: Positive | None = key(None, "most tokens of both; says what response_length does not")
+    num_return_sequences_in_group: Positive | None = key(None, "responses a prompt")
+    validation: Validation | None = key(None, "held-out prompts, answered now and then")
+    demonstrations: Demonstrations | None = key(None, "rows with answers that join the student's samples", OURS)
+    expert_data_ratio: Fraction | None = key(None, "their share of an update; without it the algorithm's", TRINITY)
+    is_pure_opd: bool = key(False, "learn from teachers alone")
+    use_opd: bool = key(False, "learn from teachers and rewards together")
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] = key("rlvr", "from prompts or in environments")
+    opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
+    opd_use_policy_gradient: bool | None = key(None, "accepted where it says what opd_objective does", OURS)
+    allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
+    adv_estimator: str | None = key(None, "how rewards become advantages; without it gae")
+    advantage_fn: str | None = key(None, "the same: a name of algorithms, a registered one or a dotted path", TRINITY)
+    advantage_fn_args: dict[str, Any] = key({}, "its arguments", TRINITY)
+    policy_loss: str | None = key(
+        None, "name of the policy loss; without it ppo, in pure distillation importance_sampling", OURS
+    )
+    policy_loss_fn: str | None = key(None, "the same: a name of algorithms, a registered one or a dotted path", TRINITY)
+    policy_loss_fn_args: dict[str, Any] = key({}, "its arguments", TRINITY)
+    use_pg_clip_range: bool | None = key(None, "false: pg_clip alone counts")
+    dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
+        False, "bound a negative advantage's loss: true is 1 + 2 pg_clip, a number is itself"
+    )
+    enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even where it is not needed")
+    train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "against log-probs that are apart")
+    use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
+    kl_loss_fn: str | None = key(None, "its estimator: none, or a name of algorithms.kl; without it k3", TRINITY)
+    add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
+    init_kl_coef: NotNegative = key(0.2, "its coefficient")
+    max_running_requests: Positive | None = key(None, "requests under way at once, over all engines")
+    is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
+    max_additional_running_prompts: Count = key(16, "how many more")
+    # agentic runs can be planned and not yet run: their sections pass into the plan as they are
+    custom_envs: dict[str, Any] | None = key(None, "environments by tag; planned, not yet run")
+    train_env_manager: dict[str, Any] | None = key(None, "how many of which are played; planned, not yet run")
+    val_env_manager: dict[str, Any] | None = key(None, "the same for validation; planned, not yet run")
+    reward_normalization: dict[str, Any] | None = key(None, "of environments' rewards; planned, not yet run")
+    # change what is learned, and are not available yet where they are on
+    opsd_mode: bool = key(
+        False, "not available yet: teach from the student's own weights with a solution in the prompt"
+    )
+    infer_correction: bool = key(False, "ROLL's older form of train_infer_correction; write that")
+    opd_token_kld_clip: Number | None = key(None, "not available yet: bound of a token's reverse KL")
+    pg_variant: str | None = key(None, "ROLL's older name of a policy loss")
+    importance_sampling: str | None = key(None, "token, or seq: ratios of whole sequences")
+    use_topr_loss: bool = key(False, "ROLL's switch for the policy loss topr")
+    use_topr_neg_loss_coef: Number = key(0.0, "not available yet")
+    postive_loss_coef: Number = key(0.0, "not available yet (ROLL's spelling)")
+    reward_norm: str | None = key(None, "ROLL's older key; write norm_mean_type and norm_std_type")
+    reward_shift: bool = key(False, "ROLL's older key; write norm_mean_type")
+    reward_scale: bool = key(False, "ROLL's older key; write norm_std_type")
 
 
+@dataclass(frozen=True, kw_only=True)
 class EpochArgs(TrainingArgs):
     """`training_args` of a run over rows that bring their answers. Batch sizes count rows."""
 
-    ignored = names.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
-    num_train_epochs: AboveZero | None = None
+    ignored = roll.IGNORED_TRAINING_ARGS - {"num_train_epochs"}
+    num_train_epochs: AboveZero | None = key(None, "passes over the rows, where max_steps is not written or -1")
 
 
+@dataclass(frozen=True, kw_only=True)
 class SupervisedWorker(Worker):
     """The role that learns from rows. Nothing is sampled and there is no teacher."""
 
-    ignored = names.IGNORED_WORKER | {"generating_args", "opd_kl_coef", "tag_included"}
-    training_args: EpochArgs = EpochArgs()
+    ignored = roll.IGNORED_WORKER | {"generating_args", "opd_kl_coef", "tag_included"}
+    training_args: EpochArgs = key(EpochArgs(), "the optimizer, its schedule and its batches")
 
 
+@dataclass(frozen=True, kw_only=True)
 class HeldOut(Section):
     """`validation` without generating: the loss on held-out rows."""
 
-    ignored = names.IGNORED_VALIDATION | {"generating_args"}
-    data_args: DataArgs = DataArgs()
+    ignored = roll.IGNORED_VALIDATION | {"generating_args"}
+    data_args: DataArgs = key(DataArgs(), "held-out rows")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Supervised(Run):
-    """Keys of both pipelines that learn from rows."""
+    """Keys of pipelines that learn from rows; each is a subclass with its own keys and these facts."""
 
-    max_steps: Annotated[int, Field(ge=-1)] | None = None  # -1: from num_train_epochs, as in ROLL
-    sequence_length: Positive = 1024
-    train_batch_size: Positive | None = None  # rows a step; None: those of one update
-    validation: HeldOut | None = None
+    pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
+    title: ClassVar[str]  # for people
+    role: ClassVar[str]  # the section of what learns
+    own_keys: ClassVar[frozenset[str]] = frozenset()  # a configuration with one of these means this pipeline
+    answers: ClassVar[int] = 1  # sequences a row
+    has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
+    loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
+
+    max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: from num_train_epochs")
+    sequence_length: Positive = key(1024, "most tokens of a prompt and its answer")
+    train_batch_size: Positive | None = key(None, "rows a step; without it those of one update", OURS)
+    validation: HeldOut | None = key(None, "rows on which the loss is measured")
+
+    def __init_subclass__(cls) -> None:
+        if "pipeline" in vars(cls):
+            SUPERVISED[cls.pipeline] = cls
+
+    def refusals(self) -> Mapping[str, str]:
+        """Return key -> why its value cannot be run yet."""
+        return {}
 
 
-class Sft(Supervised):
-    """Keys of the SFT pipeline outside its role `sft_train`; `*_key` name columns."""
-
-    prompt_key: Name | None = None
-    query_key: Name | None = None
-    system_key: Name | None = None
-    response_key: Name | None = None
+SUPERVISED: dict[str, type[Supervised]] = {}  # by pipeline
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sft(Supervised, PromptColumns):
+    """Keys of the SFT pipeline outside its role `sft_train`."""
+
+    pipeline = "sft"
+    title = "supervised fine-tuning"
+    role = "sft_train"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dpo(Supervised):
-    """Keys of the DPO pipeline outside its roles `actor_train` and `reference`; `*_key` name columns."""
+    """Keys of the DPO pipeline outside its roles `actor_train` and `reference`."""
 
-    chosen_key: Name | None = None
-    rejected_key: Name | None = None
-    beta: AboveZero | None = None
-    label_smoothing: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=0.5)] | None = None
-    ipo: bool = False
-    use_reference_model: bool = True
+    pipeline = "dpo"
+    title = "direct preference optimization"
+    role = "actor_train"
+    own_keys = frozenset({"chosen_key", "rejected_key", "beta", "label_smoothing", "ipo", "use_reference_model"})
+    answers = 2
+    has_reference = True
+    loss_arguments = ("beta", "label_smoothing")
+
+    chosen_key: Name | None = key(None, "column of the better answer")
+    rejected_key: Name | None = key(None, "column of the worse answer")
+    beta: AboveZero | None = key(None, "how much log-prob a preference is worth; without it 0.1")
+    label_smoothing: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=0.5)] | None = key(
+        None, "share of preferences taken to be the wrong way round"
+    )
+    ipo: bool = key(False, "not available yet: the loss of IPO")
+    use_reference_model: bool = key(True, "false is not available")
+
+    def refusals(self) -> Mapping[str, str]:
+        """See `Supervised`."""
+        found = {}
+        if self.ipo:
+            found["ipo"] = "true is not available yet; remove the key to learn with DPO's own loss"
+        if not self.use_reference_model:
+            found["use_reference_model"] = "false is not available: DPO compares with a reference policy"
+        return found

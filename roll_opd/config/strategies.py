@@ -4,22 +4,20 @@ A strategy of ROLL's that does not exist here becomes its nearest, said in a war
 `strict_strategies: true`). What the engine knows passes through untouched.
 """
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.errors import Findings
-from roll_opd.config.known_names import (
+from roll_opd.config.device_mapping import parse_device_mapping, short_devices
+from roll_opd.engine_options import option_problem
+from roll_opd.config.errors import Diagnostics
+from roll_opd.config.legacy_roll import (
     IGNORED_MEGATRON,
     IGNORED_VLLM,
     MEGATRON_DECIDED,
-    MEGATRON_FIELDS,
     NEAREST_STRATEGY,
     STRATEGY,
-    VLLM_ARGUMENTS,
 )
 from roll_opd.config.plan import Layout
-from roll_opd.config.ranges import parse_device_mapping, short_devices
 from roll_opd.config.schema import Worker
 
 SIZES = {
@@ -53,21 +51,21 @@ class Vllm:
     args: dict[str, Any]
 
 
-def read_devices(worker: Worker, path: str, findings: Findings) -> tuple[int, ...] | None:
+def read_devices(worker: Worker, path: str, diagnostics: Diagnostics) -> tuple[int, ...] | None:
     """Return the devices that are written for a role, or None with a problem reported."""
     key = f"{path}.device_mapping"
     if worker.device_mapping is None:
-        findings.problem(key, 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"')
+        diagnostics.problem(key, 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"')
         return None
     try:
         return parse_device_mapping(worker.device_mapping)
     except ValueError as error:
-        findings.problem(key, str(error))
+        diagnostics.problem(key, str(error))
         return None
 
 
-def read_strategy(worker: Worker, path: str, job: str, strict: bool, findings: Findings) -> dict[str, Any] | None:
-    """Return the strategy_config of a role that does `job` (train, score, rollout), None if it is wrong."""
+def read_strategy(worker: Worker, path: str, job: str, strict: bool, diagnostics: Diagnostics) -> dict[str, Any] | None:
+    """Return the strategy_config of a role that does `job` (train, frozen, rollout), None if it is wrong."""
     wanted = STRATEGY[job]
     key = f"{path}.strategy_args.strategy_name"
     if worker.strategy_args is None:
@@ -77,18 +75,18 @@ def read_strategy(worker: Worker, path: str, job: str, strict: bool, findings: F
         return config
     if name in NEAREST_STRATEGY[job]:
         if strict:
-            findings.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
+            diagnostics.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
             return None
         dropped = f" (its strategy_config is dropped: {', '.join(sorted(config))})" if config else ""
-        findings.warn(f"{key}: {name!r} does not exist here; {wanted!r} takes its place{dropped}")
+        diagnostics.warn(f"{key}: {name!r} does not exist here; {wanted!r} takes its place{dropped}")
         return {}
-    hint = " (a vLLM engine does not return teacher log-probs here)" if job == "score" and name == "vllm" else ""
-    findings.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
+    hint = " (a vLLM engine does not return teacher log-probs here)" if job == "frozen" and name == "vllm" else ""
+    diagnostics.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
     return None
 
 
 def read_megatron(
-    worker: Worker, path: str, job: str, strict: bool, findings: Findings, student: Megatron | None = None
+    worker: Worker, path: str, job: str, strict: bool, diagnostics: Diagnostics, student: Megatron | None = None
 ) -> Megatron | None:
     """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong.
 
@@ -99,26 +97,26 @@ def read_megatron(
         devices = student.devices
         if devices is None:
             return None  # told of the student
-        findings.warn(f"{path}.device_mapping: is not written; it shares the student's {short_devices(devices)}")
+        diagnostics.warn(f"{path}.device_mapping: is not written; it shares the student's {short_devices(devices)}")
         if worker.strategy_args is None and student.layout is not None:
             return Megatron(devices, student.layout, None, True, {})
     else:
-        devices = read_devices(worker, path, findings)
-    config = read_strategy(worker, path, job, strict, findings)
+        devices = read_devices(worker, path, diagnostics)
+    config = read_strategy(worker, path, job, strict, diagnostics)
     if config is None:
         return None
     prefix = f"{path}.strategy_args.strategy_config"
-    before = len(findings.problems)
-    sizes, switches, args = _sort_settings(config, prefix, findings)
+    before = len(diagnostics.problems)
+    sizes, switches, args = _sort_settings(config, prefix, diagnostics)
     layout = None
-    if devices is not None and len(findings.problems) == before:
-        layout = _layout(sizes, switches.get("sequence_parallel"), devices, path, findings)
+    if devices is not None and len(diagnostics.problems) == before:
+        layout = _layout(sizes, switches.get("sequence_parallel"), devices, path, diagnostics)
     dtype = next((name for name in ("bf16", "fp16") if switches.get(name)), None)
     return Megatron(devices, layout, dtype, switches.get("use_distributed_optimizer", True), args)
 
 
 def _sort_settings(
-    config: dict[str, Any], prefix: str, findings: Findings
+    config: dict[str, Any], prefix: str, diagnostics: Diagnostics
 ) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
     """Split a Megatron strategy_config into parallel sizes, switches and what passes through."""
     sizes: dict[str, int] = {}
@@ -131,18 +129,22 @@ def _sort_settings(
             if _is_positive(value):
                 sizes[SIZES[key]] = value
             else:
-                findings.problem(f"{prefix}.{key}", f"should be a whole number from 1, got {value!r}")
+                diagnostics.problem(f"{prefix}.{key}", f"should be a whole number from 1, got {value!r}")
         elif key in SWITCHES:
             if isinstance(value, bool):
                 switches[key] = value
             else:
-                findings.problem(f"{prefix}.{key}", f"should be true or false, got {value!r}")
+                diagnostics.problem(f"{prefix}.{key}", f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
-            findings.ignore(f"{prefix}.{key}")
-        elif key in MEGATRON_FIELDS:
-            args[key] = value
+            diagnostics.ignore(f"{prefix}.{key}")
+        elif key in MEGATRON_DECIDED:
+            what = "is decided by the model's config.json, model_args or the engine itself; remove it"
+            diagnostics.problem(f"{prefix}.{key}", what)
         else:
-            findings.problem(f"{prefix}.{key}", _unknown(key))
+            args[key] = value
+            problem = option_problem("Megatron", key, value, (*SIZES, *SWITCHES, *IGNORED_MEGATRON))
+            if problem:
+                diagnostics.problem(f"{prefix}.{key}", problem)
     if sizes.get("vpp") == 1:
         del sizes["vpp"]  # one virtual stage a rank is no virtual pipeline
     return sizes, switches, args
@@ -152,22 +154,14 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _unknown(key: str) -> str:
-    if key in MEGATRON_DECIDED:
-        return "is decided by the model's config.json, model_args or the engine itself; remove it"
-    known = sorted({*SIZES, *SWITCHES, *MEGATRON_FIELDS, *IGNORED_MEGATRON})
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"unknown key for a Megatron strategy; {f'did you mean {near[0]!r}?' if near else 'remove it'}"
-
-
 def _layout(
-    sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...], path: str, findings: Findings
+    sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...], path: str, diagnostics: Diagnostics
 ) -> Layout | None:
     tp = sizes.get("tp", 1)
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
     if len(devices) % one_copy:
         shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
-        findings.problem(
+        diagnostics.problem(
             f"{path}.device_mapping",
             f"{len(devices)} devices cannot hold whole copies of a model spread over {one_copy} ({shape});"
             f" give a multiple of {one_copy} devices",
@@ -181,35 +175,38 @@ def _layout(
     return Layout(**{**sizes, "dp": len(devices) // one_copy, "sequence_parallel": sequence_parallel})
 
 
-def read_vllm(worker: Worker, path: str, strict: bool, findings: Findings) -> Vllm | None:
+def read_vllm(worker: Worker, path: str, strict: bool, diagnostics: Diagnostics) -> Vllm | None:
     """Return the rollout role's engines, None if its strategy is wrong."""
-    devices = read_devices(worker, path, findings)
-    config = read_strategy(worker, path, "rollout", strict, findings)
+    devices = read_devices(worker, path, diagnostics)
+    config = read_strategy(worker, path, "rollout", strict, diagnostics)
     if config is None:
         return None
     prefix = f"{path}.strategy_args.strategy_config"
     for key in sorted(IGNORED_VLLM.intersection(config)):
-        findings.ignore(f"{prefix}.{key}")
+        diagnostics.ignore(f"{prefix}.{key}")
     args = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
     tp, length = args.pop("tensor_parallel_size", 1), args.pop("max_model_len", None)
     for key, value in (("tensor_parallel_size", tp), ("max_model_len", length)):
         if value is not None and not _is_positive(value):
-            findings.problem(f"{prefix}.{key}", f"should be a whole number from 1, got {value!r}")
+            diagnostics.problem(f"{prefix}.{key}", f"should be a whole number from 1, got {value!r}")
             return None
     for key in ("pipeline_parallel_size", "data_parallel_size"):
         if args.pop(key, 1) != 1:
-            findings.problem(f"{prefix}.{key}", "only 1 is possible here; spread the engine with tensor_parallel_size")
+            diagnostics.problem(
+                f"{prefix}.{key}", "only 1 is possible here; spread the engine with tensor_parallel_size"
+            )
     if devices is not None and len(devices) % tp:
-        findings.problem(
+        diagnostics.problem(
             f"{path}.device_mapping",
             f"{len(devices)} devices cannot hold whole engines of tensor_parallel_size {tp}; give a multiple of {tp}",
         )
         devices = None
     for key in ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config"):
         if key in args:
-            findings.problem(f"{prefix}.{key}", "is set by the run itself; remove it")
-    for key in sorted(set(args) - VLLM_ARGUMENTS):
-        near = difflib.get_close_matches(key, VLLM_ARGUMENTS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        findings.problem(f"{prefix}.{key}", f"unknown engine argument of vLLM{hint}")
+            diagnostics.problem(f"{prefix}.{key}", "is set by the run itself; remove it")
+            del args[key]
+    for key, value in args.items():
+        problem = option_problem("vLLM", key, value)
+        if problem:
+            diagnostics.problem(f"{prefix}.{key}", problem)
     return Vllm(devices, tp, length, args)

@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.models import ModelFilesError, read_json
+from roll_opd.hf.model_info import ModelFilesError, read_json
 
 # steps of tokenizer.json besides its model; each changes which ids a text becomes
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

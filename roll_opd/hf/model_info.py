@@ -13,9 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.known_names import MODEL_TYPES
-from roll_opd.config.load import REPOSITORY
+from roll_opd.paths import find_path, places
 
+MODEL_TYPES = (
+    "llama",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+)  # decoders that can be planned
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 FINGERPRINT_PIECES = 16
 FINGERPRINT_BYTES = 65_536
@@ -26,7 +35,7 @@ class ModelFilesError(Exception):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelInfo:
     """Sizes of a decoder-only model, from config.json and the weight headers."""
 
     path: Path
@@ -45,21 +54,6 @@ class ModelFacts:
     weight_files: tuple[Path, ...]  # empty: config.json only
 
 
-def find_path(text: str) -> Path | None:
-    """Return the existing path that `text` means, from the current directory or the repository root."""
-    given = Path(text).expanduser()
-    for candidate in (given, REPOSITORY / given):
-        if candidate.exists():
-            return candidate.resolve()
-    return None
-
-
-def places() -> str:
-    """Name the directories from which relative paths are looked up."""
-    here = Path.cwd()
-    return str(here) if here == REPOSITORY else f"{here} or {REPOSITORY}"
-
-
 def find_model(text: str) -> Path:
     """Return the local directory of a model: a path, or a Hub name that has already been downloaded.
 
@@ -68,9 +62,8 @@ def find_model(text: str) -> Path:
     found = find_path(text) or _in_hub_cache(text)
     if found is None:
         raise ModelFilesError(
-            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face"
-            f" cache; give"
-            " the path of a local Hugging Face model directory"
+            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; give the"
+            " path of a local Hugging Face model directory"
         )
     if not found.is_dir():
         raise ModelFilesError(f"model {text!r} is a file; give the directory with config.json and the weights")
@@ -103,13 +96,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_model(path: Path) -> ModelFacts:
-    """Return the facts of the model in directory `path`. Raises ModelFilesError."""
+def read_model(path: Path) -> ModelInfo:
+    """Return what is known of the model in directory `path`. Raises ModelFilesError."""
     if not (path / "config.json").is_file():
         raise ModelFilesError(f"{path} has no config.json; it is not a Hugging Face model directory")
     config = read_json(path / "config.json")
     model_type = str(config.get("model_type", ""))
-    if "vision_config" in config or "text_config" in config or model_type.endswith("_vl"):
+    if is_vision_config(config):
         raise ModelFilesError(
             f"{path} is a vision-language model ({model_type}); only text models can be distilled here"
         )
@@ -118,18 +111,24 @@ def read_model(path: Path) -> ModelFacts:
             f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(MODEL_TYPES)}"
         )
     try:
-        return _facts(path, model_type, config)
+        return _info(path, model_type, config)
     except ModelFilesError as error:
         raise ModelFilesError(f"{path}: {error}") from None
     except OSError as error:
         raise ModelFilesError(f"{error.filename or path} cannot be read: {error.strerror}") from None
 
 
-def _facts(path: Path, model_type: str, config: dict[str, Any]) -> ModelFacts:
+def is_vision_config(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a vision-language or video model."""
+    kind = str(config.get("model_type", ""))
+    return "vision_config" in config or "text_config" in config or kind.endswith(("_vl", "_vl_moe", "_omni"))
+
+
+def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     intermediate = _size(config, "intermediate_size")
     weights = weight_files(path)
-    facts = ModelFacts(
+    info = ModelInfo(
         path=path,
         model_type=model_type,
         layers=_size(config, "num_hidden_layers"),
@@ -145,16 +144,16 @@ def _facts(path: Path, model_type: str, config: dict[str, Any]) -> ModelFacts:
         parameters=sum(map(_parameters, weights)),
         weight_files=weights,
     )
-    return facts if weights else replace(facts, parameters=_parameters_by_size(facts, config))
+    return info if weights else replace(info, parameters=_parameters_by_size(info, config))
 
 
-def _parameters_by_size(facts: ModelFacts, config: dict[str, Any]) -> int:
+def _parameters_by_size(info: ModelInfo, config: dict[str, Any]) -> int:
     """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
-    embeddings = facts.vocab * facts.hidden * (1 if config.get("tie_word_embeddings") else 2)
-    attention = 2 * facts.hidden * facts.head_dim * (facts.heads + facts.kv_heads)
-    mlp = 3 * facts.hidden * (facts.experts * facts.expert_intermediate or facts.intermediate)
-    router = facts.experts * facts.hidden
-    return embeddings + facts.layers * (attention + mlp + router + 2 * facts.hidden) + facts.hidden
+    embeddings = info.vocab * info.hidden * (1 if config.get("tie_word_embeddings") else 2)
+    attention = 2 * info.hidden * info.head_dim * (info.heads + info.kv_heads)
+    mlp = 3 * info.hidden * (info.experts * info.expert_intermediate or info.intermediate)
+    router = info.experts * info.hidden
+    return embeddings + info.layers * (attention + mlp + router + 2 * info.hidden) + info.hidden
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
@@ -213,13 +212,13 @@ def _parameters(file: Path) -> int:
     return total
 
 
-def same_weights(one: ModelFacts, other: ModelFacts) -> bool:
+def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
     """Say whether two models hold the same weights: the same files, or the same sizes and sampled content."""
     if one.path == other.path:
         return True
     if not (one.weight_files and other.weight_files):
         return False
-    sizes = [[file.stat().st_size for file in facts.weight_files] for facts in (one, other)]
+    sizes = [[file.stat().st_size for file in info.weight_files] for info in (one, other)]
     if sizes[0] != sizes[1]:
         return False
     pairs = zip(one.weight_files, other.weight_files, strict=True)

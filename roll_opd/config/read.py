@@ -7,15 +7,27 @@ can. Keys nobody knows are reported with the nearest known key; ROLL's keys with
 import difflib
 import json
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from itertools import takewhile
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from roll_opd.config.errors import Findings
-from roll_opd.config.known_names import REWARD_KEYS_OF_ROLL
-from roll_opd.config.schema import Reward, Section, Term, Top, Worker
+from roll_opd.config.errors import Diagnostics
+from roll_opd.config.legacy_roll import REWARD_KEYS_OF_ROLL
+from roll_opd.config.schema import (
+    Reward,
+    Run,
+    Section,
+    Supervised,
+    SupervisedWorker,
+    Term,
+    Top,
+    Worker,
+    keys_of,
+    mark_written,
+)
 
 S = TypeVar("S", bound=Section)
 PURE_ROLES = ("student_train", "student_infer")
@@ -28,9 +40,9 @@ ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping
 
 @dataclass
 class Sections:
-    """A validated configuration; a part that could not be read is None, a part nobody wrote is absent."""
+    """A validated configuration; a part that could not be read is None, a part that is not written is absent."""
 
-    top: Top | None = None
+    top: Run | None = None
     workers: dict[str, Worker | None] = field(default_factory=dict)  # by the name the user wrote
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
@@ -39,31 +51,47 @@ class Sections:
     pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
 
 
-def read_sections(values: dict[str, Any], variables: frozenset[str], findings: Findings) -> Sections:
-    """Validate `values`; problems and warnings go to `findings`.
+def read_sections(
+    values: dict[str, Any], variables: frozenset[str], pipeline: type[Supervised] | None, diagnostics: Diagnostics
+) -> Sections:
+    """Validate `values`; problems and warnings go to `diagnostics`.
 
     `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
-    are the user's own, whatever their names.
+    are the user's own, whatever their names. `pipeline` are the keys of a supervised one; None: a run that rolls out.
     """
-    known = {*Top.model_fields, *PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC, "teacher", "rewards"}
-    rest = {key: value for key, value in values.items() if key in known or key not in variables}
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
-    for role in (*PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC):
+    roles: dict[str, type[Worker]] = dict.fromkeys((*PURE_ROLES, *MIXED_ROLES, REFERENCE, CRITIC), Worker)
+    keys: type[Run] = Top
+    if pipeline is not None:
+        roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
+        keys = pipeline
+    known = {*keys_of(keys), *roles, *(("teacher", "rewards") if pipeline is None else ())}
+    rest = {key: value for key, value in values.items() if key in known or key not in variables}
+    for role, worker in roles.items():
         if role in rest:
-            sections.workers[role] = read_section(Worker, rest.pop(role), role, findings)
-    for name, (path, data) in _teachers(rest.pop("teacher", None), findings).items():
-        sections.teachers[name] = read_section(Worker, data, path, findings)
+            sections.workers[role] = read_section(worker, rest.pop(role), role, diagnostics)
+    if pipeline is None:
+        _read_teachers(rest.pop("teacher", None), sections, diagnostics)
+        _read_rewards(rest.pop("rewards", None), sections, diagnostics)
+    sections.top = read_section(keys, rest, "", diagnostics, known)
+    return sections
+
+
+def _read_teachers(value: Any, sections: Sections, diagnostics: Diagnostics) -> None:
+    for name, (path, data) in _teachers(value, diagnostics).items():
+        sections.teachers[name] = read_section(Worker, data, path, diagnostics)
         sections.teacher_paths[name] = path
-    for domain, data in _mapping(rest.pop("rewards", None), "rewards", findings).items():
+
+
+def _read_rewards(value: Any, sections: Sections, diagnostics: Diagnostics) -> None:
+    for domain, data in _mapping(value, "rewards", diagnostics).items():
         path = f"rewards.{domain}"
         if isinstance(data, dict) and _judges_here(data):
             of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
-            sections.judges[domain] = read_section(Worker, of_engine, path, findings)
-        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, findings), path, findings)
-    sections.top = read_section(Top, rest, "", findings, known)
-    return sections
+            sections.judges[domain] = read_section(Worker, of_engine, path, diagnostics)
+        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, diagnostics), path, diagnostics)
 
 
 def _judges_here(reward: dict[str, Any]) -> bool:
@@ -71,12 +99,12 @@ def _judges_here(reward: dict[str, Any]) -> bool:
     return {**(args if isinstance(args, dict) else {}), **reward}.get("judge_model_type") == LOCAL_JUDGE
 
 
-def _teachers(value: Any, findings: Findings) -> dict[str, tuple[str, Any]]:
+def _teachers(value: Any, diagnostics: Diagnostics) -> dict[str, tuple[str, Any]]:
     """Return teacher name -> (path, data); a section with a worker's keys is the one teacher "teacher"."""
     if value is None:
         return {}
-    mapping = _mapping(value, "teacher", findings)
-    keys = {*Worker.model_fields, *Worker.ignored}
+    mapping = _mapping(value, "teacher", diagnostics)
+    keys = {*keys_of(Worker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
     misspelt = [key for key, data in mapping.items() if _near(str(key), keys) and not _is_worker(data, keys)]
     if keys.intersection(mapping) or misspelt:
@@ -88,11 +116,11 @@ def _is_worker(data: Any, keys: set[str]) -> bool:
     return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
-def _with_free_keys(data: Any, path: str, findings: Findings, model: type[Term] = Reward) -> Any:
+def _with_free_keys(data: Any, path: str, diagnostics: Diagnostics, model: type[Term] = Reward) -> Any:
     """Move a reward's own keys into `args`, those of its terms too; a key close to a known one is a typing error."""
     if not isinstance(data, dict):
         return data
-    known = {*model.model_fields, *model.ignored}
+    known = {*keys_of(model), *model.ignored}
     kept = {key: value for key, value in data.items() if key in known}
     args = dict(kept.get("args") or {})
     for key, value in data.items():
@@ -100,12 +128,12 @@ def _with_free_keys(data: Any, path: str, findings: Findings, model: type[Term] 
             continue
         near = _near(str(key), known | REWARD_KEYS_OF_ROLL) if key not in REWARD_KEYS_OF_ROLL else []
         if near:
-            findings.problem(f"{path}.{key}", f"unknown key; did you mean {near[0]!r}?")
+            diagnostics.problem(f"{path}.{key}", f"unknown key; did you mean {near[0]!r}?")
         else:
             args[str(key)] = value
     if isinstance(kept.get("terms"), dict):
         kept["terms"] = {
-            name: _with_free_keys(term or {}, f"{path}.terms.{name}", findings, Term)
+            name: _with_free_keys(term or {}, f"{path}.terms.{name}", diagnostics, Term)
             for name, term in kept["terms"].items()
         }
     return {**kept, "args": args}
@@ -115,11 +143,11 @@ def _near(key: str, known: set[str]) -> list[str]:
     return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85)
 
 
-def _mapping(value: Any, path: str, findings: Findings) -> dict[str, Any]:
+def _mapping(value: Any, path: str, diagnostics: Diagnostics) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        findings.problem(path, f"expected a mapping of names to sections, got {value!r}")
+        diagnostics.problem(path, f"expected a mapping of names to sections, got {value!r}")
         return {}
     return value
 
@@ -128,54 +156,73 @@ def read_section(
     model: type[S],
     data: Any,
     path: str,
-    findings: Findings,
+    diagnostics: Diagnostics,
     also_known: set[str] | None = None,
 ) -> S | None:
     """Validate one section; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        findings.problem(path, f"expected a section with keys, got {data!r}")
+        diagnostics.problem(path, f"expected a section with keys, got {data!r}")
         return None
-    cleaned = _sieve(model, data, path, findings, also_known or set())
+    cleaned = _known_keys(model, data, path, diagnostics, also_known or set())
     try:
         # through JSON, because strict mode takes a list for a tuple only there
-        return model.model_validate_json(json.dumps(cleaned, default=str))
+        section = _adapter(model).validate_json(json.dumps(cleaned, default=str))
     except ValidationError as error:
-        _report(error, path, findings)
+        _report(error, path, diagnostics)
         return None
+    _mark(section, cleaned)
+    return section
 
 
-def _sieve(
-    model: type[Section],
-    data: dict[str, Any],
-    path: str,
-    findings: Findings,
-    also: set[str],
+@cache
+def _adapter(model: type[S]) -> TypeAdapter[S]:
+    return TypeAdapter(model)
+
+
+def _mark(section: Section, data: dict[str, Any]) -> None:
+    """Note what was written, in the sections inside this one, too."""
+    mark_written(section, frozenset(data))
+    for key, value in data.items():
+        inside = getattr(section, key)
+        if isinstance(inside, Section):
+            _mark(inside, value)
+        elif isinstance(inside, tuple) and inside and isinstance(inside[0], Section):
+            for item, written in zip(inside, value, strict=True):
+                _mark(item, written)
+
+
+def _known_keys(
+    model: type[Section], data: dict[str, Any], path: str, diagnostics: Diagnostics, also: set[str]
 ) -> dict[str, Any]:
     """Return `data` without the keys that are unknown (reported) or have no meaning here (gathered)."""
     kept: dict[str, Any] = {}
+    keys = keys_of(model)
+    defaults = {item.name: item.default for item in fields(model)}
     for key, value in data.items():
         dotted = f"{path}.{key}" if path else str(key)
-        if key in model.model_fields and key not in model.ignored:  # a section may ignore a key that it inherits
-            section = _section_type(model.model_fields[key].annotation)
+        if key in keys:
+            section = _section_type(keys[key])
             if section is not None and isinstance(value, dict):
-                value = _sieve(section, value, dotted, findings, set())
+                value = _known_keys(section, value, dotted, diagnostics, set())
             elif section is not None and isinstance(value, list):
                 value = [
-                    _sieve(section, item, f"{dotted}.{number}", findings, set()) if isinstance(item, dict) else item
+                    _known_keys(section, item, f"{dotted}.{number}", diagnostics, set())
+                    if isinstance(item, dict)
+                    else item
                     for number, item in enumerate(value)
                 ]
             if value == "None":
                 value = None  # Python's null, as ROLL's own YAML write it
             # null asks for the default, as leaving the key out does; a null default still counts as written
-            if value is not None or model.model_fields[key].default is None:
+            if value is not None or defaults[key] is None:
                 kept[key] = value
         elif key in model.ignored:
             if value is not None:
-                findings.ignore(dotted)
+                diagnostics.ignore(dotted)
         else:
-            findings.problem(dotted, _unknown_key(str(key), {*model.model_fields, *model.ignored, *also}))
+            diagnostics.problem(dotted, _unknown_key(str(key), {*keys, *model.ignored, *also}))
     return kept
 
 
@@ -193,7 +240,7 @@ def _section_type(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _report(error: ValidationError, path: str, findings: Findings) -> None:
+def _report(error: ValidationError, path: str, diagnostics: Diagnostics) -> None:
     """Turn pydantic's errors into one sentence a key, with the user's own name for it."""
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
@@ -207,7 +254,7 @@ def _report(error: ValidationError, path: str, findings: Findings) -> None:
         inputs[key] = None if missing else item["input"]
     for key, texts in expected.items():
         got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""
-        findings.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
+        diagnostics.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
 
 
 _TYPE_NAMES = {"bool", "str", "int", "float", "constrained-int", "constrained-float"}

@@ -1,0 +1,67 @@
+"""Checks of what is installed and implemented: what can be planned and not be run yet, a sentence each."""
+
+from pathlib import Path
+
+from roll_opd.algorithms.kl import KL_PENALTIES
+from roll_opd.algorithms.registry import ADVANTAGES
+from roll_opd.config.algorithms import loss_facts
+from roll_opd.config.plan import RunPlan
+from roll_opd.config.trackers import lacking
+from roll_opd.megatron.supported import unsupported
+from roll_opd.rewards.registry import REWARDS
+
+
+def unavailable(plan: RunPlan) -> list[str]:
+    """Return a sentence for each part of the plan that cannot be run yet."""
+    sentences = [*_objective(plan), *_rewards(plan), *lacking(plan.trackers)]
+    if plan.agentic is not None:
+        sentences.append(
+            "custom_envs: the agentic pipeline is not available yet; use prompts and rewards"
+            " (start_rlvr_pipeline.py, or pure_opd_pipeline_type rlvr)"
+        )
+    if plan.async_generation_ratio:
+        sentences.append(
+            f"async_generation_ratio: {plan.async_generation_ratio:g} (generation ahead of training) is not available"
+            " yet; use 0"
+        )
+    for learner in filter(None, (plan.student, plan.critic)):
+        if learner.model.dtype == "fp16":
+            sentences.append(f"{learner.name}: training in fp16 is not available; use bf16 or fp32")
+    for role in plan.megatron_roles().values():
+        sentences += [f"{role.name}: {sentence}" for sentence in unsupported(Path(role.model.path))]
+        later = {
+            "context parallelism is not available yet (context_parallel_size {}); use 1": role.layout.cp,
+            "expert parallelism is not available yet (expert_model_parallel_size {}); use 1": role.layout.ep,
+            "virtual pipeline stages are not available yet; remove the key": role.layout.vpp or 1,
+        }
+        sentences += [f"{role.name}: {sentence.format(size)}" for sentence, size in later.items() if size > 1]
+    return sentences
+
+
+def _objective(plan: RunPlan) -> list[str]:
+    objective = plan.objective
+    sentences = []
+    if plan.rollout and objective.adv_estimator in ADVANTAGES.elsewhere:
+        known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
+        sentences.append(f"adv_estimator: {objective.adv_estimator!r} is not available yet; use {known}")
+    needs = loss_facts(objective.policy_loss).needs
+    if needs == "pairs" and not objective.paired:
+        sentences.append(
+            f"policy_loss: {objective.policy_loss!r} reads {needs}, which no rollout gives; run it with"
+            " start_dpo_pipeline.py, or use another loss"
+        )
+    if plan.reference is not None and objective.kl_penalty not in KL_PENALTIES.values():
+        known = ", ".join(dict.fromkeys(KL_PENALTIES.values()))
+        sentences.append(f"kl_penalty: {objective.kl_penalty!r} is not available yet; use one of {known}")
+    return sentences
+
+
+def _rewards(plan: RunPlan) -> list[str]:
+    known = ", ".join(REWARDS.builtin)
+    return [
+        f"rewards.{reward.domain}: the reward worker {term.worker!r} is not available yet; use {known}, or the dotted"
+        " path of a class of your own"
+        for reward in plan.rewards
+        for term in reward.terms
+        if term.worker.startswith("roll.")
+    ]

@@ -1,0 +1,215 @@
+"""ROLL's legacy: its keys without a meaning here, its names for ours, and what it has that is not available.
+
+`IGNORED_*` keys are accepted and listed in one warning; docs/coming-from-roll.md tells what becomes of each of ROLL's.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_opd.hf.model_info import ModelFilesError, find_model, is_vision_config, read_json
+
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+IGNORED_TOP = _names("""
+    logging_dir rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
+    val_batch_size local_rank val_prompt_length val_sequence_length profiler_timeline profiler_memory
+    profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
+    is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
+    generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
+    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward reward_model l2
+    use_reward_scaling add_len_reward use_reward_norm enable_reference
+    force_disable_old_logprobs_recompute dataset_filter vlm_filter
+    save_logging_board_dir difficulty_loss_weight length_loss_weight use_policy_loss_type rl_loss_coef
+    val_greedy val_n_sample max_len_mask mask_type difficulty_mask balance_length minibatch_data_iter_num
+    difficulty_low_threshold difficulty_high_threshold error_max_len_clip error_max_len_threshold
+    opsd_solution_key opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj
+    step_reward_weight episode_reward_weight opsd_teacher_template batch_adjust_mode
+    render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
+    all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
+    frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
+    divide_std add_length_bonus add_token_penalty model_name parse_tool_call_parameter_to_dict
+    skip_mock_system_prompt user_prompt_no_think_format user_prompt_think_format added_text_no_think added_text_think
+""")
+
+IGNORED_WORKER = _names("""
+    name worker_cls pg_variant world_size num_gpus_per_worker model_update_frequency backend_timeout
+    topr_positive_weight topr_negative_weight max_concurrency use_remove_padding sequence_length_round_in_train
+    sequence_length_round_in_infer offload_nccl logits_in_fp32 apply_loss_scale
+""")
+
+IGNORED_MODEL_ARGS = _names("""
+    attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout lora_rank
+    additional_target autocast_adapter_dtype gradient_checkpointing_use_reentrant device_map num_labels
+    model_config_kwargs moe_aux_loss_coef ulysses_size vision_dp
+""")
+
+IGNORED_TRAINING_ARGS = _names("""
+    num_train_epochs logging_steps save_steps bf16 fp16 seed output_dir max_steps gradient_checkpointing
+    dataloader_num_workers report_to remove_unused_columns save_total_limit
+""")
+
+IGNORED_DATA_ARGS = _names("preprocessing_num_workers cache_path eval_file_name dataset_type response")
+
+IGNORED_GENERATING_ARGS = _names("""
+    num_beams do_sample max_length length_penalty default_system logprobs include_stop_str_in_output
+    skip_special_tokens
+""")
+
+IGNORED_REWARD = _names("""
+    name model_args data_args strategy_args generating_args device_mapping num_gpus_per_worker system_envs
+    training_args
+""")
+
+IGNORED_VALIDATION = _names("eval_steps device_mapping model_args strategy_args infer_batch_size")
+
+IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_num_micro_batches_train")
+
+# strategy_config of Megatron that the engine decides itself, or that speed up what is not run here
+IGNORED_MEGATRON = _names("""
+    overlap_grad_reduce overlap_param_gather grad_reduce_in_fp32 use_distributed_optimizer_infer
+    additional_configs optimizer variable_seq_lengths use_cpu_initialization
+    accumulate_allreduce_grads_in_fp32 use_flash_attn delay_grad_reduce ddp_bucket_size ddp_num_buckets
+    ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather optimizer_cpu_offload
+    optimizer_offload_fraction use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d bounded_cpu_grad_staging
+    offload_model_from_cpu_master save_only_model ckpt_format
+""")
+# ROLL's own words inside a vLLM strategy_config
+IGNORED_VLLM = _names("""
+    sleep_level logger_level data_parallel_rank online_quantization online_quantization_config
+""")
+
+# Fields that a model's config.json or another key decides; writing them is a mistake worth a sentence
+MEGATRON_DECIDED = _names("""
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_epsilon
+    normalization num_moe_experts moe_router_topk moe_ffn_hidden_size rotary_base params_dtype pipeline_dtype
+    gated_linear_unit activation_func add_qkv_bias add_bias_linear qk_layernorm deterministic_mode
+    calculate_per_token_loss hidden_dropout attention_dropout gradient_accumulation_fusion
+""")
+
+REWARD_CLASSES_OF_ROLL = {
+    "MathRuleRewardWorker": "math_rule",
+    "GSM8KMathRewardWorker": "math_rule",
+    "CodeSandboxRewardWorker": "code_sandbox",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "PerAlignLLMJudgeRewardWorker": "llm_judge",
+    "GeneralRuleRewardWorker": "ifeval",
+    "GeneralValRuleRewardWorker": "general_rule",
+    "CrossThinkQARuleRewardWorker": "crossthinkqa",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+    "RemoteRewardSystemWorker": "remote",
+}
+
+# keys of ROLL's RewardConfig; a worker here that does not take one ignores it
+REWARD_KEYS_OF_ROLL = _names("""
+    code_url use_local judge_prompt judge_model_type judge_model_name judge_api_url judge_api_key format_pattern
+    reward_type response_length_penalty_coef reward_manager_config
+""")
+
+# ROLL's strategies without an own counterpart here, and the nearest that exists, by what a role does
+NEAREST_STRATEGY = {
+    "train": {"deepspeed_train": "megatron_train", "fsdp2_train": "megatron_train"},
+    "frozen": {
+        "hf_infer": "megatron_infer",
+        "deepspeed_infer": "megatron_infer",
+        "fsdp2_infer": "megatron_infer",
+    },
+    "rollout": {"sglang": "vllm", "hf_infer": "vllm"},
+}
+STRATEGY = {"train": "megatron_train", "frozen": "megatron_infer", "rollout": "vllm"}
+
+
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+KL_PENALTIES_LATER = ("full",)
+# ROLL's pg_variant -> the arguments of its own defaults; the others have those of their loss
+PG_VARIANTS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "ppo": {},
+    "tis": {},
+    "topr": {},
+    "cispo": {"clip_low": 0.1, "clip_high": 0.1},
+    "kimi15": {},
+}
+# what pure distillation fixes: key -> values that agree with it
+PURE_FIXED: dict[str, tuple[object, ...]] = {
+    "adv_estimator": ("reinforce", "on_policy_distill"),
+    "gamma": (0,),
+    "use_kl_loss": (False,),
+    "add_token_level_kl": (False,),
+    "init_kl_coef": (0,),
+    "critic_warmup": (0,),
+}
+# keys that change what is learned and that nothing here computes yet -> the values that change nothing
+LATER: dict[str, tuple[object, ...]] = {
+    "opsd_mode": (False,),
+    "infer_correction": (False,),
+    "opd_token_kld_clip": (None,),
+    "importance_sampling": (None, "token", "seq"),
+    "use_topr_neg_loss_coef": (0,),
+    "postive_loss_coef": (0,),
+    "reward_norm": (None,),
+    "reward_shift": (False,),
+    "reward_scale": (False,),
+}
+INSTEAD = {
+    **dict.fromkeys(("reward_norm", "reward_shift", "reward_scale"), "write norm_mean_type and norm_std_type"),
+    "infer_correction": "write train_infer_correction",
+}
+
+# keys of ROLL's vision and diffusion configurations that no text configuration has
+VISION_KEYS = {"image", "images", "video", "videos", "image_flag_key", "max_pixels", "min_pixels", "vlm_filter"}
+VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b", re.IGNORECASE)
+
+
+def vision_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the sentence for a vision, video or image-generation configuration, None for a text one.
+
+    One sentence is more use to its owner than the forty unknown keys that the ordinary checks would find.
+    """
+    for key, value in _leaves(values, ""):
+        last, text = key.rpartition(".")[2], value if isinstance(value, str) else ""
+        reason = None
+        if last in VISION_KEYS and value is not None:
+            reason = f"{last} belongs to a vision or video configuration"
+        elif last == "pure_opd_pipeline_type" and text.endswith("_vlm"):
+            reason = f"{text!r} is the pipeline of a vision-language model"
+        elif last == "strategy_name" and text.startswith("diffusion"):
+            reason = f"{text!r} trains an image or video generator"
+        # a reward's own judge is its worker's business
+        elif last in ("model_name_or_path", "pretrain") and text and not key.startswith("rewards."):
+            reason = _vision_model(text)
+        if reason:
+            return f"{key}: {reason}; only text models can be trained here, use ROLL itself for vision and video"
+    return None
+
+
+def _vision_model(model: str) -> str | None:
+    try:
+        path = find_model(model)
+    except ModelFilesError:
+        return f"{model} is a vision-language or video model" if VISION_MODEL.search(model) else None
+    try:
+        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    except ModelFilesError:
+        return None  # told by the role that reads this model
+    return f"{path} is a vision-language model ({config.get('model_type')})" if is_vision_config(config) else None
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            # null, as ROLL's shared fragments write it, says nothing; environments describe themselves
+            if key not in ("custom_env", "custom_envs"):
+                yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list):
+        yield prefix, value
+        for item in value:
+            if isinstance(item, Mapping):
+                yield from _leaves(item, prefix)
+    else:
+        yield prefix, value

@@ -1,0 +1,238 @@
+"""Builds the parts of a plan from roles that have been read and found right. Every rule is in the checks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from roll_opd.algorithms.kl import KL_PENALTIES
+from roll_opd.algorithms.registry import POLICY_LOSSES
+from roll_opd.config import correction
+from roll_opd.config.algorithms import ROLL_LOSS_AGG_MODE, loss_facts
+from roll_opd.config.check_objective import has_norm_levels
+from roll_opd.config.check_values import micro_batch
+from roll_opd.config.errors import Diagnostics
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.legacy_roll import SCHEDULES
+from roll_opd.config.plan import (
+    CriticPlan,
+    MegatronPlan,
+    ModelPlan,
+    ObjectivePlan,
+    OptimizerPlan,
+    RolloutPlan,
+    SamplingPlan,
+    TeacherPlan,
+    TrainPlan,
+)
+from roll_opd.config.roles import Role
+from roll_opd.config.schema import (
+    CriticKeys,
+    GeneratingArgs,
+    ObjectiveKeys,
+    OptimizerKeys,
+    Run,
+    SamplingKeys,
+    Top,
+    Worker,
+    shared,
+)
+
+JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
+# what pure distillation does not have of the objective: nothing of the reward's part is on
+OF_THE_TEACHERS = ("pg_clip", "pg_clip_low", "pg_clip_high", "opd_kl_discount", "ppo_epochs")
+OF_A_DIVERGENCE = (
+    "opd_objective",
+    "opd_divergence",
+    "opd_topk",
+    "opd_topk_source",
+    "opd_jsd_beta",
+    "opd_skew_alpha",
+)
+
+
+def environment(top: Run, worker: Worker | None = None) -> FrozenDict:
+    """Return the environment variables of all processes, with a role's own over them."""
+    both = {**top.system_envs, **(worker.system_envs if worker else {})}
+    return FrozenDict({name: str(value) for name, value in both.items()})
+
+
+def megatron_plan(role: Role, top: Run, longest: int, diagnostics: Diagnostics) -> MegatronPlan:
+    """Return what every Megatron role has; `longest` are the tokens of its longest sequence."""
+    assert role.info and role.megatron and role.megatron.devices and role.megatron.layout
+    return MegatronPlan(
+        name=role.path,
+        model=ModelPlan(str(role.info.path), role.dtype),
+        devices=role.megatron.devices,
+        layout=role.megatron.layout,
+        forward_limits=micro_batch(role, False, longest, diagnostics),
+        megatron_args=FrozenDict(role.megatron.args),
+        env=environment(top, role.worker),
+    )
+
+
+def train_plan(
+    role: Role, top: Run, mini_batch: int, longest: int, total: int, diagnostics: Diagnostics, answers: int = 1
+) -> TrainPlan:
+    """Return a role that learns.
+
+    Args:
+        mini_batch: sequences behind an update.
+        total: updates of the run.
+        answers: sequences that stay together in a micro-batch, whose limit counts them as one.
+    """
+    assert role.megatron is not None
+    args = role.worker.training_args
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
+    if warmup > total:
+        diagnostics.warn(f"{role.path}.training_args: {warmup} warm-up updates are more than the run's {total}")
+    limits = micro_batch(role, True, longest * answers, diagnostics)
+    if limits.sequences:
+        limits = replace(limits, sequences=limits.sequences * answers)
+    optimizer = OptimizerPlan(
+        **shared(OptimizerKeys, args),
+        max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
+        lr_scheduler_type=SCHEDULES.get(args.lr_scheduler_type, args.lr_scheduler_type),
+        warmup_steps=warmup,
+        total_steps=total,
+        min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
+        use_distributed_optimizer=role.megatron.use_distributed_optimizer,
+    )
+    return TrainPlan(
+        **vars(megatron_plan(role, top, longest, diagnostics)),
+        train_limits=limits,
+        mini_batch_sequences=mini_batch,
+        optimizer=optimizer,
+    )
+
+
+def critic_plan(
+    role: Role, top: Top, mini_batch: int, longest: int, total: int, diagnostics: Diagnostics
+) -> CriticPlan:
+    """Return the critic; the arguments are those of `train_plan`."""
+    trained = train_plan(role, top, mini_batch, longest, total, diagnostics)
+    return CriticPlan(**vars(trained), **shared(CriticKeys, top))
+
+
+def teacher_plan(name: str, role: Role, top: Top, longest: int, diagnostics: Diagnostics) -> TeacherPlan:
+    """Return a teacher with its own coefficient, else the top-level one."""
+    own = role.worker.opd_kl_coef
+    return TeacherPlan(
+        name=name,
+        worker=megatron_plan(role, top, longest, diagnostics),
+        opd_kl_coef=top.opd_kl_coef if own is None else own,
+        tags=role.worker.tag_included or None,
+    )
+
+
+def rollout_plan(role: Role, top: Top, n: int, response: int) -> RolloutPlan:
+    """Return the student's engines, for `n` responses a prompt of at most `response` tokens."""
+    assert role.vllm is not None
+    validation = top.validation.generating_args.max_new_tokens if top.validation else None
+    needed = top.prompt_length + max(response, validation or 0)
+    plan = _engines(role, top, sampling_plan(role.worker.generating_args, n, response), needed, role.vllm.args)
+    if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
+        each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
+        plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
+    return replace(plan, max_running_requests=top.max_running_requests)
+
+
+def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
+    """Return a judge's engines. It reads prompt and response inside its own question, and its own last answer."""
+    assert role.vllm is not None and role.info is not None
+    args = role.worker.generating_args
+    new = args.max_new_tokens or JUDGE_TOKENS
+    question = top.prompt_length + 2 * response + 2 * new + JUDGE_TOKENS
+    sampling = sampling_plan(args, 1, new)
+    if "temperature" not in args.written:
+        sampling = replace(sampling, temperature=0.0)
+    return _engines(role, top, sampling, min(question, role.info.max_positions), role.vllm.args)
+
+
+def _engines(
+    role: Role, top: Top, sampling: SamplingPlan, max_model_len: int, engine_args: Mapping[str, Any]
+) -> RolloutPlan:
+    assert role.info and role.vllm and role.vllm.devices
+    return RolloutPlan(
+        name=role.path,
+        model=ModelPlan(str(role.info.path), role.dtype),
+        devices=role.vllm.devices,
+        tp=role.vllm.tp,
+        engines=len(role.vllm.devices) // role.vllm.tp,
+        sampling=sampling,
+        max_model_len=role.vllm.max_model_len or max_model_len,
+        engine_args=FrozenDict(engine_args),
+        env=environment(top, role.worker),
+    )
+
+
+def sampling_plan(args: GeneratingArgs, n: int, max_new_tokens: int) -> SamplingPlan:
+    """Return the sampling plan of `generating_args`."""
+    plan = SamplingPlan(**shared(SamplingKeys, args), n=n, max_new_tokens=max_new_tokens, stop=args.stop_strings or ())
+    return replace(plan, top_k=plan.top_k if plan.top_k > 0 else -1)
+
+
+def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size: int) -> ObjectivePlan:
+    """Return the objective of a run with `updates` optimizer updates a step.
+
+    `vocab_size` is how many token ids student and teachers all have.
+    """
+    pure = mode == "pure"
+    low, high = (top.pg_clip_low, top.pg_clip_high) if top.use_pg_clip_range is not False else (None, None)
+    clips = {
+        "clip_low": top.pg_clip if low is None else low,
+        "clip_high": top.pg_clip if high is None else high,
+        "dual_clip": _dual_clip(top),
+    }
+    policy_loss = top.policy_loss or ("importance_sampling" if pure else "ppo")
+    reads_clips = policy_loss in POLICY_LOSSES.builtin and loss_facts(policy_loss).reads_pg_clip
+    read = correction.read(top)
+    keys = shared(ObjectiveKeys, top)
+    off = keys.keys() - {*OF_THE_TEACHERS, *OF_A_DIVERGENCE} if pure else set()
+    if mode == "rl" or top.opd_objective == "sampled":
+        off |= {*OF_A_DIVERGENCE}
+    plan = ObjectivePlan(
+        **{key: value for key, value in keys.items() if key not in off},
+        policy_loss=policy_loss,
+        policy_loss_args=FrozenDict({**(clips if reads_clips else {}), **top.policy_loss_fn_args}),
+        dual_clip=clips["dual_clip"],
+        loss_agg_mode=top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
+        loss_normaliser=float(response),
+        opd_vocab_size=None if OF_A_DIVERGENCE[0] in off else vocab_size,
+        correction=read,
+        # a correction is of the weights that sampled, before the update
+        recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
+    )
+    plan = replace(plan, pg_clip_low=clips["clip_low"], pg_clip_high=clips["clip_high"])
+    if pure:
+        return replace(plan, gamma=0.0)
+    return _with_reward(plan, top)
+
+
+def _dual_clip(top: Top) -> float | None:
+    if isinstance(top.dual_clip_loss, bool):
+        return 1 + 2 * top.pg_clip if top.dual_clip_loss else None  # ROLL's factor
+    return top.dual_clip_loss
+
+
+def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
+    """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
+    name = top.adv_estimator or "gae"
+    norms = {"norm_mean_type": top.norm_mean_type, "norm_std_type": top.norm_std_type}
+    if name == "grpo":  # what the estimator is; writing null takes it away
+        norms = {key: value if key in top.written else "group" for key, value in norms.items()}
+    levels = {"mean_cal_level": norms["norm_mean_type"], "std_cal_level": norms["norm_std_type"]}
+    token_kl = top.init_kl_coef if top.add_token_level_kl else 0.0
+    return replace(
+        plan,
+        adv_estimator=name,
+        advantage_args=FrozenDict({**(levels if has_norm_levels(name) else {}), **top.advantage_fn_args}),
+        **norms,
+        kl_loss=plan.kl_loss if top.kl_loss_fn in (None, "none") else top.kl_loss_fn,
+        kl_loss_coef=plan.kl_loss_coef if top.use_kl_loss else 0.0,
+        kl_penalty=KL_PENALTIES.get(plan.kl_penalty, plan.kl_penalty),
+        init_kl_coef=token_kl,
+        target_kl=plan.target_kl if token_kl else None,
+        # the token rewards need log-probs before the update
+        recompute_old_logprobs=plan.recompute_old_logprobs or bool(token_kl),
+    )

@@ -1,0 +1,39 @@
+"""Takes what opens anyone's account out of a configuration before it is written and sent away."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SECRETS = ("api_key", "token", "password", "secret", "authorization")  # endings of keys
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the texts under keys such as `api_key`, wherever else they stand, too."""
+    return _without(values, frozenset(_secrets(values)))
+
+
+def _is_secret(key: Any) -> bool:
+    return str(key).lower().endswith(SECRETS)
+
+
+def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
+    """Yield the texts under secret keys."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets(item, secret or _is_secret(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets(item, secret)
+    elif secret and isinstance(value, str) and value:
+        yield value
+
+
+def _without(value: Any, secrets: frozenset[str]) -> Any:
+    def hidden(item: Any) -> bool:
+        return isinstance(item, str) and item in secrets
+
+    if isinstance(value, Mapping):
+        kept = {key: item for key, item in value.items() if not (_is_secret(key) or hidden(item))}
+        return {key: _without(item, secrets) for key, item in kept.items()}
+    if isinstance(value, list | tuple):
+        return [_without(item, secrets) for item in value if not hidden(item)]
+    return value
