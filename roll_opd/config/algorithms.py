@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.extensions import Registry
 
 ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"
-
-
-class AlgorithmError(Exception):
-    """An algorithm, advantage or policy loss that cannot be used; the message says why and what is known."""
 
 
 Answered = Literal["sft", "dpo"]
@@ -189,30 +186,6 @@ ADVANTAGES: dict[str, AdvantageFacts] = {
     # nothing of the reward; the teachers' term has keys of its own
     "on_policy_distill": AdvantageFacts(tokens=FrozenDict()),
 }
-
-POLICY_LOSS_FUNCTIONS = Registry(
-    kind="policy loss",
-    made_of="function",
-    example="mypackage.my_loss",
-    error=AlgorithmError,
-    package="roll_opd.algorithms.losses",
-    facts_type=dict,
-)
-ADVANTAGE_FUNCTIONS = Registry(
-    kind="advantage",
-    made_of="function",
-    example="mypackage.my_advantage",
-    error=AlgorithmError,
-    package="roll_opd.algorithms.baselines",
-    facts_type=dict,
-    elsewhere=(
-        "on_policy_distill",
-        "skip_obs_gae",
-        "gigpo",
-        "step_reinforce",
-        "agentic_reinforce",
-    ),  # ROLL's, not available yet
-)
 
 
 def located(functions: Registry, name: str) -> str:
