@@ -4,36 +4,13 @@ from pathlib import Path
 
 from roll_opd.config.algorithms import ADVANTAGES, LOSSES, LossFacts
 from roll_opd.config.known_names import REWARD_WORKERS
-from roll_opd.config.models import read_json
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.trackers import lacking
+from roll_opd.megatron.supported import unsupported
 
-RUNNABLE_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ESTIMATORS_LATER = ("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce")
 RUNNABLE_ESTIMATORS = tuple(name for name in ADVANTAGES if name != "on_policy_distill" and name not in ESTIMATORS_LATER)
 RUNNABLE_KL_PENALTIES = ("kl", "abs", "mse", "low_var_kl")
-RUNNABLE_ROPE_TYPES = ("default", "linear", "llama3")
-# a key of config.json -> the only value whose numerics are proven
-_PROVEN = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}
-
-
-def unavailable_model(path: Path) -> list[str]:
-    """Return a sentence for each thing about the model in `path` that the Megatron engine cannot run yet."""
-    config = read_json(path / "config.json")
-    kind = config.get("model_type")
-    if kind not in RUNNABLE_MODEL_TYPES:
-        return [f"models of type {kind} are not available yet; use one of {', '.join(RUNNABLE_MODEL_TYPES)}"]
-    sentences = [
-        f"{path.name}: {key}={config[key]!r} in config.json is not available yet (expected {proven!r})"
-        for key, proven in _PROVEN.items()
-        if config.get(key) not in (None, proven)
-    ]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in RUNNABLE_ROPE_TYPES:
-        known = ", ".join(RUNNABLE_ROPE_TYPES)
-        sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
-    return sentences
 
 
 def _unavailable_objective(plan: RunPlan) -> list[str]:
@@ -84,7 +61,7 @@ def unavailable(plan: RunPlan) -> list[str]:
             sentences.append(f"{role.name}: training in fp16 is not available; use bf16 or fp32")
     scorers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
     for role in (*learners, *scorers):
-        sentences += [f"{role.name}: {sentence}" for sentence in unavailable_model(Path(role.model.path))]
+        sentences += [f"{role.name}: {sentence}" for sentence in unsupported(Path(role.model.path))]
         if role.layout.cp > 1:
             sentences.append(
                 f"{role.name}: context parallelism is not available yet (context_parallel_size {role.layout.cp}); use 1"
