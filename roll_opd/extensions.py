@@ -87,8 +87,14 @@ class Registry(Generic[Facts]):
         return found
 
     def facts(self, name: str) -> Facts:
-        """Return what is known of the part that `name` means, by either of its names. Raises as `find` does."""
+        """Return what is known of the part that `name` means. Raises as `find` does.
+
+        A part may be registered under several names, each with its own facts; under a dotted path it has those of the
+        first one.
+        """
         part = self.find(name)
+        if name in self._registered:
+            return self._registered[name][1]
         return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
 
     def located(self, name: str) -> str:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.config.availability import unavailable_model
 from roll_opd.config.checks import check_tensor_parallel
 from roll_opd.config.errors import Findings
 from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
+from roll_opd.megatron.supported import unsupported
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
 ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
@@ -73,7 +73,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
 
 
 def _check_model(facts: ModelFacts, options: argparse.Namespace, findings: Findings) -> None:
-    for sentence in unavailable_model(facts.path):
+    for sentence in unsupported(facts.path):
         findings.problem("--model", sentence)
     check_tensor_parallel(facts, options.tp, "--tp", findings)
     if facts.layers % options.pp:

@@ -11,7 +11,6 @@ The sum over k is `returns.discounted_to_go`.
 Legend: M scored tokens of a pack.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -24,8 +23,3 @@ def opd_penalty(student_M: Tensor, coefficients_M: Tensor, weighted_teacher_M: T
         weighted_teacher_M: Σ coef_i · q_i over the same teachers.
     """
     return coefficients_M * student_M - weighted_teacher_M
-
-
-def on_policy_distill(student_M: Tensor, teacher_M: Tensor, mask_M: Tensor, *, coefficient: float = 1.0) -> Tensor:
-    """The advantage of pure distillation, one teacher: coefficient · (q - l), 0 off the mask."""
-    return torch.where(mask_M, coefficient * (teacher_M - student_M), 0)

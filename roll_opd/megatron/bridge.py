@@ -11,7 +11,7 @@ import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from transformers import PretrainedConfig
 
-from roll_opd.config.availability import unavailable_model
+from roll_opd.megatron.supported import unsupported
 
 # The norm before a linear layer: its name in the local spec -> its name fused into Transformer Engine's layer
 _FUSED_NORMS = {
@@ -41,7 +41,7 @@ def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int,
     Raises:
         ValueError: for an architecture, or a variant of one, whose numerics are not proven here.
     """
-    problems = unavailable_model(Path(hf_config.name_or_path))
+    problems = unsupported(Path(hf_config.name_or_path))
     if problems:
         raise ValueError("; ".join(problems))
     base = _MODEL_REGISTRY[hf_config.model_type]

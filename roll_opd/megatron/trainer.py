@@ -16,10 +16,9 @@ from torch import Tensor
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.kl import KL_ESTIMATORS
 from roll_opd.algorithms.losses.batch import LossBatch, probability_ratio
-from roll_opd.algorithms.losses.table import PolicyLoss
 from roll_opd.algorithms.opd import opd_penalty
+from roll_opd.algorithms.registry import PolicyLoss, policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
-from roll_opd.algorithms.table import policy_loss
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.data.arrays import as_tensor
 from roll_opd.data.training import TrainResult, TrainSample
@@ -176,5 +175,5 @@ def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]
     estimator = KL_ESTIMATORS[name]
-    kl_M = estimator(logprobs_M, *others) if name == "corrected_k3" else estimator(logprobs_M, others[0])
+    kl_M = estimator(logprobs_M, *(others if estimator.reads_old else others[:1]))
     return (kl_M * weight_M).sum()

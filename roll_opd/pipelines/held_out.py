@@ -7,7 +7,7 @@ import torch
 
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.algorithms.table import policy_loss
+from roll_opd.algorithms.registry import policy_loss
 from roll_opd.config.plan import ObjectivePlan, RunPlan
 from roll_opd.data.training import TrainSample
 

@@ -77,7 +77,7 @@ def _check_fit(plan: RunPlan, resume: Checkpoint | None) -> None:
 
 
 def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
-    from roll_opd.algorithms.table import advantage, policy_loss
+    from roll_opd.algorithms.registry import advantage, policy_loss
     from roll_opd.data.coverage import check_coverage
     from roll_opd.data.rows import DataError
     from roll_opd.data.source import MixedSource, PromptSource

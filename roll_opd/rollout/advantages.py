@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.advantages import clipped, on_last_action, token_advantages
-from roll_opd.algorithms.baselines import Normalised, RewardBatch
+from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch
 from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
+from roll_opd.algorithms.registry import ADVANTAGES, advantage
 from roll_opd.algorithms.returns import discounted_to_go
-from roll_opd.algorithms.table import advantage
-from roll_opd.config.algorithms import ADVANTAGES, AdvantageFacts
+from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.tracking.metrics import statistics
@@ -46,7 +45,7 @@ def external_advantages(
 
 def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
     """Groups of several whose one remaining sample has lost those that it would be compared with."""
-    compares = ADVANTAGES.get(objective.adv_estimator, AdvantageFacts()).baseline
+    compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_arguments.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
     counted = Counter(experience.group_id for experience in experiences if not experience.excluded)

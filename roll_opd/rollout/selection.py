@@ -6,25 +6,11 @@ batch is the first so many that pass, whatever the timing, and short answers are
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
+from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience
 
 Keeps = Callable[[Sequence[Experience]], bool]
-
-
-def mean_filter(rewards: Sequence[float], *, threshold_down: float, threshold_up: float) -> bool:
-    """Whether the mean lies between the thresholds, exclusive: neither hopeless nor already solved."""
-    return bool(threshold_down < np.mean(rewards) < threshold_up)
-
-
-def std_filter(rewards: Sequence[float], *, std_threshold: float) -> bool:
-    """Whether the standard deviation (of the population) is above the threshold: the samples differ."""
-    return bool(np.std(rewards) > std_threshold)
-
-
-FILTERS: dict[str, Callable[..., bool]] = {"mean_filter": mean_filter, "std_filter": std_filter}
 
 
 def by_reward(rewards: Sequence[RewardPlan]) -> Keeps | None:

@@ -10,8 +10,9 @@ from naive_losses import CASES, REFERENCES, Sequence
 from roll_opd.algorithms.aggregation import MODES, token_weights
 from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, LossBatch, probability_ratio
 from roll_opd.algorithms.losses.demonstrations import chord_mu
-from roll_opd.algorithms.losses.table import POLICY_LOSSES
+from roll_opd.algorithms.registry import POLICY_LOSSES as REGISTRY
 
+POLICY_LOSSES = {name: REGISTRY.find(name) for name in REGISTRY.builtin}
 # pairs of sequences; one without a token, one without an action
 LENGTHS = [7, 1, 12, 4, 5, 9, 0, 6]
 NO_ACTION = 4

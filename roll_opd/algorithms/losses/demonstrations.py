@@ -11,8 +11,10 @@ from torch import Tensor
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.likelihood import sft
 from roll_opd.algorithms.losses.ratio import ppo
+from roll_opd.algorithms.registry import register_policy_loss
 
 
+@register_policy_loss("mix", reads_pg_clip=True, needs="demonstrations")
 def mix(
     batch: LossBatch,
     *,
@@ -26,6 +28,7 @@ def mix(
     return torch.where(batch.needs("demonstration_M", "mix"), mu * sft(batch), (1 - mu) * own_M)
 
 
+@register_policy_loss("mix_chord", reads_pg_clip=True, needs="demonstrations")
 def mix_chord(
     batch: LossBatch,
     *,

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.registry import register_policy_loss
 from roll_opd.algorithms.sequences import on_tokens, sequence_sums
 
 
+@register_policy_loss("dpo", reads_advantages=False, needs="pairs", loss_agg_mode="seq-mean-token-mean")
 def dpo(batch: LossBatch, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """-(1-ε)·log σ(h) - ε·log σ(-h), h = β · [Σ(logprobs - ref) of the chosen - that of the rejected].
 

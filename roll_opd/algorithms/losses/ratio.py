@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.registry import register_policy_loss
 
 SAPO_HEIGHT = 4.0  # makes the slope of the gate at r = 1 that of r itself
 
 
+@register_policy_loss("importance_sampling")
 def importance_sampling(batch: LossBatch) -> Tensor:
     """-A · r. Thinking Machines, "On-Policy Distillation" (2025)."""
     return -batch.advantages_M * batch.ratio_M * batch.mask_M
 
 
+@register_policy_loss("ppo", reads_pg_clip=True)
 def ppo(
     batch: LossBatch,
     *,
@@ -33,6 +36,7 @@ def ppo(
     return _clipped(ratio_M, batch, clip_low, clip_high, dual_clip)
 
 
+@register_policy_loss("gspo", loss_agg_mode="seq-mean-token-mean")
 def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     """PPO with sg(s) · π_t/sg(π_t) for r, s the geometric mean of r over the sequence. arXiv 2507.18071, GSPO-token.
 
@@ -42,12 +46,14 @@ def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
     return _clipped(batch.sequence_ratio_M.detach() * one_M, batch, clip_low, clip_high, None)
 
 
+@register_policy_loss("cispo")
 def cispo(batch: LossBatch, *, clip_low: float = 1.0, clip_high: float = 0.28) -> Tensor:
     """-A · sg(clip(r, 1-low, 1+high)) · logprobs: clipping bounds the weight, never the gradient. arXiv 2506.13585."""
     weight_M = batch.ratio_M.detach().clamp(1 - clip_low, 1 + clip_high)
     return -batch.advantages_M * weight_M * batch.action_logprobs_M
 
 
+@register_policy_loss("sapo")
 def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """-A · (4/τ)·σ(τ(r-1)), τ = tau_pos for A > 0, else tau_neg: a soft gate for a clip. arXiv 2511.20347."""
     tau_M = torch.full_like(batch.advantages_M, tau_neg).masked_fill(batch.advantages_M > 0, tau_pos)
@@ -55,6 +61,7 @@ def sapo(batch: LossBatch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Te
     return -batch.advantages_M * gate_M * batch.mask_M
 
 
+@register_policy_loss("sppo")
 def sppo(batch: LossBatch, *, epsilon: float = 0.3) -> Tensor:
     """-A · (logprobs - old_logprobs) where 1/(1+ε) <= r <= 1+ε, else 0. arXiv 2108.05828."""
     ratio_M = batch.ratio_M.detach()

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.likelihood import vanilla
+from roll_opd.algorithms.registry import register_policy_loss
 
 
+@register_policy_loss("rec")
 def rec(
     batch: LossBatch,
     *,

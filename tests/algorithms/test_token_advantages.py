@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.algorithms.advantages import clipped, on_last_action, token_advantages, whitening
-from roll_opd.algorithms.baselines import normalised_rewards
+from roll_opd.algorithms.advantages.batch import normalised_rewards
+from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages, whitening
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantage_metrics, advantages, external_advantages, token_level_rewards

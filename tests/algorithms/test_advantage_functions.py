@@ -6,8 +6,12 @@ import statistics
 import pytest
 import torch
 
-from roll_opd.algorithms.advantages import token_advantages
-from roll_opd.algorithms.baselines import ADVANTAGES, RewardBatch, grpo
+from roll_opd.algorithms.advantages.batch import RewardBatch
+from roll_opd.algorithms.advantages.grpo import grpo
+from roll_opd.algorithms.registry import ADVANTAGES as REGISTRY
+from roll_opd.algorithms.token_advantages import token_advantages
+
+ADVANTAGES = {name: REGISTRY.find(name) for name in REGISTRY.builtin}
 
 GROUPS = ["a", "a", "b", "c", "c", "a", "c", "c", "d", "d", "c"]  # b stands alone; c is the largest
 RUNS = ["1", "1", "1", "1", "2", "2", "2", "2", "1", "1", "2"]  # in a: two steps and one; in d: one run of two steps
@@ -117,7 +121,12 @@ def naive_rec(made, std_normalize=False, drop=None):
     return found
 
 
+def naive_nothing(made):
+    return [0.0] * len(made.groups)
+
+
 REFERENCES = {
+    "on_policy_distill": naive_nothing,
     "reinforce": naive_reinforce,
     "reinforceplusplus": naive_reinforce,
     "gae": naive_reinforce,
@@ -189,7 +198,7 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_one_sample_and_none(name: str) -> None:
-    wanted = [2.0]
+    wanted = [0.0 if name == "on_policy_distill" else 2.0]
     assert ADVANTAGES[name](RewardBatch(torch.tensor([2.0]), ["a"])).rewards.tolist() == wanted
     assert ADVANTAGES[name](RewardBatch(torch.zeros(0), [])).rewards.shape == (0,)
 

@@ -1,0 +1,72 @@
+"""What an advantage function reads and returns, and the normalisation that several of them share.
+
+An advantage function is `f(batch, *, its own arguments) -> Normalised`: what a sample's reward is worth beside those of
+its group or batch, (R - mean) / scale, a number a sample; `token_advantages` takes it from there to the tokens. The
+standard deviation is unbiased unless said otherwise. A group, or batch, of one has nothing to be compared with: its
+reward stays as it is.
+
+Legend: B samples. Everything is float64: it is small, and compared with records to the sixth digit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+STD_FLOOR = 1e-6  # GRPO's, arXiv 2402.03300
+Level = Literal["group", "batch"] | None  # None: not at all
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """The samples of a step."""
+
+    rewards_B: Tensor  # f64
+    groups: Sequence[str]  # samples of one prompt share a group
+    logprobs: Sequence[Tensor] | None = None  # of each sample's action tokens under the weights that wrote them
+    runs: Sequence[str] | None = None  # steps of one trajectory share a run, in their order; None: each sample is one
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """`rewards` = (R - `mean`) / `scale`, all f64 [B]; where nothing is normalised, mean is 0 and scale 1."""
+
+    rewards: Tensor
+    mean: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, rewards_B: Tensor, mean_B: Tensor, scale_B: Tensor | None = None) -> "Normalised":
+        """Return (R - mean) / scale; without `scale_B`, R - mean."""
+        scale_B = torch.ones_like(rewards_B) if scale_B is None else scale_B
+        return cls((rewards_B - mean_B) / scale_B, mean_B, scale_B)
+
+    @classmethod
+    def given(cls, advantages_B: Tensor, rewards_B: Tensor) -> "Normalised":
+        """Return advantages that are no such quotient: the mean is their difference from the reward, the scale 1."""
+        return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B))
+
+
+def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
+    """Normalise rewards over their `group` or the whole `batch`, or (None) not at all."""
+    rewards_B = rewards_B.double()
+    mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
+    for members in group_members(groups, mean_over):
+        if len(members) > 1:
+            mean_B[members] = rewards_B[members].mean()
+    for members in group_members(groups, std_over):
+        if len(members) > 1:
+            scale_B[members] = rewards_B[members].std() + STD_FLOOR
+    return Normalised.of(rewards_B, mean_B, scale_B)
+
+
+def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:
+    """Return the numbers of the samples that are compared with each other, a list for each group (or for the batch)."""
+    if level is None:
+        return []
+    members: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group if level == "group" else "", []).append(number)
+    return list(members.values())

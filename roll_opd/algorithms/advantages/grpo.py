@@ -1,0 +1,78 @@
+"""GRPO, and its form for runs of several steps. Legend: see `batch`."""
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch, group_members, normalised_rewards
+from roll_opd.algorithms.registry import register_advantage
+
+
+@register_advantage("grpo", baseline=True)
+def grpo(
+    batch: RewardBatch,
+    *,
+    mean_cal_level: Level = "group",
+    std_cal_level: Level = "group",
+    std_threshold: float | None = None,
+    rank_penalty: float | None = None,
+) -> Normalised:
+    """(R - mean of the group) / (std + 1e-6). arXiv 2402.03300.
+
+    Args:
+        mean_cal_level, std_cal_level: over what; std over the `batch`: arXiv 2508.08221, None: Dr. GRPO, 2503.20783.
+        std_threshold: groups whose rewards deviate by no more than this, and groups of one, teach nothing: 0.
+        rank_penalty: R · (1 - rank_penalty · rank/G) for R, rank 0 … G-1 in the group from the least to the most likely
+            answer (mean log-prob of its action tokens). arXiv 2506.02355.
+
+    Raises:
+        ValueError: for a rank_penalty without log-probs.
+    """
+    rewards_B = batch.rewards_B.double()
+    if rank_penalty is not None:
+        rewards_B = rewards_B * (1 - rank_penalty * _ranks(batch))
+    found = normalised_rewards(rewards_B, batch.groups, mean_cal_level, std_cal_level)
+    if rank_penalty is None and std_threshold is None:
+        return found
+    advantages_B = found.rewards
+    if std_threshold is not None:
+        for members in group_members(batch.groups):
+            if len(members) == 1 or rewards_B[members].std() <= std_threshold:
+                advantages_B[members] = 0.0
+    return Normalised.given(advantages_B, batch.rewards_B.double())
+
+
+@register_advantage("step_wise_grpo", baseline=True)
+def step_wise_grpo(
+    batch: RewardBatch,
+    *,
+    std_cal_level: Level = "group",
+    std_threshold: float | None = None,
+    enable_step_norm: bool = False,
+) -> Normalised:
+    """`grpo` of the reward of each run's last step, given to all its steps; divided by their count if asked.
+
+    Trinity-RFT. Every run of a prompt counts once, whatever its number of steps.
+    """
+    names = range(len(batch.groups)) if batch.runs is None else batch.runs
+    steps: dict[tuple, list[int]] = {}
+    for number, run in enumerate(zip(batch.groups, names, strict=True)):
+        steps.setdefault(run, []).append(number)
+    rewards_B = batch.rewards_B.double()
+    last = RewardBatch(rewards_B[[members[-1] for members in steps.values()]], [group for group, _ in steps])
+    scores = grpo(last, std_cal_level=std_cal_level, std_threshold=std_threshold).rewards
+    advantages_B = torch.zeros_like(rewards_B)
+    for score, members in zip(scores, steps.values(), strict=True):
+        advantages_B[members] = score / len(members) if enable_step_norm else score
+    return Normalised.given(advantages_B, rewards_B)
+
+
+def _ranks(batch: RewardBatch) -> Tensor:
+    """rank/G of each sample in its group, f64 [B], by the mean log-prob of its action tokens."""
+    if batch.logprobs is None:
+        raise ValueError("rank_penalty of advantage grpo reads the log-probs of the samples, and there are none")
+    likely_B = torch.stack([values.double().sum() / max(len(values), 1) for values in batch.logprobs])
+    ranks_B = torch.zeros_like(likely_B)
+    for members in group_members(batch.groups):
+        order = likely_B[members].argsort(stable=True).argsort(stable=True)
+        ranks_B[members] = order.double() / len(members)
+    return ranks_B

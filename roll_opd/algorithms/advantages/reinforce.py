@@ -1,0 +1,22 @@
+"""Advantages that compare nothing unless asked to. Legend: see `batch`."""
+
+import torch
+
+from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch, normalised_rewards
+from roll_opd.algorithms.registry import register_advantage
+
+
+# the last two differ in what happens to the tokens: whitened, and with the critic's values
+@register_advantage("gae", token_defaults={"gamma": 1.0, "lambd": 0.95, "whiten_advantages": True})
+@register_advantage("reinforceplusplus", token_defaults={"gamma": 1.0, "whiten_advantages": True})
+@register_advantage("reinforce")
+def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level: Level = None) -> Normalised:
+    """Return R; with ROLL's norm_mean_type and norm_std_type, normalised as they say."""
+    return normalised_rewards(batch.rewards_B, batch.groups, mean_cal_level, std_cal_level)
+
+
+@register_advantage("on_policy_distill", token_defaults={})
+def on_policy_distill(batch: RewardBatch) -> Normalised:
+    """Return 0: the reward plays no part. The teachers' term is added to each token (see `opd`)."""
+    rewards_B = batch.rewards_B.double()
+    return Normalised.given(torch.zeros_like(rewards_B), rewards_B)

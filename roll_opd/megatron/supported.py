@@ -1,0 +1,39 @@
+"""Which Hugging Face models the Megatron engine runs: one table, read before anything starts. No torch, no Megatron."""
+
+import json
+from pathlib import Path
+
+# model_type in config.json -> whether the engine runs it; a run of the others can be planned, not started
+MODEL_TYPES = {
+    "llama": True,
+    "qwen2": True,
+    "qwen2_moe": False,
+    "qwen3": True,
+    "qwen3_moe": False,
+    "mixtral": False,
+    "deepseek_v3": False,
+    "glm4_moe": False,
+}
+ROPE_TYPES = ("default", "linear", "llama3")
+# a key of config.json -> the only value whose numerics are proven
+PROVEN_VALUES = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}
+
+
+def unsupported(path: Path) -> list[str]:
+    """Return a sentence for each thing about the model in `path` that the engine cannot run yet."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    model_type = config.get("model_type")
+    if not MODEL_TYPES.get(model_type):
+        known = ", ".join(name for name, runs in MODEL_TYPES.items() if runs)
+        return [f"models of type {model_type} are not available yet; use one of {known}"]
+    sentences = [
+        f"{path.name}: {key}={config[key]!r} in config.json is not available yet (expected {proven!r})"
+        for key, proven in PROVEN_VALUES.items()
+        if config.get(key) not in (None, proven)
+    ]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
+    return sentences

@@ -1,0 +1,122 @@
+"""Losses and advantages by name: registered where they are defined, by dotted path, and as a user adds to them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    AdvantageFacts,
+    AlgorithmError,
+    advantage,
+    advantage_defaults,
+    policy_loss,
+    policy_loss_defaults,
+    register_advantage,
+    register_policy_loss,
+)
+from roll_opd.config.algorithms import algorithm
+
+
+def test_importing_the_registry_needs_no_torch() -> None:
+    code = "import sys, roll_opd.algorithms.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.builtin)
+def test_the_configuration_can_give_every_argument_of_a_loss(name: str) -> None:
+    """Each has a default, and those of ROLL's pg_clip keys are there where the loss says so."""
+    policy_loss(name, policy_loss_defaults(name))
+    clips = {"clip_low", "clip_high", "dual_clip"}
+    assert not POLICY_LOSSES.facts(name).reads_pg_clip or clips <= policy_loss_defaults(name).keys()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.builtin)
+def test_the_configuration_can_give_every_argument_of_an_advantage(name: str) -> None:
+    advantage(name, advantage_defaults(name))
+    assert ADVANTAGES.facts(name).token_defaults.keys() <= {"gamma", "lambd", "whiten_advantages"}
+
+
+def test_one_function_under_several_names_has_the_facts_of_each() -> None:
+    whitened = {"gamma": 1.0, "whiten_advantages": True}
+    assert advantage("gae") is advantage("reinforceplusplus") is advantage("reinforce")
+    assert ADVANTAGES.facts("reinforceplusplus") == AdvantageFacts(token_defaults=whitened)
+    assert ADVANTAGES.facts("gae") == AdvantageFacts(token_defaults=whitened | {"lambd": 0.95})
+    path = "roll_opd.algorithms.advantages.reinforce.reinforce"
+    assert ADVANTAGES.facts("reinforce") == ADVANTAGES.facts(path) == AdvantageFacts()
+
+
+def test_a_users_function_brings_its_facts() -> None:
+    @register_advantage("best_of_prompt", baseline=True, token_defaults={"gamma": 0.5})
+    def best_of_prompt(batch: RewardBatch, *, margin: float = 0.25) -> Normalised:
+        return Normalised.of(batch.rewards_B, batch.rewards_B + margin)
+
+    assert ADVANTAGES.facts("best_of_prompt") == AdvantageFacts(baseline=True, token_defaults={"gamma": 0.5})
+    assert advantage_defaults("best_of_prompt") == {"margin": 0.25}
+    assert "best_of_prompt" not in ADVANTAGES.builtin
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 20
+    (tmp_path / "my_algorithms.py").write_text(code + "\nNUMBER = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)
+    return "my_algorithms"
+
+
+def test_a_users_functions_by_path_and_by_name(mine: str) -> None:
+    loss = policy_loss(f"{mine}.cubic", {"power": 2})
+    assert policy_loss("cubic") is loss
+    ones = torch.ones(2)
+    made = LossBatch(ones.log(), ones.log(), ones, ones.bool(), (2,))
+    assert loss(made, power=2).tolist() == [-1.0, -1.0]
+    found = advantage(f"{mine}.above_best")(RewardBatch(torch.tensor([1.0, 3.0]), ["a", "a"]))
+    assert found.rewards.tolist() == [-2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("ppoo", {}, "unknown policy loss 'ppoo'; known are .*ppo, .*or a dotted path"),
+        ("nowhere.at_all", {}, "the module nowhere cannot be imported"),
+        ("my_algorithms.square", {}, "my_algorithms has no function named square"),
+        ("my_algorithms.NUMBER", {}, "my_algorithms has no function named NUMBER"),
+        ("my_algorithms.cubic", {"exponent": 2}, "cannot be called with {'exponent': 2}: .*unexpected keyword"),
+        ("ppo", {"clip": 2}, "cannot be called with {'clip': 2}"),
+    ],
+)
+def test_what_cannot_be_used_is_explained(mine: str, name: str, arguments: dict, message: str) -> None:
+    with pytest.raises(AlgorithmError, match=message):
+        policy_loss(name, arguments)
+
+
+def test_a_registered_name_becomes_a_path_that_workers_can_import(mine: str) -> None:
+    policy_loss(f"{mine}.cubic")  # imports the module, which registers it
+    assert POLICY_LOSSES.located("cubic") == f"{mine}.cubic"
+    assert POLICY_LOSSES.located("ppo") == "ppo"
+    assert POLICY_LOSSES.located("not.imported") == "not.imported"
+
+    def local() -> None: ...
+
+    local.__module__ = "__main__"
+    register_policy_loss("local")(local)
+    with pytest.raises(AlgorithmError, match=r"policy loss local: the workers cannot import __main__.*into a module"):
+        POLICY_LOSSES.located("local")
+
+
+def test_the_row_of_a_users_own_algorithm(mine: str) -> None:
+    assert algorithm(f"{mine}.ROW").policy_loss_args == {"power": 5}
+    with pytest.raises(AlgorithmError, match=r"algorithm my_algorithms\.NUMBER: my_algorithms has no Algorithm named"):
+        algorithm(f"{mine}.NUMBER")
