@@ -103,8 +103,8 @@ class GeneralRule:
         return max(rule(answer, answers.normalized(gold, self.normalize)) for gold in golds)
 
     def _by_number(self, text: str, golds: Sequence[str]) -> float | None:
-        values = [number_in(gold) for gold in golds]
-        if None in values:
+        values = [value for value in map(number_in, golds) if value is not None]
+        if len(values) < len(golds):
             return None
         answer = said_number(text)
         close = answer is not None and any(abs(answer - gold) <= self.tolerance * abs(gold) for gold in values)
