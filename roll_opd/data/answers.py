@@ -4,8 +4,8 @@ Rows come as the field writes them: conversations, TRL's prompt and completion o
 and Alpaca's instruction and output. What is left when the answers are taken out is an ordinary prompt.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.config.frozen import FrozenDict
@@ -18,39 +18,46 @@ OTHER_PROMPT = "chosen and rejected answer different prompts"
 
 _ANSWER = ("response", "completion", "output")  # of schema sft: the one a column is named for, else the first
 _PROMPT = ("instruction", "input", "system")  # of a user's turn that the row does not write as messages
-COLUMNS: dict[str, tuple[str, ...]] = {  # what a row of each schema may have besides what every row may
-    "experience": (),
-    "sft": (*_ANSWER, *_PROMPT),
-    "dpo": ("chosen", "rejected", *_PROMPT),
-}
 
-Message = Mapping[str, Any]
+Message = FrozenDict  # {"role": str, "content": str, ...}
+Asked = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What the rows of a supervised pipeline hold. `SCHEMAS` has them by name."""
+
+    columns: tuple[str, ...]  # what a row may have besides what every row may
+    # (row, what it asks with an answer in its last turn included, names of its columns) -> what it asks, its answers
+    split: Callable[[dict[str, Any], Asked, Mapping[str, str]], tuple[Asked, tuple[Message, ...]]]
+
+
+def columns_of(schema: str) -> tuple[str, ...]:
+    """Return the names of columns that rows of `schema` may have besides those that every row may have."""
+    return SCHEMAS[schema].columns if schema in SCHEMAS else ()
 
 
 def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
-    """The row in a decoded value with the answers that `plan.schema` asks for; raises `BadRow`.
+    """Return the row in a decoded value with the answers that `plan.schema` asks for; raises `BadRow`.
 
-    `plan.columns` are those of `parse_row`, and of the names in `COLUMNS`. `input` and `system` count only where a
-    column is named for them, as in ROLL.
+    `plan.columns` are those of `parse_row`, and of the schema's columns. `input` and `system` count only where a column
+    is named for them, as in ROLL.
     """
-    if plan.schema == "experience":
+    if plan.schema not in SCHEMAS:
         return parse_row(value, fallback_id, plan.columns)
+    schema = SCHEMAS[plan.schema]
     value = own_names(value, plan.columns)
-    prompt = _asked(value, plan.columns)
-    prompt, answers = _SPLIT[plan.schema](value, prompt, plan.columns)
+    prompt, answers = schema.split(value, _asked(value, plan.columns), plan.columns)
     for answer in answers:
         if not answer["content"].strip():
             raise BadRow(EMPTY, "an answer")
-    rest = {key: item for key, item in value.items() if key not in COLUMNS[plan.schema]}
+    rest = {key: item for key, item in value.items() if key not in schema.columns}
     row = parse_row({**rest, **_as_keys(prompt)}, fallback_id)
     return replace(row, answers=answers)
 
 
-Asked = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
-
-
 def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
-    """What the row asks, its last turn's answer included where `messages` has one."""
+    """Return what the row asks, with the answer in the last turn where `messages` has one."""
     named = "instruction" in value and columns.get("instruction", "messages") != "messages"
     if "messages" in value and not named:  # who names a column means it
         return parse_messages(value["messages"])
@@ -91,13 +98,16 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
     return before or asked, (chosen, rejected)
 
 
-_SPLIT = {"sft": _one_answer, "dpo": _two_answers}
+SCHEMAS = {
+    "sft": Schema((*_ANSWER, *_PROMPT), _one_answer),
+    "dpo": Schema(("chosen", "rejected", *_PROMPT), _two_answers),
+}
 
 
 def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Message]:
-    """What precedes the answer in `value[name]`, and the answer as a message.
+    """Return the messages before the answer in `value[name]`, and the answer as a message.
 
-    A text is the answer; so is a message. Of several messages the last one is, and the others are the prompt.
+    A text is the answer, and so is a single message. Of several messages the last is, and the others are the prompt.
     """
     item = value[name]
     if isinstance(item, str):

@@ -20,8 +20,10 @@ class Compact:
 
     def __reduce__(self) -> tuple:
         buffers: list[pickle.PickleBuffer] = []
+        pieces: list[bytes | memoryview] = []
+        spans: list[tuple[int, int]] = []
+        offset = 0
         data = pickle.dumps(self._value, protocol=5, buffer_callback=buffers.append)
-        pieces, spans, offset = [], [], 0
         for raw in (buffer.raw() for buffer in buffers):
             spans.append((offset, offset + raw.nbytes))
             padding = -raw.nbytes % _ALIGNMENT
@@ -31,5 +33,5 @@ class Compact:
 
 
 def _opened(data: bytes, buffer: np.ndarray, spans: list[tuple[int, int]]) -> Any:
-    view = memoryview(buffer).toreadonly()
+    view = buffer.data.toreadonly()
     return pickle.loads(data, buffers=[view[start:end] for start, end in spans])

@@ -1,9 +1,8 @@
-"""Whether every prompt of a run has someone to score it: teachers for its tag, a reward, and what the reward needs."""
+"""Check that every prompt of a run has teachers for its tag, a reward, and what that reward needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_opd.config.known_names import REWARDS_THAT_NEED_ANSWERS
 from roll_opd.config.plan import Mode, RewardPlan, TeacherPlan
 from roll_opd.data.rows import DataError
 
@@ -23,12 +22,14 @@ def check_coverage(
     rewards: Sequence[RewardPlan],
     training: Mapping[str, TagRows],
     validation: Mapping[str, TagRows],
+    needing_truth: Collection[str],
 ) -> None:
-    """Raise `DataError` that names every tag nobody scores and every row that `math_rule` cannot score.
+    """Raise `DataError` that names every tag without a teacher or reward, and rows without a ground truth they need.
 
-    `training` and `validation` hold the tags of those prompts. Domains follow from tags: a row whose column `domain`
-    names the domain of another reward is refused as well, since ROLL would give it to that one. In pure distillation
-    rewards only look on, so a training prompt may go without.
+    `training` and `validation` hold the tags of those prompts; `needing_truth` names the reward workers that need a
+    row's ground truth. Domains follow from tags: a row whose column `domain` names the domain of another reward is
+    refused as well, since ROLL would give it to that one. In pure distillation rewards are only logged, so a training
+    prompt may go without.
     """
     wrong = []
     if teachers:
@@ -38,18 +39,20 @@ def check_coverage(
             if not any(teacher.accepts(tag) for teacher in teachers)
         ]
     if mode != "pure":
-        wrong += _unrewarded("training", training, rewards)
-    wrong += _unrewarded("validation", validation, rewards)
+        wrong += _unrewarded("training", training, rewards, needing_truth)
+    wrong += _unrewarded("validation", validation, rewards, needing_truth)
     wrong += _misrouted("training", training, rewards) + _misrouted("validation", validation, rewards)
     if wrong:
         raise DataError("\n".join(wrong))
 
 
-def _unrewarded(name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan]) -> list[str]:
+def _unrewarded(
+    name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan], needing_truth: Collection[str]
+) -> list[str]:
     wrong = []
     for tag, rows in tags.items():
         workers = [term.worker for reward in rewards if reward.accepts(tag) for term in reward.terms]
-        needy = next((worker for worker in workers if worker in REWARDS_THAT_NEED_ANSWERS), None)
+        needy = next((worker for worker in workers if worker in needing_truth), None)
         if not workers:
             wrong.append(
                 f"no reward has tag {tag!r} of the {name} data in its tag_included; add it there, or remove its rows"

@@ -1,19 +1,24 @@
-"""Row files on disk, read once from end to end and then row by row, so that none of them has to fit in memory.
+"""Row files on disk: found by name, read once from end to end and then row by row, so that none has to fit in memory.
 
 A row has a `line` (from 1; in Parquet the number of the row) that names it to the user and a `position` at which
 it is found again: the byte where its line begins in a JSONL file, the row number from 0 in a Parquet file.
 """
 
+import glob
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from roll_opd.config.load import REPOSITORY
+from roll_opd.config.models import find_path, places
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError
 
 PARQUET_SUFFIX = ".parquet"
+SUFFIXES = (".jsonl", ".json", PARQUET_SUFFIX)  # files taken from a directory
 PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
 
@@ -27,16 +32,57 @@ class RowFile(Protocol):
         """Yield (line, position, value) of every row that is not blank, in order."""
 
     def read(self, positions: Sequence[int]) -> list[Any]:
-        """The values at `positions`, which ascend."""
+        """Return the values at `positions`, which ascend."""
+
+    def column(self, name: str) -> Iterator[Any]:
+        """Yield the value of column `name` of every row that can be decoded, None where a row has none."""
+
+    def count(self) -> int:
+        """Return the number of rows that are not blank, bad ones included."""
 
     def bytes_before(self, position: int) -> int:
-        """About how much of the file lies before a row, for the progress of a pass."""
+        """Return about how many bytes of the file lie before a row, for the progress of a pass."""
+
+
+def find_files(name: str, dataset_dir: str | None) -> list[Path]:
+    """Return the files that an entry of `file_name` means: a file, those of a directory, or those of a pattern.
+
+    Looked up as it is, then below `dataset_dir`. Raises `DataError` if there is none.
+    """
+    candidates = [name, os.path.join(dataset_dir, name)] if dataset_dir else [name]
+    for candidate in candidates:
+        found = find_path(candidate)
+        if found is None:
+            files = _matching(candidate)
+        elif found.is_dir():
+            files = sorted(file for file in found.iterdir() if file.suffix in SUFFIXES and file.is_file())
+            if not files:
+                raise DataError(
+                    f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; put some there"
+                )
+        else:
+            files = [found]
+        if files:
+            return files
+    below = f" or below dataset_dir {dataset_dir!r}" if dataset_dir else ""
+    raise DataError(f"no file {name!r} from {places()}{below}; give the path of a JSONL or Parquet file")
+
+
+def _matching(pattern: str) -> list[Path]:
+    """Return the files that a pattern with *, ? or [ ] names, from the current directory or the repository root."""
+    given = Path(pattern).expanduser()
+    for place in (given, REPOSITORY / given):
+        files = [Path(match) for match in glob.glob(str(place), recursive=True)]
+        if files := sorted(file.resolve() for file in files if file.is_file()):
+            return files
+    return []
 
 
 def open_file(name: str, columns: Iterable[str] = ()) -> RowFile:
-    """The file called `name`; a `.parquet` file is read as Parquet, any other as JSONL.
+    """Open the file called `name`; a `.parquet` file is read as Parquet, any other as JSONL.
 
-    `columns` are read in a pass over the file, besides those of the usual names.
+    `columns` are read in a pass over the file, besides those of the usual names. Raises `DataError` for a file that is
+    no Parquet file, although its name says so.
     """
     path = Path(name)
     return ParquetFile(path, columns) if path.suffix == PARQUET_SUFFIX else JsonlFile(path)
@@ -60,6 +106,13 @@ class JsonlFile:
         with self.path.open("rb") as file:
             return [_decode(_line_at(file, position)) for position in positions]
 
+    def column(self, name: str) -> Iterator[Any]:
+        return (value.get(name) for _, _, value in self.scan() if isinstance(value, dict))
+
+    def count(self) -> int:
+        with self.path.open("rb") as file:
+            return sum(1 for raw in file if raw.strip())
+
     def bytes_before(self, position: int) -> int:
         return position
 
@@ -77,16 +130,25 @@ class ParquetFile:
         try:
             with self._open() as file:
                 scanned = {*self.SCANNED, *columns}
+                self._names = set(file.schema_arrow.names)
                 self._columns = [name for name in file.schema_arrow.names if name in scanned]
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error
         self._starts = [0, *accumulate(groups)]  # first row of each group, and the number of rows
+        self._groups = range(len(groups))
         self._bytes = path.stat().st_size
 
     def scan(self) -> Iterator[tuple[int, int, Any]]:
-        for number, value in enumerate(self._values(range(len(self._starts) - 1), self._columns)):
+        for number, value in enumerate(self._values(self._groups, self._columns)):
             yield number + 1, number, value
+
+    def column(self, name: str) -> Iterator[Any]:
+        columns = [name] if name in self._names else []
+        return (value.get(name) for value in self._values(self._groups, columns))
+
+    def count(self) -> int:
+        return self._starts[-1]
 
     def read(self, positions: Sequence[int]) -> list[Any]:
         values: list[Any] = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
-from roll_opd.data.answers import COLUMNS, parse_answered
+from roll_opd.data.answers import columns_of, parse_answered
 from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check
@@ -132,12 +132,13 @@ class PromptSet:
     def _name(self, number: int, identity: str) -> str:
         if not self._index.renamed[number]:
             return identity
-        file = np.searchsorted(self._index.starts, number, side="right") - 1
-        return f"{identity}@{self._labels[file]}:{self._index.lines[number]}"
+        return f"{identity}@{self._labels[self._file_of(number)]}:{self._index.lines[number]}"
 
     def _where(self, number: int) -> str:
-        file = np.searchsorted(self._index.starts, number, side="right") - 1
-        return f"{self._files[file].path}:{self._index.lines[number]}"
+        return f"{self._files[self._file_of(number)].path}:{self._index.lines[number]}"
+
+    def _file_of(self, number: int) -> int:
+        return int(np.searchsorted(self._index.starts, number, side="right")) - 1
 
     def _changed(self, number: int) -> DataError:
         return DataError(
@@ -189,7 +190,7 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
     missing = [name for name in plan.files if not Path(name).is_file()]
     if missing:
         raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
-    columns = {*plan.columns.values(), *COLUMNS[plan.schema]}
+    columns = {*plan.columns.values(), *columns_of(plan.schema)}
     return [open_file(name, columns) for name in plan.files]
 
 

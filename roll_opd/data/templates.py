@@ -142,12 +142,14 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
                 "set the template to `chatml` or `base`, or give rows with `prompt` in place of `messages`"
             )
         try:
-            return tokenizer.apply_chat_template(
-                [dict(message) for message in (*row.messages, *answer)],
-                chat_template=chat_template,
-                add_generation_prompt=not answer,
-                tokenize=False,
-                **variables,
+            return str(
+                tokenizer.apply_chat_template(
+                    [dict(message) for message in (*row.messages, *answer)],
+                    chat_template=chat_template,
+                    add_generation_prompt=not answer,
+                    tokenize=False,
+                    **variables,
+                )
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error

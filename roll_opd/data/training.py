@@ -11,7 +11,7 @@ class TeacherTargets:
     """What a teacher says of the whole distribution at each of T-P tokens, for an objective with a live gradient.
 
     `arrays` holds, for top-k, `topk_ids` int32 [T-P, K] and `topk_logprobs` f32 [T-P, K]; for the full vocabulary the
-    final hidden states `hidden` [T-P, F] (see `data.arrays`), for the teacher's output head on the student's ranks.
+    final hidden states `hidden` [T-P, F] (see `data.tensors`), for the teacher's output head on the student's ranks.
     """
 
     coefficient: float  # opd_kl_coef

@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from roll_opd.data.arrays import as_tensor
+from roll_opd.data.tensors import as_tensor
 
 
 @dataclass(frozen=True)

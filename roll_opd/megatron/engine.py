@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
-from roll_opd.data.arrays import as_array
 from roll_opd.data.packing import assign
+from roll_opd.data.tensors import as_array
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, pack
 from roll_opd.megatron.bridge import Bridge
@@ -81,7 +81,7 @@ class MegatronEngine:
 
         Returns:
             As `logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K] and
-            `topk_logprobs` f32 [T-P, K] (for `topk` or `ids`), `hidden` [T-P, E] (see `data.arrays`).
+            `topk_logprobs` f32 [T-P, K] (for `topk` or `ids`), `hidden` [T-P, E] (see `data.tensors`).
         """
         columns = [{} if ids is None else {"topk_ids": row} for row in (ids or [None] * len(sequences))]
         samples = [Sample(tokens, prompt, own) for (tokens, prompt), own in zip(sequences, columns, strict=True)]
@@ -101,7 +101,7 @@ class MegatronEngine:
         return self._read(samples, temperature, read)
 
     def output_head(self) -> np.ndarray | None:
-        """The whole output embedding [W, E] (see `data.arrays`) from one rank; None on the others. Collective."""
+        """The whole output embedding [W, E] (see `data.tensors`) from one rank; None on the others. Collective."""
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         model = unwrapped(self.chunks[-1])

@@ -10,7 +10,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_opd.data.weights import WeightBucket
+from roll_opd.data.tensors import WeightBucket
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 

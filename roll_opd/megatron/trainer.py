@@ -20,7 +20,7 @@ from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.registry import PolicyLoss, policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
-from roll_opd.data.arrays import as_tensor
+from roll_opd.data.tensors import as_tensor
 from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.distillation import distillation_loss, teacher_columns

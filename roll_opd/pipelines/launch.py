@@ -82,11 +82,12 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     from roll_opd.data.rows import DataError
     from roll_opd.data.source import MixedSource, PromptSource
     from roll_opd.data.templates import load_tokenizer
-    from roll_opd.rewards.registry import check
+    from roll_opd.rewards.registry import REWARDS, check
     from roll_opd.tracking.registry import find as find_tracker
     from roll_opd.tracking.trackers import JSONL, Trackers
 
-    for term in (term for reward in plan.rewards for term in reward.terms):
+    terms = [term for reward in plan.rewards for term in reward.terms]
+    for term in terms:
         check(term.worker, dict(term.args))  # a name that means nothing is told now, not by a worker
     objective = plan.objective
     policy_loss(objective.policy_loss, objective.policy_loss_arguments)
@@ -107,7 +108,8 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if plan.rollout:
         held_out_tags = validation.by_tag() if validation else {}
-        check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags)
+        needing_truth = {term.worker for term in terms if REWARDS.facts(term.worker).needs_ground_truth}
+        check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags, needing_truth)
     source = (
         MixedSource(training, prompts["demonstrations"], plan.seed)
         if plan.demonstrations

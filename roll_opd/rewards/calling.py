@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from typing import Any
 
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.rewards.interface import (
@@ -52,10 +53,11 @@ class Caller:
             return [scored for one in alone for scored in one]
         return read_scores(scores, samples, self._name)
 
-    async def _answer(self, samples: Sequence[RewardSample]):
+    async def _answer(self, samples: Sequence[RewardSample]) -> Scores:
         limit = None if self._timeout is None else self._timeout * len(samples)
         if self._is_async:
-            return await _awaited(self._reward(samples), limit)
+            coroutine: Any = self._reward(samples)
+            return await _awaited(coroutine, limit)
         call = asyncio.get_running_loop().run_in_executor(self._executor, _called, self._reward, samples)
         done, _ = await asyncio.wait([call], timeout=limit)
         if not done:
@@ -126,11 +128,12 @@ def weighted(scores: Mapping[str, Scored], weights: Mapping[str, float]) -> Scor
     for scored in scores.values():
         if isinstance(scored, Failure):
             return replace(scored, errors=FrozenDict(errors))
-    parts: dict[str, float] = {}
+    total, parts, reason = 0.0, dict[str, float](), ""
     for name, score in scores.items():
+        assert isinstance(score, Score)
         if score.value is None:
             return Score(None, reason=score.reason, errors=FrozenDict(errors))
+        total += weights[name] * score.value
         parts |= {name: score.value, **{f"{name}.{part}": number for part, number in score.parts.items()}}
-    total = sum(weights[name] * score.value for name, score in scores.items())
-    reason = next((score.reason for score in scores.values() if score.reason), "")
+        reason = reason or score.reason
     return Score(total, FrozenDict(parts), reason, FrozenDict(errors))

@@ -1,67 +1,87 @@
-"""From what a configuration calls a reward to the function: a registered name, ROLL's class path, or a dotted
-path.
+"""Find a reward by what a configuration calls it: a registered name, ROLL's class path, or a dotted path.
 
-A function is the reward itself, with the arguments of the configuration; a class is made once with them, and
+A function is the reward itself, called with the arguments of the configuration; a class is made once with them, and
 its method `score` is the reward.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from roll_opd.config.known_names import REWARD_CLASSES_OF_ROLL
-from roll_opd.extensions import Registry
+from roll_opd.extensions import Registry, arguments
 from roll_opd.rewards.interface import Reward, RewardError
 
-REWARDS = Registry(
+
+@dataclass(frozen=True)
+class RewardFacts:
+    """What a configuration must know of a reward besides its arguments."""
+
+    needs_ground_truth: bool = False  # every row must have one
+    keeps_time: bool = False  # it limits its own time; others have `timeout` seconds a sample
+    max_concurrency: int | None = None  # calls under way at once by default; None: as many as the processes take
+    endpoint_arguments: frozenset[str] = frozenset()  # those that only a judge behind an endpoint has
+
+
+REWARDS: Registry[RewardFacts] = Registry(
     kind="reward",
     made_of="function or class",
     example="mypackage.my_reward",
     error=RewardError,
     package="roll_opd.rewards.builtin",
-    facts_type=dict,
+    facts_type=RewardFacts,
     one_per_module=True,
 )
 register = REWARDS.register
 
 
-def resolve(worker: str, args: Mapping[str, Any] | None = None) -> Reward:
-    """The reward that `worker` names, with `args` bound to it.
+def reward_arguments(worker: str) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a configuration may give the reward that `worker` names. Raises as `resolve` does.
 
-    `worker` is a registered name, a path of ROLL's (`roll.pipeline....MathRuleRewardWorker`) or a dotted path
-    to a function or class of the user's own. Raises `RewardError` that says what was looked for and what is
-    known.
+    A function's first argument is the samples; a class's positional-only ones come from the process that makes it.
     """
-    found = _fitting(worker, args)
+    found = _find(worker)
+    return arguments(found, given_by_us=0 if inspect.isclass(found) else 1)
+
+
+def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> Reward:
+    """Return the reward that `worker` names, with `args` bound to it.
+
+    `worker` is a registered name, a path of ROLL's (`roll.pipeline....MathRuleRewardWorker`) or a dotted path to a
+    function or class of the user's own. A class is made with `given` first. Raises `RewardError` that says what was
+    looked for and what is known.
+    """
+    found = _checked(worker, args, given)
     if not inspect.isclass(found):
         return partial(found, **args) if args else found
-    reward = found(**(args or {}))
-    return getattr(reward, "score", reward)
+    made: Any = found(*given, **(args or {}))
+    return getattr(made, "score", made)
 
 
 def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
-    """Raise what `resolve` would. Of classes only ours are made, which say what they need of the machine: a user's
-    own may load a model.
+    """Raise what `resolve` would. Of classes only the built-in ones are made, to see whether this machine has what they
+    need; a user's own may load a model.
     """
     if worker in REWARDS.builtin:
         resolve(worker, args)
     else:
-        _fitting(worker, args)
+        _checked(worker, args)
 
 
-def _fitting(worker: str, args: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """The function or class that `worker` names, where it takes `args` and can score."""
+def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...] = ()) -> Callable[..., Any]:
+    """Return the function or class that `worker` names; `RewardError` where it cannot score or does not take `args`."""
     found = _find(worker)
     is_class = inspect.isclass(found)
     if is_class and not {"score", "__call__"} & set(dir(found)):
         raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
     try:
-        inspect.signature(found).bind(*(() if is_class else ("samples",)), **(args or {}))
+        inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
         made = "made" if is_class else "called"
-        given = sorted(args or ())  # the names alone: a value may be a key
-        raise RewardError(f"reward {worker}: cannot be {made} with {given}: {error}") from error
+        names = sorted(args or ())  # without values, one of which may be an API key
+        raise RewardError(f"reward {worker}: cannot be {made} with {names}: {error}") from error
     except ValueError:  # written in C, it has no signature that could be checked
         pass
     return found

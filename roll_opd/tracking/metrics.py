@@ -108,8 +108,10 @@ def _scored(experience: Experience) -> Iterable[_Scored]:
         )
 
 
-def _of_actions(experience: Experience, logprobs: np.ndarray, whose: str) -> np.ndarray:
-    """f64 [K] of f32 [T-P]."""
+def _of_actions(experience: Experience, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
+    """Return f64 [K] of f32 [T-P]."""
+    if logprobs is None:
+        raise ValueError(f"sample {experience.id}: there are no log-probs of the {whose}")
     if len(logprobs) != experience.response_length or len(experience.action_mask) != experience.response_length:
         raise ValueError(
             f"sample {experience.id}: {len(logprobs)} log-probs of the {whose} and "

@@ -1,6 +1,7 @@
-"""From what `track_with` names to a tracker's class: a registered name, or a dotted path of the user's own."""
+"""Find a tracker's class by what `track_with` names: a registered name, or a dotted path of the user's own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from roll_opd.extensions import Registry
@@ -24,13 +25,21 @@ class Tracker(Protocol):
 # (run, step resumed from or None, **arguments of tracker_kwargs) -> tracker; a class is one
 TrackerFactory = Callable[..., Tracker]
 
-TRACKERS = Registry(
+
+@dataclass(frozen=True)
+class TrackerFacts:
+    """What a configuration must know of a tracker besides its arguments."""
+
+    packages: tuple[str, ...] = ()  # modules beyond what every run has; the package extra has the tracker's name
+
+
+TRACKERS: Registry[TrackerFacts] = Registry(
     kind="tracker",
     made_of="class",
     example="mypackage.MyTracker",
     error=TrackerError,
     package="roll_opd.tracking.builtin",
-    facts_type=dict,
+    facts_type=TrackerFacts,
     one_per_module=True,
     elsewhere=("jsonl",),  # the run itself writes it
 )
@@ -38,18 +47,18 @@ register = TRACKERS.register
 
 
 def find(name: str) -> TrackerFactory:
-    """The class that `name` means: a registered name, or the dotted path of a class.
+    """Return the class that `name` means: a registered name, or the dotted path of a class.
 
     It is called with the `RunDirectory`, the step resumed from (None in a new run) and, by name, the tracker's
-    arguments in `tracker_kwargs`. Raises `TrackerError`; packages of a tracker are imported only by its class.
+    arguments in `tracker_kwargs`. Raises `TrackerError`. A built-in tracker imports its packages when it is made.
     """
     return TRACKERS.find(name)
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
-    """The id under which a service knows this run: kept in the run directory, so that a resumed run goes on in it.
+    """Return the id under which a service knows this run; `new` makes one where there is none yet.
 
-    `new` makes one where there is none yet.
+    It is kept in the run directory, so that a resumed run continues the service's run.
     """
     file = run.path / "tracker_ids" / tracker
     if file.exists():
@@ -58,3 +67,8 @@ def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"{made}\n", encoding="utf-8")
     return made
+
+
+def as_list(texts: Sequence[str] | str) -> list[str]:
+    """Return `texts` as a list; one text counts as a list of one."""
+    return [texts] if isinstance(texts, str) else list(texts)

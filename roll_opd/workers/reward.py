@@ -51,11 +51,11 @@ class RewardWorker:
 
         self._plan = plan
         threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=plan.domain)
-        judge = {plan.terms[0].name: {"complete": LocalModel(plan.engine, engines)}} if plan.engine else {}
+        judge = {plan.terms[0].name: (LocalModel(plan.engine, engines),)} if plan.engine else {}
         self._callers = {
             term.name: Caller(
                 term.name,
-                resolve(term.worker, {**term.args, **judge.get(term.name, {})}),
+                resolve(term.worker, term.args, *judge.get(term.name, ())),
                 threads,
                 term.timeout,
                 plan.max_concurrency,

@@ -29,6 +29,7 @@ MATH = RewardPlan("math", (RewardTerm("math_rule", "math_rule"),), tags=("math",
 CODE = RewardPlan("code", (RewardTerm("judge", "my.judge"),), tags=("code",))
 ANSWERED = TagRows(0, ())
 LACKING = TagRows(4, ("a:1", "a:2", "a:3"))
+NEEDING = {"math_rule"}
 
 
 def test_a_data_set_knows_its_tags_and_rows_without_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -54,10 +55,10 @@ def test_a_domain_that_a_row_names_must_be_that_of_its_tag(tmp_path: Path, token
     pq.write_table(pa.Table.from_pylist([{**rows[3]}]), tmp_path / "b.parquet")
     for name, line in ((file, 4), (str(tmp_path / "b.parquet"), 1)):
         tags = open_prompts(DataPlan((name,), prompt_length=8), tokenizer)[0].by_tag()
-        check_coverage("pure", (TEACHER,), (), tags, {})
-        check_coverage("pure", (TEACHER,), (MATH,), tags, {})
+        check_coverage("pure", (TEACHER,), (), tags, {}, NEEDING)
+        check_coverage("pure", (TEACHER,), (MATH,), tags, {}, NEEDING)
         with pytest.raises(DataError) as refused:
-            check_coverage("pure", (TEACHER,), (MATH, CODE), tags, {})
+            check_coverage("pure", (TEACHER,), (MATH, CODE), tags, {}, NEEDING)
         assert str(refused.value).startswith(
             f"rows of the training data with tag 'code' name the domain 'math' themselves ({name}:{line}), but "
             "rewards.code has the tag: move it to rewards.math.tag_included"
@@ -68,18 +69,17 @@ def test_a_domain_that_a_row_names_must_be_that_of_its_tag(tmp_path: Path, token
 def test_covered_prompts_pass(mode: Mode) -> None:
     teachers = () if mode == "rl" else (TEACHER,)
     training = {"math": ANSWERED, "code": LACKING}  # a user's own worker may do without an answer
-    check_coverage(mode, teachers, (MATH, CODE), training, training)
-    check_coverage("pure", (TEACHER,), (), {"math": LACKING}, {})
-    check_coverage("pure", (TEACHER,), (MATH,), {"math": LACKING, "code": LACKING}, {"math": ANSWERED})
+    check_coverage(mode, teachers, (MATH, CODE), training, training, NEEDING)
+    check_coverage("pure", (TEACHER,), (), {"math": LACKING}, {}, NEEDING)
+    check_coverage("pure", (TEACHER,), (MATH,), {"math": LACKING, "code": LACKING}, {"math": ANSWERED}, NEEDING)
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])
 def test_what_nobody_scores_is_refused(mode: Mode) -> None:
     teachers = () if mode == "rl" else (TEACHER,)
     with pytest.raises(DataError) as refused:
-        check_coverage(
-            mode, teachers, (MATH, CODE), {"poem": ANSWERED, "math": LACKING}, {"song": ANSWERED, "math": LACKING}
-        )
+        training, validation = {"poem": ANSWERED, "math": LACKING}, {"song": ANSWERED, "math": LACKING}
+        check_coverage(mode, teachers, (MATH, CODE), training, validation, NEEDING)
     found = str(refused.value).splitlines()
     expected = ["no reward has tag 'song' of the validation data in its tag_included", "4 rows of the validation data"]
     if mode != "pure":

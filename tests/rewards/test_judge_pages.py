@@ -1,6 +1,5 @@
 """The pages of llm_judge and remote: their section and row work as printed, and their tables name every key."""
 
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -11,13 +10,12 @@ import pytest
 import yaml
 from scripted_server import ScriptedServer, scored
 
-from roll_opd.config.known_names import REWARD_WORKERS
 from roll_opd.data.rows import parse_row
 from roll_opd.rewards.builtin.llm_judge import LLMJudge
 from roll_opd.rewards.builtin.remote import Remote, as_json, read_rewards
 from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, check_template, filled
 from roll_opd.rewards.interface import RewardSample, Score
-from roll_opd.rewards.registry import REWARDS
+from roll_opd.rewards.registry import reward_arguments
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"
 SECTION_KEYS = {"worker_cls", "tag_included"}
@@ -32,7 +30,7 @@ def section_and_sample(name: str) -> tuple[dict[str, Any], RewardSample]:
     assert section.pop("worker_cls") == name
     row = parse_row(json.loads(blocks(name, "json")[0]), "none")
     assert section.pop("tag_included") == [row.tag]
-    assert set(section) <= REWARD_WORKERS[name]
+    assert set(section) <= set(reward_arguments(name))
     question = row.messages[0]["content"]
     return section, RewardSample(
         row.id, "It is so.", row.ground_truth, row.tag, row.extra, read_prompt=lambda: question
@@ -46,8 +44,8 @@ def test_the_table_has_every_key_with_its_default(name: str) -> None:
     for keys, default in re.findall(r"^\| (`[^|]*`) \| ([^|]*)\|", text, re.MULTILINE):
         names, values = re.findall(r"`(\w+)`", keys), default.strip().strip("`").split(", ")
         written.update(zip(names, values * len(names) if len(values) == 1 else values, strict=False))
-    parameters = inspect.signature(REWARDS.find(name)).parameters
-    assert set(written) == REWARD_WORKERS[name] == set(parameters) - {"complete"}
+    parameters = reward_arguments(name)
+    assert set(written) == set(parameters)
     of_the_prompt = {"judge_prompt", "verdict", "verdict_key", "pattern", "min_score", "max_score"}
     for key in set(written) - of_the_prompt:
         default = parameters[key].default

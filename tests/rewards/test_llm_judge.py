@@ -214,7 +214,7 @@ def test_another_model_can_be_asked() -> None:
         errors["restarted"] += 1
         return "YES" if "7" in messages[-1]["content"] else "NO"
 
-    reward = LLMJudge(judge_model_type="inference", judge_prompt="match", complete=complete)
+    reward = LLMJudge(complete, judge_model_type="inference", judge_prompt="match")
     samples = [RewardSample("a", answer, "5", "t", read_prompt=lambda: "3+4") for answer in "75"]
     assert [score.errors for score in scored(reward, samples)] == [{"restarted": 1}] * 2
 

@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_opd.config.known_names import REWARD_WORKERS
 from roll_opd.rewards.builtin.math_rule import MathRule, is_right
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.mathematics import processes
 from roll_opd.rewards.mathematics.equality import as_number
 from roll_opd.rewards.mathematics.final_answer import final_answer
 from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION, plain
-from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.registry import resolve, reward_arguments
 
 PAIRS = Path(__file__).with_name("math_pairs.txt")
 PAGE = Path(__file__).parents[2] / "docs" / "rewards" / "math_rule.md"
@@ -293,8 +292,8 @@ def _runs(pid: int) -> bool:
 def test_the_page_of_the_worker_says_what_is_so() -> None:
     page = PAGE.read_text(encoding="utf-8")
     section = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])["rewards"]["math_rule"]
-    arguments = {key: value for key, value in section.items() if key in REWARD_WORKERS["math_rule"]}
-    assert arguments.keys() == REWARD_WORKERS["math_rule"]
+    arguments = {key: value for key, value in section.items() if key in reward_arguments("math_rule")}
+    assert arguments.keys() == reward_arguments("math_rule").keys()
     rule = resolve(section["worker_cls"], arguments)
     row = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     (score,) = rule([RewardSample(row["id"], r"So \boxed{\frac{3}{4}}", row["ground_truth"], row["tag"])])

@@ -1,14 +1,18 @@
-"""Rewards by name: registered, ROLL's, the user's own; and what they return is checked."""
+"""Rewards by name: registered, ROLL's, the user's own; what is known of them, and what they return is checked."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from roll_opd.extensions import argument_problems
+from roll_opd.rewards import builtin
 from roll_opd.rewards.interface import Failure, Reward, RewardError, RewardSample, Score, read_scores
-from roll_opd.rewards.registry import register, resolve
+from roll_opd.rewards.registry import REWARDS, RewardFacts, register, resolve, reward_arguments
 
 SAMPLES = [RewardSample("a", "it is 5", "5", "t"), RewardSample("b", "it is 6", "5", "t")]
 
@@ -24,6 +28,19 @@ class Constant:
         return [self.value] * len(samples)
 
 number = 3
+"""
+
+NEW_REWARD = """
+from typing import Literal
+from roll_opd.rewards import register
+
+@register("brief", needs_ground_truth=True, max_concurrency=2)
+class Brief:
+    def __init__(self, price: float = 0.5, unit: Literal["word", "letter"] = "word") -> None:
+        self.price = price
+
+    def score(self, samples):
+        return [self.price * len(sample.response.split()) for sample in samples]
 """
 
 
@@ -109,3 +126,54 @@ def test_numbers_scores_and_failures_are_scores() -> None:
 def test_a_class_that_is_no_reward_is_refused() -> None:
     with pytest.raises(RewardError, match=r"json\.JSONDecoder: the class has no method score"):
         resolve("json.JSONDecoder")
+
+
+def test_a_new_reward_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brief.py").write_text(NEW_REWARD)
+    monkeypatch.setattr(builtin, "__path__", [*builtin.__path__, str(tmp_path)])
+    try:
+        assert "brief" in REWARDS.builtin and "brief" in REWARDS.known
+        assert REWARDS.facts("brief") == RewardFacts(needs_ground_truth=True, max_concurrency=2)
+        assert set(reward_arguments("brief")) == {"price", "unit"}
+        wrong = dict(argument_problems(REWARDS.find("brief"), {"price": "1", "unit": "line"}, given_by_us=0))
+        assert wrong == {
+            "price": "should be a valid number, got '1'",
+            "unit": "should be 'word' or 'letter', got 'line'",
+        }
+        assert scored(resolve("brief", {"price": 2.0}), SAMPLES) == [6.0, 6.0]
+    finally:
+        REWARDS._registered.pop("brief", None)
+        sys.modules.pop("roll_opd.rewards.builtin.brief", None)
+
+
+def test_what_is_known_of_a_reward(users_module: str) -> None:
+    facts = {name: REWARDS.facts(name) for name in REWARDS.builtin}
+    needing = {name for name, known in facts.items() if known.needs_ground_truth}
+    assert needing == {"math_rule", "multiple_choice", "crossthinkqa", "general_rule"}
+    keeping_time = {name for name, known in facts.items() if known.keeps_time}
+    assert keeping_time == {"math_rule", "code_sandbox", "llm_judge", "remote"}
+    assert {name: known.max_concurrency for name, known in facts.items() if known.max_concurrency} == {"remote": 4}
+    for name, known in facts.items():
+        assert known.endpoint_arguments <= reward_arguments(name).keys()
+        assert bool(known.endpoint_arguments) == (name == "llm_judge")
+    assert REWARDS.facts(f"{users_module}.by_length") == RewardFacts()
+    assert set(reward_arguments(f"{users_module}.by_length")) == {"scale"}
+    assert set(reward_arguments(f"{users_module}.Constant")) == {"value"}
+    assert "complete" not in reward_arguments("llm_judge")
+
+
+def test_defaults_are_of_the_annotated_types() -> None:
+    for name in REWARDS.builtin:
+        defaults = {key: one.default for key, one in reward_arguments(name).items()}
+        assert list(argument_problems(REWARDS.find(name), defaults, given_by_us=0)) == [], name
+
+
+def test_knowing_a_reward_imports_none_of_its_packages() -> None:
+    heavy = {"torch", "transformers", "ray", "httpx", "math_verify", "sympy"}
+    program = (
+        "import sys; from roll_opd.rewards.registry import REWARDS\n"
+        "for name in REWARDS.builtin: REWARDS.facts(name)\n"
+        f"print(sorted({heavy} & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"

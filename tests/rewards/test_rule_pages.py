@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_opd.config.known_names import REWARD_WORKERS
 from roll_opd.data.rows import parse_row
 from roll_opd.rewards.interface import RewardSample, read_scores
-from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.registry import resolve, reward_arguments
 
 PAGES = Path(__file__).parents[2] / "docs" / "rewards"
 SECTION_KEYS = {"worker_cls", "tag_included", "weight", "terms"}
@@ -50,9 +49,9 @@ def sections(page: str) -> dict[str, dict[str, Any]]:
 def test_a_page_is_true(page: str) -> None:
     workers = sections(page)
     for name, arguments in workers.items():
-        assert arguments.keys() <= REWARD_WORKERS[name]
+        assert arguments.keys() <= reward_arguments(name).keys()
     described = [name for name in workers if not (PAGES / f"{name}.md").exists() or f"{name}.md" == page]
-    assert table_keys(page) == set().union(*(REWARD_WORKERS[name] for name in described))
+    assert table_keys(page) == set().union(*map(reward_arguments, described))
     reward = resolve(SCORED_BY[page], workers[SCORED_BY[page]])
     rows = {row["id"]: parse_row(row, "") for row in map(json.loads, "".join(blocks(page, "json")).splitlines())}
     text = (PAGES / page).read_text(encoding="utf-8")

@@ -1,5 +1,7 @@
 """Trackers as a run meets them: that agree, are resumed, fail, hang, or are the user's own."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -8,12 +10,31 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from roll_opd.extensions import argument_problems, arguments, defaults
+from roll_opd.tracking import builtin
 from roll_opd.tracking.background import Patience
-from roll_opd.tracking.registry import TrackerError, find, register, run_id
+from roll_opd.tracking.registry import TRACKERS, TrackerError, TrackerFacts, as_list, find, register, run_id
 from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
 from roll_opd.tracking.trackers import Trackers
 
 IMPATIENT = Patience(opening=0.2, silence=0.2, closing=0.3, retries=(0.01,), rows=5)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
+NEW_TRACKER = """
+from roll_opd.tracking.registry import register
+
+@register("notes", packages=("no_such_package",))
+class NotesTracker:
+    def __init__(self, run, resume_step, *, size: int = 3) -> None:
+        self.file, self.size = run.path / "notes", size
+
+    def log(self, step, metrics):
+        self.file.write_text(f"{step} {self.size}")
+
+    def close(self):
+        pass
+"""
 
 
 @pytest.fixture
@@ -297,3 +318,50 @@ def test_the_id_of_a_run_stays(run: RunDirectory) -> None:
     assert run_id(run, "wandb", lambda: "one") == "one"
     assert run_id(run, "wandb", lambda: "two") == "one"
     assert run_id(run, "mlflow", lambda: "three") == "three"
+
+
+def test_a_new_tracker_is_one_file(tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.py").write_text(NEW_TRACKER)
+    monkeypatch.setattr(builtin, "__path__", [*builtin.__path__, str(tmp_path)])
+    try:
+        assert "notes" in TRACKERS.builtin and "notes" in TRACKERS.known
+        assert TRACKERS.facts("notes") == TrackerFacts(packages=("no_such_package",))
+        assert set(arguments(find("notes"), given_by_us=2)) == {"size"}
+        wrong = dict(argument_problems(find("notes"), {"size": 1.5}, given_by_us=2))
+        assert wrong == {"size": "should be a valid integer, got 1.5"}
+        trackers = Trackers.open(("notes",), run, args={"notes": {"size": 5}})
+        trackers.log(1, {"x": 1.0})
+        trackers.close()
+        assert (run.path / "notes").read_text() == "1 5"
+    finally:
+        TRACKERS._registered.pop("notes", None)
+        sys.modules.pop("roll_opd.tracking.builtin.notes", None)
+
+
+def test_arguments_are_annotated_and_on_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name in TRACKERS.builtin:
+        taken = arguments(find(name), given_by_us=2)
+        assert all(one.annotation is not one.empty for one in taken.values())
+        assert list(argument_problems(find(name), defaults(find(name), 2), given_by_us=2)) == []
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
+        assert [key for key in taken if f"`{key}`" not in row] == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_one_tag_is_a_list_of_one(name: str) -> None:
+    for tags in ("one", ["one", "two"], ("one",)):
+        assert list(argument_problems(find(name), {"tags": tags}, given_by_us=2)) == []
+    [(key, problem)] = argument_problems(find(name), {"mode": "onlin"}, given_by_us=2)
+    assert key == "mode" and "'online'" in problem and "'disabled'" in problem
+    assert (as_list("one"), as_list(("one", "two"))) == (["one"], ["one", "two"])
+
+
+def test_knowing_a_tracker_imports_none_of_its_packages() -> None:
+    program = (
+        "import sys; from roll_opd.tracking.registry import TRACKERS\n"
+        "needed = {'torch', *(p for name in TRACKERS.builtin for p in TRACKERS.facts(name).packages)}\n"
+        "print(len(needed), needed & set(sys.modules))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == "6 set()\n"

@@ -26,7 +26,7 @@ UNSAFE = (
 BAD_ROW = "unusable test cases"
 
 
-@register("code_sandbox")
+@register("code_sandbox", keeps_time=True)
 class CodeSandbox:
     """1.0 for a program that passes all of its row's cases, else 0.0; with `partial`, the share that it passes.
 

@@ -11,6 +11,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from roll_opd.rewards.arguments import choice, number
 from roll_opd.rewards.builtin.length_penalty import response_tokens, shortness
@@ -22,8 +23,9 @@ from roll_opd.rewards.registry import register
 from roll_opd.rewards.texts import answers
 from roll_opd.rewards.texts.choices import is_choice, options_of
 
+RewardType = Literal["loose", "soft", "strict"]
 # (right, boxed) -> value
-WORTH = {
+WORTH: dict[RewardType, dict[tuple[bool, bool], float]] = {
     "loose": {(True, True): 1.0, (True, False): 1.0, (False, True): -1.0, (False, False): -1.0},
     "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
     "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
@@ -31,11 +33,11 @@ WORTH = {
 _MATHEMATICAL = re.compile(r"[\d\\]")
 
 
-@register("crossthinkqa")
+@register("crossthinkqa", needs_ground_truth=True)
 class CrossThinkQA:
     """Parts: `right` and `boxed`. `response_length_penalty_coef` times the shortness of the response is added."""
 
-    def __init__(self, reward_type: str = "loose", response_length_penalty_coef: float = 0.0) -> None:
+    def __init__(self, reward_type: RewardType = "loose", response_length_penalty_coef: float = 0.0) -> None:
         self.worth = WORTH[choice("crossthinkqa", "reward_type", reward_type, WORTH)]
         key = "response_length_penalty_coef"
         self.length_coef = number("crossthinkqa", key, response_length_penalty_coef)

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Literal, get_args
 
 from roll_opd.rewards.arguments import choice, number
 from roll_opd.rewards.builtin.multiple_choice import choice_score
@@ -60,20 +61,20 @@ TEXT_RULES: dict[str, tuple[Callable[[str, str], float], Callable[[str], str]]] 
     "contains": (contains, str),
     "f1": (f1, answers.final_answer),
 }
-RULES = ("choice", *TEXT_RULES, "regex", "number")
+Rule = Literal["choice", "exact", "contains", "f1", "regex", "number"]
 
 
-@register("general_rule")
+@register("general_rule", needs_ground_truth=True)
 class GeneralRule:
     """The best score among the ground truths of a row, where it is a JSON list of them."""
 
     def __init__(
         self,
-        rule: str = "choice",
-        normalize: Sequence[str] = tuple(answers.NORMALIZATIONS),
+        rule: Rule = "choice",
+        normalize: Sequence[answers.Normalization] = tuple(answers.NORMALIZATIONS),
         tolerance: float = 0.0,
     ) -> None:
-        self.rule = choice("general_rule", "rule", rule, RULES)
+        self.rule = choice("general_rule", "rule", rule, get_args(Rule))
         if isinstance(normalize, str):
             raise RewardError(f"reward general_rule: normalize is {normalize!r}; write a list, such as [case, spaces]")
         self.normalize = tuple(choice("general_rule", "normalize", name, answers.NORMALIZATIONS) for name in normalize)
@@ -102,8 +103,8 @@ class GeneralRule:
         return max(rule(answer, answers.normalized(gold, self.normalize)) for gold in golds)
 
     def _by_number(self, text: str, golds: Sequence[str]) -> float | None:
-        values = [number_in(gold) for gold in golds]
-        if None in values:
+        values = [value for value in map(number_in, golds) if value is not None]
+        if len(values) < len(golds):
             return None
         answer = said_number(text)
         close = answer is not None and any(abs(answer - gold) <= self.tolerance * abs(gold) for gold in values)

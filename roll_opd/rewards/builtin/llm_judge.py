@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from roll_opd.config.models import find_path, places
 from roll_opd.rewards.endpoints.chat import ChatEndpoint, Complete, Messages
@@ -25,22 +25,29 @@ from roll_opd.rewards.registry import register
 VERDICT_ATTEMPTS = 3
 AGAIN = "No verdict can be read in that. Write only the verdict, in exactly the form that was asked for."
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
+# the others concern the question and the verdict, wherever the judge runs
+ENDPOINT_ARGUMENTS = """
+    judge_model_name judge_api_url judge_api_key api_key_env temperature max_tokens extra_body request_seconds
+    retry_seconds concurrency requests_per_minute
+"""
 
 
-@register("llm_judge")
+@register("llm_judge", keeps_time=True, endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()))
 class LLMJudge:
     """The verdict of a judge on each sample, 0..1; None for a row that lacks what the question names."""
 
     def __init__(
         self,
+        complete: Complete | None = None,
+        /,
         judge_model_name: str = "",
         judge_api_url: str = "",
         judge_api_key: str = "",
-        judge_model_type: str = "api",
+        judge_model_type: Literal["api", "inference"] = "api",
         judge_prompt: str | None = None,
         prompt_file: str | None = None,
         system_prompt: str | None = None,
-        verdict: str | None = None,
+        verdict: Literal["json", "regex"] | None = None,
         verdict_key: str | Sequence[str] | None = None,
         pattern: str | None = None,
         min_score: float | None = None,
@@ -54,9 +61,8 @@ class LLMJudge:
         retry_seconds: float = 300,
         concurrency: int = 16,
         requests_per_minute: float | None = None,
-        complete: Complete | None = None,
     ) -> None:
-        """The keys of docs/rewards/llm_judge.md; with `judge_model_type` inference, `complete` asks an engine here."""
+        """Take the keys of docs/rewards/llm_judge.md. With `judge_model_type` inference, `complete` asks an engine."""
         if judge_model_type not in ("api", "inference"):
             raise RewardError(f"judge_model_type: {judge_model_type!r} is neither api nor inference")
         if not isinstance(cache_size, int) or cache_size < 0:

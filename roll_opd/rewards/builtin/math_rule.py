@@ -15,7 +15,7 @@ from roll_opd.rewards.mathematics.processes import Algebra, Busy, Crashed, Timed
 from roll_opd.rewards.registry import register
 
 
-@register("math_rule")
+@register("math_rule", needs_ground_truth=True, keeps_time=True)
 class MathRule:
     """1.0 for each sample whose final answer equals its ground truth, else 0.0; any text at all is taken.
 

@@ -8,7 +8,7 @@ from roll_opd.rewards.registry import register
 from roll_opd.rewards.texts.choices import chosen, options_of, right_choices
 
 
-@register("multiple_choice")
+@register("multiple_choice", needs_ground_truth=True)
 class MultipleChoice:
     """Part `boxed` says whether the choice stood in a box; with `require_boxed` one outside is wrong."""
 

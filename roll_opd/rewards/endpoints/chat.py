@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import httpx
-
 from roll_opd.rewards.endpoints.endpoint import Endpoint, Limits
 from roll_opd.rewards.interface import RewardError
 
@@ -40,6 +38,8 @@ class ChatEndpoint:
 
 def chat_url(url: str) -> str:
     """`http://host`, `http://host/v1` or the whole `http://host/v1/chat/completions` -> the last."""
+    import httpx
+
     try:
         given = httpx.URL(url)
     except httpx.InvalidURL:

@@ -18,11 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll_opd.rewards.interface import RewardError
+
+if TYPE_CHECKING:
+    import httpx  # half a second, which planning need not wait for
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 5.0  # seconds before another attempt
 LONGEST_PAUSE = 60.0  # seconds of a Retry-After that are waited
@@ -115,6 +116,8 @@ class Endpoint:
 
     def _settle(self) -> None:
         """Make what belongs to the running event loop, once."""
+        import httpx
+
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -179,6 +182,8 @@ class Endpoint:
             await asyncio.sleep(start - now)
 
     async def _post(self, content: bytes, read: Callable[[Any], Answer]) -> Answer:
+        import httpx
+
         seconds = self._limits.request_seconds
         try:
             response = await asyncio.wait_for(self._client.post(self._url, content=content), seconds)
@@ -215,7 +220,7 @@ def _delay(failing_for: float) -> float:
     return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), LONGEST_DELAY)
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(response: "httpx.Response") -> float:
     """Seconds that the server asks to be left alone, 0 where it asks for nothing; it writes a number or a date."""
     text = response.headers.get("Retry-After", "").strip()
     seconds = 0.0
@@ -226,8 +231,10 @@ def _retry_after(response: httpx.Response) -> float:
     return min(max(seconds, 0.0), LONGEST_PAUSE)
 
 
-def _checked_url(text: str) -> tuple[httpx.URL, str]:
-    """The URL, and as it is shown: without a password and a query, which may hold a key."""
+def _checked_url(text: str) -> "tuple[httpx.URL, str]":
+    """Return the URL, and how messages show it: without a password and a query, which may hold a key."""
+    import httpx
+
     try:
         url = httpx.URL(text)
     except (httpx.InvalidURL, TypeError):

@@ -1,6 +1,7 @@
 """Which language a text is in, by the package langdetect, which IFEval's authors use."""
 
 import threading
+from typing import Any
 
 from langdetect import detector_factory
 from langdetect.lang_detect_exception import LangDetectException
@@ -13,10 +14,11 @@ _LOADING = threading.Lock()
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False where nothing can be told."""
+    """Return whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False where nothing can be told."""
     with _LOADING:
         detector_factory.init_factory()
-    detector = detector_factory._factory.create()
+    factory: Any = detector_factory._factory  # set by `init_factory`
+    detector = factory.create()
     detector.seed = SEED
     detector.append(text if len(text) <= 2 * LOOKED_AT else f"{text[:LOOKED_AT]} {text[-LOOKED_AT:]}")
     try:

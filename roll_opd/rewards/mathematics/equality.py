@@ -89,10 +89,8 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
             _same(gold_names[name], answer_names[name], algebra) for name in gold_names
         )
     if gold_names or answer_names:  # x=1, y=2 against (1,2)
-        golds, answers = (
-            list((gold_names or dict(enumerate(golds))).values()),
-            list((answer_names or dict(enumerate(answers))).values()),
-        )
+        golds = list(gold_names.values()) if gold_names else golds
+        answers = list(answer_names.values()) if answer_names else answers
         gold_point, answer_point = point_of(golds), point_of(answers)
         golds, answers = (gold_point or golds), (answer_point or answers)
         return len(golds) == len(answers) <= MAX_MEMBERS and all(

@@ -22,9 +22,9 @@ def assigned(members: Sequence[str]) -> dict[str, str] | None:
     sides = [member.split("=") for member in members]
     if not all(len(side) == 2 and NAME.fullmatch(side[0].strip()) for side in sides):
         return None
-    values = {name.strip(): value.strip() for name, value in sides}
-    bare = {name.partition("_")[0] for name in values}
-    return dict(sorted(values.items())) if len(bare) == len(members) else None
+    named = {name.strip(): value.strip() for name, value in sides}
+    bare = {name.partition("_")[0] for name in named}
+    return dict(sorted(named.items())) if len(bare) == len(members) else None
 
 
 def members_of(text: str) -> list[str]:

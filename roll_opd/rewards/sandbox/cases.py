@@ -6,7 +6,7 @@ import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from roll_opd.rewards.sandbox.assertions import Check, hide_expected
 from roll_opd.rewards.sandbox.calls import check_of_call, is_wrapped
@@ -173,7 +173,7 @@ def _first(item: Mapping[str, Any], *names: str) -> Any:
     return next((item[name] for name in names if item.get(name) is not None), None)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, tuple | list)
 
 

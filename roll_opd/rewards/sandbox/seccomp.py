@@ -118,7 +118,8 @@ def filter_program(machine: str | None = None) -> bytes:
         (_AT_LEAST, FIRST_UNKNOWN, "missing", 0),  # x32's numbers are above it too
         (_EQUAL, CLONE3[column], "missing", 0),  # its flags lie in memory, where no filter sees them; libc uses clone
     ]
-    steps += [(_EQUAL, numbers[column], "deny", 0) for numbers in DENIED.values() if numbers[column] is not None]
+    denied = (numbers[column] for numbers in DENIED.values())
+    steps += [(_EQUAL, number, "deny", 0) for number in denied if number is not None]
     # a process may change its own limits (0), nobody else's
     for call, jump, value, yes, no in (
         (CLONE, _ANY_BIT, NAMESPACES, "deny", "allow"),

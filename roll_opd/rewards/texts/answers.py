@@ -6,7 +6,8 @@ Every function takes time linear in the length of its text, whatever the text is
 import json
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Literal
 
 MARKS_LOOKED_AT = 50  # from the end; an answer that is announced more often is a loop
 REACH = 300  # characters after a mark, or of a last line, that may hold the answer
@@ -86,7 +87,8 @@ def without_punctuation(text: str) -> str:
     return _SIGN.sub(lambda sign: sign["kept"] or ("" if sign["dropped"] else " "), text)
 
 
-NORMALIZATIONS: dict[str, Callable[[str], str]] = {
+Normalization = Literal["width", "case", "punctuation", "articles", "spaces"]
+NORMALIZATIONS: dict[Normalization, Callable[[str], str]] = {
     "width": lambda text: unicodedata.normalize("NFKC", text),
     "case": str.casefold,
     "punctuation": without_punctuation,
@@ -95,7 +97,7 @@ NORMALIZATIONS: dict[str, Callable[[str], str]] = {
 }
 
 
-def normalized(text: str, how: tuple[str, ...] = tuple(NORMALIZATIONS)) -> str:
+def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)) -> str:
     """`text` after each of the normalisations named in `how`, in the order of the table."""
     for name, normalize in NORMALIZATIONS.items():
         if name in how:

@@ -13,7 +13,7 @@ PARAMS_AT_ONCE = 100  # MLflow's limit for one request
 PARAM_CHARACTERS = 500  # what every MLflow server since 1.28 takes
 
 
-@register("mlflow")
+@register("mlflow", packages=("mlflow", "sqlalchemy", "alembic"))
 class MlflowTracker:
     """An MLflow run with the configuration as its parameters."""
 

@@ -3,14 +3,14 @@
 import os
 import secrets
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from roll_opd.tracking.registry import register, run_id
+from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
 
-@register("swanlab")
+@register("swanlab", packages=("swanlab",))
 class SwanlabTracker:
     """A SwanLab run; where the login fails, an offline one."""
 
@@ -20,35 +20,40 @@ class SwanlabTracker:
         resume_step: int | None,
         *,
         project: str | None = None,
+        workspace: str | None = None,
         experiment_name: str | None = None,
-        tags: tuple[str, ...] = (),
+        description: str | None = None,
+        tags: Sequence[str] | str = (),
         logdir: str | None = None,
-        mode: str | None = None,
+        mode: Literal["online", "cloud", "local", "offline", "disabled"] | None = None,
         login_kwargs: Mapping[str, Any] | None = None,
-        **about: str,  # workspace, description
     ) -> None:
+        """Take arguments of `swanlab.init`; `login_kwargs` are those of `swanlab.login`, `cloud` is ROLL's word for
+        online. Without `mode`, go online if there is a login.
+        """
         import swanlab
 
-        mode = mode or os.environ.get("SWANLAB_MODE")
-        if mode is None:
-            mode = "online" if login_kwargs or os.environ.get("SWANLAB_API_KEY") else "offline"
-        mode = "online" if mode == "cloud" else mode
+        wanted_mode = mode or os.environ.get("SWANLAB_MODE")
+        if wanted_mode is None:
+            wanted_mode = "online" if login_kwargs or os.environ.get("SWANLAB_API_KEY") else "offline"
+        wanted_mode = "online" if wanted_mode == "cloud" else wanted_mode
         wanted = {
             "project": project or run.path.parent.name,
+            "workspace": workspace,
             "name": experiment_name or run.path.name,
-            "tags": list(tags),
+            "description": description,
+            "tags": as_list(tags),
             "log_dir": logdir or str(run.path / "swanlab"),
             "config": run.read_config(),
             "id": run_id(run, "swanlab", lambda: secrets.token_hex(10)),
             "resume": "allow",
-            **about,
         }
         try:
-            if login_kwargs and mode == "online":
+            if login_kwargs and wanted_mode == "online":
                 swanlab.login(**login_kwargs)
-            self._run = swanlab.init(mode=mode, **wanted)
+            self._run = swanlab.init(mode=wanted_mode, **wanted)
         except Exception as error:  # it has no class of its own for a network that is not there
-            if mode != "online":
+            if wanted_mode != "online":
                 raise
             print(f"warning: tracker swanlab goes on offline: {error}", file=sys.stderr, flush=True)
             self._run = swanlab.init(mode="offline", **wanted)

@@ -3,10 +3,10 @@
 import os
 import secrets
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from roll_opd.tracking.registry import register, run_id
+from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
 # Console off, as in ROLL: the run's own log is not W&B's to capture. Seconds: a server that does not answer must not
@@ -14,7 +14,7 @@ from roll_opd.tracking.run_directory import RunDirectory
 SETTINGS = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
 
 
-@register("wandb")
+@register("wandb", packages=("wandb",))
 class WandbTracker:
     """A W&B run; where the server cannot be reached, an offline one."""
 
@@ -24,36 +24,43 @@ class WandbTracker:
         resume_step: int | None,
         *,
         project: str | None = None,
+        entity: str | None = None,
         name: str | None = None,
-        tags: tuple[str, ...] = (),
+        notes: str | None = None,
+        tags: Sequence[str] | str = (),
+        group: str | None = None,
         log_dir: str | None = None,
         api_key: str | None = None,
         base_url: str | None = None,
-        mode: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
         settings: Mapping[str, Any] | None = None,
-        **about: str,  # entity, notes, group
     ) -> None:
+        """Take arguments of `wandb.init`; `log_dir` is its `dir`. Without `mode`, go online if there is a login."""
         import wandb
 
         known = {"api_key": api_key, "base_url": base_url}
         options = {**SETTINGS, **{key: value for key, value in known.items() if value}, **(settings or {})}
-        mode = mode or os.environ.get("WANDB_MODE")
-        if mode is None:
+        wanted_mode = mode or os.environ.get("WANDB_MODE")
+        if wanted_mode is None:
             logged_in = api_key or wandb.login(prompt=False, verify=False)
-            mode = "online" if logged_in else "offline"
+            wanted_mode = "online" if logged_in else "offline"
         wanted = {
             "project": project or run.path.parent.name,
+            "entity": entity,
             "name": name or run.path.name,
-            "tags": list(tags),
+            "notes": notes,
+            "tags": as_list(tags),
+            "group": group,
             "dir": log_dir or str(run.path),
             "config": run.read_config(),
-            **about,
         }
         identity = run_id(run, "wandb", lambda: secrets.token_hex(4))
         try:
-            self._run = wandb.init(mode=mode, id=identity, resume="allow", settings=wandb.Settings(**options), **wanted)
+            self._run = wandb.init(
+                mode=wanted_mode, id=identity, resume="allow", settings=wandb.Settings(**options), **wanted
+            )
         except wandb.Error as error:
-            if mode != "online":
+            if wanted_mode != "online":
                 raise
             print(f"warning: tracker wandb goes on offline: {error}", file=sys.stderr, flush=True)
             # the half-opened run keeps its id in use, so this part has another

@@ -64,9 +64,9 @@ def play(module, program, check, limits, report_end, exit=os._exit, write=os.wri
         module.__name__ = "solution"  # tests of KodCode import from there
     sys.modules[module.__name__] = module
     space = module.__dict__
-    seen = []
+    seen: list[list[object]] = []
     code = 1
-    report = {}
+    report: dict[str, object] = {}
     try:
         exec(compile(program, "program.py", "exec", dont_inherit=True), space)
         if check is not None:
@@ -82,7 +82,7 @@ def play(module, program, check, limits, report_end, exit=os._exit, write=os.wri
     try:
         if check is not None:
             write_all(report_end, json.dumps(report).encode(), write)
-        threading._shutdown()
+        getattr(threading, "_shutdown")()  # noqa: B009 - what the interpreter does at its end, and type stubs hide
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:

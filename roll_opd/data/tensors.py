@@ -1,4 +1,4 @@
-"""`WeightBucket`, the currency of a weight update: from the trainer to every inference engine."""
+"""How tensors travel between processes: one as a numpy array, or many as a `WeightBucket`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,24 @@ from torch import Tensor
 _ALIGNMENT = 16  # bytes; a view of any dtype needs an aligned offset
 
 
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return `tensor`, from any device and without its gradient, as an array of the same shape.
+
+    numpy has no bf16: it travels as int16, which nothing else here uses.
+    """
+    tensor = tensor.detach().cpu()
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Return what `as_array` was given, on the CPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype is torch.int16 else tensor
+
+
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some named tensors in one flat buffer, which travels between processes without a copy."""
+    """Some named weights in one flat buffer, which travels to every inference engine without a copy."""
 
     entries: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, torch dtype name, shape, byte offset
     buffer: np.ndarray  # uint8
@@ -20,7 +35,9 @@ class WeightBucket:
     @classmethod
     def of(cls, named: Sequence[tuple[str, Tensor]]) -> "WeightBucket":
         """Copy contiguous CPU tensors into a bucket."""
-        entries, pieces, offset = [], [], 0
+        entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        pieces: list[np.ndarray] = []
+        offset = 0
         for name, tensor in named:
             raw = tensor.flatten().view(torch.uint8).numpy()
             entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
@@ -30,7 +47,7 @@ class WeightBucket:
         return cls(tuple(entries), np.concatenate(pieces))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views into the buffer, by name. Not to be written to: the buffer may be shared memory."""
+        """Return views into the buffer, by name. Do not write to them: the buffer may be shared memory."""
         flat = torch.from_numpy(self.buffer)
         result = {}
         for name, dtype_name, shape, offset in self.entries:

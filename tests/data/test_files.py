@@ -1,0 +1,79 @@
+"""Files are found by name, directory and pattern; first tags and the number of rows are those of the pass over all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_assets import write
+
+from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.files import find_files
+from roll_opd.data.preview import ROWS_SCANNED, count_rows, first_tags
+from roll_opd.data.rows import DEFAULT_TAG, DataError
+
+
+def write_tags(path: Path, *tags: str | None) -> Path:
+    return write(path, *({"prompt": "a", "tag": tag} for tag in tags))
+
+
+def test_files_directories_and_patterns(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.mkdir()
+    files = [write_tags(place / name, "t") for name in ("b.jsonl", "a.jsonl", "c.json", "d.parquet")]
+    write_tags(place / "notes.txt", "t")
+    assert find_files(str(place), None) == sorted(files)
+    assert find_files(str(place / "*.jsonl"), None) == sorted(files[:2])
+    assert find_files(str(files[0]), "elsewhere") == [files[0]]
+    assert find_files("b.jsonl", str(place)) == [files[0]]
+    assert find_files("?.jsonl", str(place)) == sorted(files[:2])
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        (str(tmp_path / "empty"), r"has no files named \*.jsonl or"),
+        ("no-*.jsonl", "no file 'no-"),
+        ("no.jsonl", "dataset_dir 'elsewhere'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_files(name, "elsewhere")
+
+
+def test_tags_and_rows_of_every_kind_of_file(tmp_path: Path) -> None:
+    tags: list[str | None] = ["math", None, "code"]
+    jsonl = write_tags(tmp_path / "rows.jsonl", *tags)
+    pq.write_table(pa.table({"tag": tags, "prompt": ["a"] * 3}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"prompt": ["a"] * 3}), tmp_path / "untagged.parquet")
+    for file in (jsonl, tmp_path / "rows.parquet"):
+        data, limited = DataPlan((str(file),), 8), DataPlan((str(file),), 8, limit=1)
+        assert first_tags(data) == ({"math", DEFAULT_TAG, "code"}, True)
+        assert first_tags(limited) == ({"math"}, False)
+        assert (count_rows(data), count_rows(limited)) == (3, 1)
+    assert first_tags(DataPlan((str(tmp_path / "untagged.parquet"),), 8)) == ({DEFAULT_TAG}, True)
+    assert count_rows(DataPlan((str(jsonl), str(tmp_path / "untagged.parquet")), 8)) == 6
+    named = write(tmp_path / "named.jsonl", {"kind": "a", "tag": "b"})
+    assert first_tags(DataPlan((str(named),), 8, columns=FrozenDict({"tag": "kind"}))) == ({"a"}, True)
+
+
+def test_only_the_first_rows_are_looked_at(tmp_path: Path) -> None:
+    long = write_tags(tmp_path / "long.jsonl", *["math"] * ROWS_SCANNED, "late")
+    assert first_tags(DataPlan((str(long),), 8)) == ({"math"}, False)
+
+
+def test_bad_rows_count_and_have_no_tag(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", "no JSON", "", [1], {"tag": 3, "prompt": "a"}, {"tag": "math", "prompt": "a"})
+    broken = write(tmp_path / "broken.parquet", "no Parquet")
+    assert first_tags(DataPlan((str(broken), str(rows)), 8)) == ({"math"}, True)
+    assert count_rows(DataPlan((str(rows),), 8)) == 4
+    with pytest.raises(DataError, match=r"broken\.parquet is not a readable Parquet file"):
+        count_rows(DataPlan((str(broken),), 8))
+
+
+def test_looking_at_data_imports_no_library_for_models() -> None:
+    program = (
+        "import sys; from roll_opd.data import files, preview, templates\n"
+        "print(sorted({'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
