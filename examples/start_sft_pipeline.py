@@ -8,4 +8,4 @@ import sys
 from roll_opd.pipelines.launch import main
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__.splitlines()[0], schema="sft"))
+    sys.exit(main(__doc__.splitlines()[0], pipeline="sft"))

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.config.checks import check_tensor_parallel
-from roll_opd.config.errors import Findings
-from roll_opd.config.models import ModelFacts, ModelFilesError, find_model, read_model
+from roll_opd.config.errors import Diagnostics
+from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.megatron.layouts import check_tensor_parallel
 from roll_opd.megatron.supported import unsupported
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
@@ -47,40 +47,40 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
-    findings = Findings()
+    diagnostics = Diagnostics()
     for name in SIZES:
         if getattr(options, name) < 1:
-            findings.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
+            diagnostics.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
     if options.cp > 1:
-        findings.problem("--cp", "context parallelism is not available yet; use 1")
+        diagnostics.problem("--cp", "context parallelism is not available yet; use 1")
     if not 0 < options.temperature < math.inf:
-        findings.problem("--temperature", f"{options.temperature} must be a number greater than 0")
+        diagnostics.problem("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:
-        findings.problem("--max-tokens-per-microbatch", "must be at least 1")
+        diagnostics.problem("--max-tokens-per-microbatch", "must be at least 1")
     if Path(options.output).is_dir():
-        findings.problem("--output", f"{options.output} is a directory; give a file")
+        diagnostics.problem("--output", f"{options.output} is a directory; give a file")
     if not Path(options.output).absolute().parent.is_dir():
-        findings.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
+        diagnostics.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
     try:
-        facts = read_model(find_model(options.model))
+        info = read_model(find_model(options.model))
     except ModelFilesError as error:
-        return [*findings.problems, f"--model: {error}"]
-    if findings.problems:
-        return findings.problems
-    _check_model(facts, options, findings)
-    _check_rows(Path(options.input), facts, findings)
-    return findings.problems
+        return [*diagnostics.problems, f"--model: {error}"]
+    if diagnostics.problems:
+        return diagnostics.problems
+    _check_model(info, options, diagnostics)
+    _check_rows(Path(options.input), info, diagnostics)
+    return diagnostics.problems
 
 
-def _check_model(facts: ModelFacts, options: argparse.Namespace, findings: Findings) -> None:
-    for sentence in unsupported(facts.path):
-        findings.problem("--model", sentence)
-    check_tensor_parallel(facts, options.tp, "--tp", findings)
-    if facts.layers % options.pp:
-        findings.problem("--pp", f"the {facts.layers} layers of {facts.path.name} are not divisible by {options.pp}")
+def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
+    for sentence in unsupported(info.path):
+        diagnostics.problem("--model", sentence)
+    check_tensor_parallel(info, options.tp, "--tp", diagnostics)
+    if info.layers % options.pp:
+        diagnostics.problem("--pp", f"the {info.layers} layers of {info.path.name} are not divisible by {options.pp}")
 
 
-def _check_rows(path: Path, facts: ModelFacts, findings: Findings) -> None:
+def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
     bad = rows = 0
     try:
         with path.open(encoding="utf-8") as lines:
@@ -88,20 +88,20 @@ def _check_rows(path: Path, facts: ModelFacts, findings: Findings) -> None:
                 if not line.strip():
                     continue
                 rows += 1
-                reason = _bad_row(line, facts)
+                reason = _bad_row(line, info)
                 bad += reason is not None
                 if reason and bad <= ROWS_NAMED:
-                    findings.problem(f"--input {path}:{number}", reason)
+                    diagnostics.problem(f"--input {path}:{number}", reason)
     except (OSError, UnicodeDecodeError) as error:
-        findings.problem("--input", f"{path} cannot be read: {error}")
+        diagnostics.problem("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:
-        findings.problem("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
+        diagnostics.problem("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
     if not rows:
-        findings.problem("--input", f"{path} holds no rows")
+        diagnostics.problem("--input", f"{path} holds no rows")
 
 
-def _bad_row(line: str, facts: ModelFacts) -> str | None:
+def _bad_row(line: str, info: ModelInfo) -> str | None:
     try:
         row = json.loads(line)
         tokens, prompt_length, _ = row["tokens"], row["prompt_length"], row["id"]
@@ -111,9 +111,9 @@ def _bad_row(line: str, facts: ModelFacts) -> str | None:
         return "tokens must be a list of integers"
     if type(prompt_length) is not int or not 1 <= prompt_length <= len(tokens):
         return f"prompt_length {prompt_length!r} must be 1 to the number of tokens ({len(tokens)})"
-    outside = [token for token in tokens if not 0 <= token < facts.vocab]
+    outside = [token for token in tokens if not 0 <= token < info.vocab]
     if outside:
-        return f"token {outside[0]} is outside the vocabulary of {facts.vocab}"
-    if len(tokens) > facts.max_positions:
-        return f"{len(tokens)} tokens are more than the model's {facts.max_positions} positions"
+        return f"token {outside[0]} is outside the vocabulary of {info.vocab}"
+    if len(tokens) > info.max_positions:
+        return f"{len(tokens)} tokens are more than the model's {info.max_positions} positions"
     return None

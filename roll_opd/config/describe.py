@@ -1,152 +1,97 @@
 """Shows a `RunPlan`: a text for people and a dict for programs. Used by `roll-opd plan`."""
 
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
-from roll_opd.config.plan import (
-    CorrectionPlan,
-    CriticPlan,
-    EnvironmentsPlan,
-    FilterPlan,
-    MegatronPlan,
-    ObjectivePlan,
-    RolloutPlan,
-    RunPlan,
-)
-from roll_opd.config.ranges import short_devices
+from roll_opd.config.device_mapping import short_devices
+from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, RunPlan, plain
+from roll_opd.config.schema import CriticKeys, ObjectiveKeys, Section
 
-MODES = {
-    "pure": "pure on-policy distillation",
-    "mixed": "on-policy distillation with a reward",
-    "rl": "reinforcement learning",
-    "sft": "supervised fine-tuning",
-    "dpo": "direct preference optimization",
+# keys of the objective that its formulas show
+SHOWN = {
+    *("gamma", "lambd", "whiten_rewards", "whiten_advantages", "norm_mean_type", "norm_std_type", "reward_clip"),
+    *("advantage_clip", "pg_clip", "pg_clip_low", "pg_clip_high", "opd_objective", "opd_divergence", "opd_topk"),
+    *("opd_topk_source", "opd_jsd_beta", "opd_skew_alpha", "opd_kl_discount"),
 }
-OTHER_TAGS = "*"  # in `routing`: every tag that nobody names
+OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, memory_bytes_per_rank`;
-    what does not apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a
-    teacher or a reward names, and "*" for all others, to its `teachers` and `rewards`.
+    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, memory_bytes_per_rank`; what does not
+    apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a
+    reward names, and "*" for all others, to its `teachers` and `rewards`.
     """
-    student, rollout = plan.student, plan.rollout
-    roles = {student.name: _megatron(plan, student, "megatron_train")}
-    if rollout is not None:
-        roles[rollout.name] = _engines(plan, rollout)
-    for teacher in plan.teachers:
-        roles[teacher.worker.name] = {
-            **_megatron(plan, teacher.worker, "megatron_infer"),
-            "tags": None if teacher.tags is None else list(teacher.tags),
-            "opd_kl_coef": teacher.opd_kl_coef,
-        }
-    if plan.critic is not None:
-        roles[plan.critic.name] = _megatron(plan, plan.critic, "megatron_train")
-    if plan.reference is not None:
-        roles[plan.reference.name] = _megatron(plan, plan.reference, "megatron_infer")
-    roles |= {reward.engine.name: _engines(plan, reward.engine) for reward in plan.rewards if reward.engine}
     return {
         "mode": plan.mode,
-        "pipeline": plan.pipeline,
+        "pipeline": "agentic" if plan.agentic is not None else plan.pipeline,
         "exp_name": plan.exp_name,
         "num_nodes": plan.num_nodes,
         "num_gpus_per_node": plan.devices_per_node,
-        "roles": roles,
+        "roles": _roles(plan),
         "routing": routing(plan),
-        "rewards": {
-            reward.domain: {
-                "worker": reward.terms[0].worker,
-                "terms": {term.name: {"worker": term.worker, "weight": term.weight} for term in reward.terms},
-                "tags": None if reward.tags is None else list(reward.tags),
-                "world_size": reward.world_size,
-                "on_error": reward.on_error,
-                "query_filter": _filter(reward.query_filter),
-                "response_filter": _filter(reward.response_filter),
-            }
-            for reward in plan.rewards
-        },
+        "rewards": {reward.domain: _reward(reward) for reward in plan.rewards},
         "batch": _batch(plan),
-        "objective": asdict(plan.objective),
-        "environments": _environments(plan),
+        "objective": plain(plan.objective),
+        "environments": plain(plan.agentic),
         "warnings": list(plan.warnings),
     }
 
 
-def _engines(plan: RunPlan, rollout: RolloutPlan) -> dict[str, Any]:
+def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
+    roles: dict[str, dict[str, Any]] = {}
+    teachers = {teacher.worker.name: teacher for teacher in plan.teachers}
+    for name, role in plan.megatron_roles().items():
+        learns = role in (plan.student, plan.critic)
+        sizes = {size: getattr(role.layout, size) for size in ("tp", "pp", "cp", "ep", "dp")}
+        roles[name] = {"strategy": "megatron_train" if learns else "megatron_infer", **sizes}
+    for name, engines in plan.inference_roles().items():
+        roles[name] = {"strategy": "vllm", "tp": engines.tp, "pp": 1, "cp": 1, "ep": 1, "dp": engines.engines}
+    for name, role in {**plan.megatron_roles(), **plan.inference_roles()}.items():
+        teacher = teachers.get(name)
+        roles[name] |= {
+            "model": role.model.path,
+            "dtype": role.model.dtype,
+            "devices": list(role.devices),
+            "tags": list(teacher.tags) if teacher and teacher.tags is not None else None,
+            "opd_kl_coef": teacher.opd_kl_coef if teacher else None,
+            "memory_bytes_per_rank": sum(plan.memory.get(name, {}).values()),
+        }
+    return roles
+
+
+def _reward(reward: RewardPlan) -> dict[str, Any]:
     return {
-        "strategy": "vllm",
-        "model": rollout.model.path,
-        "dtype": rollout.model.dtype,
-        "devices": list(rollout.devices),
-        "tp": rollout.tp,
-        "pp": 1,
-        "cp": 1,
-        "ep": 1,
-        "dp": rollout.engines,
-        "tags": None,
-        "opd_kl_coef": None,
-        "memory_bytes_per_rank": _memory(plan, rollout.name),
+        "worker": reward.terms[0].worker,
+        "terms": {term.name: {"worker": term.worker, "weight": term.weight} for term in reward.terms},
+        "tags": plain(reward.tags),
+        "world_size": reward.world_size,
+        "on_error": reward.on_error,
+        "query_filter": _filter(reward.query_filter),
+        "response_filter": _filter(reward.response_filter),
     }
 
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
     """Return tag -> {teachers, rewards} for every tag that is named, and OTHER_TAGS for the rest."""
-    scorers = (*plan.teachers, *plan.rewards)
-    named = dict.fromkeys(tag for scorer in scorers for tag in scorer.tags or ())
+    routed = (*plan.teachers, *plan.rewards)
+    named = dict.fromkeys(tag for one in routed for tag in one.tags or ())
     routes = {}
     for tag in (*named, OTHER_TAGS):
         routes[tag] = {
             "teachers": [teacher.name for teacher in plan.teachers if teacher.accepts(tag)],
             "rewards": [reward.domain for reward in plan.rewards if reward.accepts(tag)],
         }
-    return routes if scorers else {}
+    return routes if routed else {}
 
 
 def _filter(plan: FilterPlan | None) -> dict[str, Any] | None:
     return None if plan is None else {"type": plan.type, **plan.args}
 
 
-def _environments(plan: RunPlan) -> dict[str, Any] | None:
-    if plan.agentic is None:
-        return None
-    both = {"train": plan.agentic.train, "validation": plan.agentic.validation}
-    return {name: _groups(phase) for name, phase in both.items() if phase is not None}
-
-
-def _groups(phase: EnvironmentsPlan) -> dict[str, Any]:
-    return {
-        "groups": dict(zip(phase.tags, phase.groups, strict=True)),
-        "group_size": phase.group_size,
-        "environments": phase.environments,
-    }
-
-
-def _megatron(plan: RunPlan, role: MegatronPlan, strategy: str) -> dict[str, Any]:
-    layout = role.layout
-    return {
-        "strategy": strategy,
-        "model": role.model.path,
-        "dtype": role.model.dtype,
-        "devices": list(role.devices),
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "cp": layout.cp,
-        "ep": layout.ep,
-        "dp": layout.dp,
-        "tags": None,
-        "opd_kl_coef": None,
-        "memory_bytes_per_rank": _memory(plan, role.name),
-    }
-
-
-def _memory(plan: RunPlan, name: str) -> int:
-    return sum(plan.memory.get(name, {}).values())
-
-
 def _batch(plan: RunPlan) -> dict[str, int | None]:
-    warmup = plan.critic.warmup_steps if plan.critic else 0
+    warmup = plan.critic.critic_warmup if plan.critic else 0
     updates = plan.student.optimizer.total_steps // (plan.max_steps - warmup)
     return {
         "prompts_per_step": plan.rollout_batch_size,
@@ -168,12 +113,11 @@ def to_text(plan: RunPlan) -> str:
     """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings."""
     content = to_json(plan)
     sections = [
-        f"{plan.exp_name}: {MODES[plan.mode]}, {plan.pipeline} pipeline, {plan.num_nodes} node(s) x"
+        f"{plan.exp_name}: {plan.title}, {content['pipeline']} pipeline, {plan.num_nodes} node(s) x"
         f" {plan.devices_per_node} devices",
         _role_table(content["roles"]),
         "Devices\n" + "\n".join(_sharing(content["roles"])),
         *_routing_section(plan, content),
-        *_environment_section(content),
         "Batch\n" + "\n".join(_batch_lines(plan, content["batch"])),
         "Memory a rank (estimate)\n" + "\n".join(_memory_lines(plan)),
         "Objective\n" + "\n".join(_objective_lines(plan)),
@@ -216,7 +160,7 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
 def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
     limits = plan.student.train_limits
     micro = f"{limits.tokens} tokens" if limits.tokens else f"{limits.sequences} sequences"
-    what = "rows" if plan.rollout is None else "trajectories" if plan.pipeline == "agentic" else "prompts"
+    what = "rows" if plan.rollout is None else "prompts" if plan.agentic is None else "trajectories"
     longest = f"prompt <= {batch['prompt_length']}, response <= {batch['max_new_tokens']} tokens"
     if plan.rollout is None:
         longest = f"prompt and answer <= {batch['prompt_length']} tokens"
@@ -262,17 +206,6 @@ def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
     return ["Routing\n" + "\n".join(lines)] if lines else []
 
 
-def _environment_section(content: dict[str, Any]) -> list[str]:
-    if content["environments"] is None:
-        return []
-    lines = [
-        f"  {phase}: {found['environments']} environments in groups of {found['group_size']}: "
-        + ", ".join(f"{tag} {count} group(s)" for tag, count in found["groups"].items())
-        for phase, found in content["environments"].items()
-    ]
-    return ["Environments\n" + "\n".join(lines)]
-
-
 def _memory_lines(plan: RunPlan) -> list[str]:
     lines = []
     for name, parts in plan.memory.items():
@@ -289,9 +222,10 @@ def _objective_lines(plan: RunPlan) -> list[str]:
         f"  {objective.adv_estimator}, {objective.policy_loss} loss, {objective.loss_agg_mode}, discount"
         f" {objective.opd_kl_discount:g}; old log-probs {again}",
         *_distillation_lines(plan),
-        *_reference_lines(objective),
+        *([f"  init_kl_coef {objective.init_kl_coef:g}: of the token-level KL"] if objective.init_kl_coef else []),
+        *_other_lines(objective, ObjectiveKeys),
         *_correction_lines(objective.correction),
-        *_critic_lines(plan.critic),
+        *(_other_lines(plan.critic, CriticKeys) if plan.critic else []),
     ]
     arguments = ", ".join(f"{name} {value}" for name, value in objective.policy_loss_args.items())
     of_rows = [f"  {objective.policy_loss} loss{f' ({arguments})' if arguments else ''}, {objective.loss_agg_mode}"]
@@ -342,15 +276,13 @@ def _distillation_lines(plan: RunPlan) -> list[str]:
     return [f"  loss + {terms}{parameter}, over {over}"]
 
 
-def _reference_lines(objective: ObjectivePlan) -> list[str]:
+def _other_lines(part: Any, keys: type[Section]) -> list[str]:
+    """Return a line for each key of `keys` that is not shown elsewhere and differs from its default."""
     lines = []
-    if objective.kl_loss_coef:
-        lines.append(f"  loss + {objective.kl_loss_coef:g} * KL to the reference policy")
-    if objective.init_kl_coef:
-        adapts = f", which adapts towards {objective.target_kl:g}" if objective.target_kl else ""
-        lines.append(
-            f"  token reward - {objective.init_kl_coef:g} * {objective.kl_penalty} to the reference policy{adapts}"
-        )
+    for item in fields(keys):
+        value = getattr(part, item.name)
+        if value != item.default and item.name not in SHOWN:
+            lines.append(f"  {item.name} {value}: {item.metadata['meaning']}")
     return lines
 
 
@@ -373,17 +305,6 @@ def _correction_lines(correction: CorrectionPlan | None) -> list[str]:
 
 def _bounds(low: float | None, high: float | None) -> str:
     return ("" if low is None else f" from {low:g}") + ("" if high is None else f" up to {high:g}")
-
-
-def _critic_lines(critic: CriticPlan | None) -> list[str]:
-    if critic is None:
-        return []
-    clip = f" clipped to +-{critic.value_clip:g} a step" if critic.value_clip else ""
-    alone = f"; the first {critic.warmup_steps} steps it learns alone" if critic.warmup_steps else ""
-    return [
-        f"  critic: squared error of values{clip}, {critic.epochs} pass(es) a step in mini-batches of"
-        f" {critic.mini_batch_sequences}, lr {critic.optimizer.learning_rate:g}{alone}"
-    ]
 
 
 def readable_bytes(size: float) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_opd.config.device_mapping import parse_device_mapping, short_devices
-from roll_opd.engine_options import option_problem
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import (
     IGNORED_MEGATRON,
@@ -19,6 +18,7 @@ from roll_opd.config.legacy_roll import (
 )
 from roll_opd.config.plan import Layout
 from roll_opd.config.schema import Worker
+from roll_opd.engine_options import option_problem
 
 SIZES = {
     "tensor_model_parallel_size": "tp",

@@ -13,9 +13,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll_opd.config.load import REPOSITORY
-from roll_opd.config.models import find_path, places
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError
+from roll_opd.paths import REPOSITORY, find_path, places
 
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (".jsonl", ".json", PARQUET_SUFFIX)  # files taken from a directory

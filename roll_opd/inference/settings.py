@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.config.frozen import thaw
-from roll_opd.config.models import read_model
 from roll_opd.config.plan import ModelPlan
+from roll_opd.hf.model_info import read_model
 from roll_opd.inference.plugin import BACKEND, DIE_WITH_PARENT, PLUGIN_NAME
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

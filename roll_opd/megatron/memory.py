@@ -4,10 +4,10 @@ Good for "does this fit" within some ten per cent, not for the last gigabyte: fr
 buffers and the engines' own overhead are left out.
 """
 
-from roll_opd.hf.model_info import ModelInfo
 from collections.abc import Mapping
 
 from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan, TrainPlan
+from roll_opd.hf.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 JUDGE_SEQUENCES = 64  # that a judge's memory is estimated for

@@ -49,7 +49,7 @@ class MegatronTrainer(MegatronLearner):
         the loss alone; where there are any, `demonstration_tokens` counts them, `demonstration_loss` is their
         -logprobs, weighted as the loss is, whatever the policy loss makes of them.
         """
-        arguments = objective.policy_loss_arguments
+        arguments = objective.policy_loss_args
         function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
 
         def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
@@ -143,8 +143,8 @@ def _loss(
     loss = torch.where(_finite(read), loss, math.nan)
 
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[own_M]
-    clip = {"clip_low": objective.pg_clip_low, "clip_high": objective.pg_clip_high} | objective.policy_loss_arguments
-    outside_M = (ratio_M < 1 - clip["clip_low"]) | (ratio_M > 1 + clip["clip_high"])
+    clip_low, clip_high = objective.clip_range
+    outside_M = (ratio_M < 1 - clip_low) | (ratio_M > 1 + clip_high)
     sums = {
         "tokens": own_M.sum(),
         "weighted_loss": loss.detach(),

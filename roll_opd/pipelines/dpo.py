@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from roll_opd.algorithms.registry import policy_loss_defaults
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.algorithms import LOSSES
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.source import PromptSource
@@ -81,7 +81,7 @@ def _preferences(
     samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
     """Means over pairs, under `names`: how often the chosen answer has the larger reward, by how much, and both."""
-    beta = float(plan.objective.policy_loss_arguments.get("beta", LOSSES["dpo"].defaults["beta"]))
+    beta = float({**policy_loss_defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
     gaps = [(own - sample.ref_logprobs).sum(dtype=np.float64) for sample, own in zip(samples, logprobs, strict=True)]
     chosen, rejected = (beta * np.array(gaps).reshape(-1, 2)).T
     values = (chosen > rejected, chosen - rejected, chosen, rejected)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from roll_opd.config.models import read_model
 from roll_opd.config.plan import RunPlan, TrainPlan
+from roll_opd.hf.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC, Checkpoint
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes

@@ -31,6 +31,6 @@ def loss_of(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], obje
         tuple(len(mask) for mask in masks),
         ref_logprobs_M=torch.from_numpy(np.concatenate(ref)).double() if ref else None,
     )
-    arguments = objective.policy_loss_arguments
+    arguments = objective.policy_loss_args
     loss_M = policy_loss(objective.policy_loss, arguments)(batch, **arguments)
     return float((loss_M * torch.cat(weights)).sum())

@@ -12,13 +12,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.cli import add_config_arguments
-from roll_opd.config.algorithms import AlgorithmError, Answered
-from roll_opd.config.build import load_plan
+from roll_opd.config.build import load_plan, miscounted
 from roll_opd.config.errors import ConfigError
-from roll_opd.config.models import ModelFilesError
 from roll_opd.config.plan import DataPlan, RunPlan
-from roll_opd.config.supervised import miscounted
+from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, find
 from roll_opd.pipelines.fit import misfits_of_checkpoint, misfits_of_machine
 
@@ -29,15 +28,15 @@ def main(
     description: str,
     *,
     pure: bool | None = None,
-    schema: Answered | None = None,
+    pipeline: str | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run what the command line asks for and return the exit code; `pure` and `schema` are those of `load_plan`."""
+    """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`."""
     parser = argparse.ArgumentParser(description=description)
     add_config_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
     try:
-        plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure, schema=schema)
+        plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure, pipeline=pipeline)
         return _launch(plan)
     except (ConfigError, CheckpointError) as error:
         return _refused(error)
@@ -90,9 +89,9 @@ def _run(plan: RunPlan, resume: Checkpoint | None) -> int:
     for term in terms:
         check(term.worker, dict(term.args))  # a name that means nothing is told now, not by a worker
     objective = plan.objective
-    policy_loss(objective.policy_loss, objective.policy_loss_arguments)
+    policy_loss(objective.policy_loss, objective.policy_loss_args)
     if plan.rollout and plan.mode != "pure":
-        advantage(objective.adv_estimator, objective.advantage_arguments)
+        advantage(objective.adv_estimator, objective.advantage_args)
     for tracker in plan.trackers:
         if tracker != JSONL:
             find_tracker(tracker)

@@ -46,7 +46,7 @@ def external_advantages(
 def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
     """Groups of several whose one remaining sample has lost those that it would be compared with."""
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
-    if objective.advantage_arguments.get("mean_cal_level", "group" if compares else None) != "group":
+    if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
     counted = Counter(experience.group_id for experience in experiences if not experience.excluded)
     return {
@@ -70,10 +70,8 @@ def _advantages(
     lengths = [len(mask) for mask in masks]
     mask_M = torch.cat(masks)
 
-    function = advantage(objective.adv_estimator, objective.advantage_arguments)
-    normalised = function(
-        RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_arguments
-    )
+    function = advantage(objective.adv_estimator, objective.advantage_args)
+    normalised = function(RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_args)
     if bereft:
         alone_B = torch.tensor([group in bereft for group in groups])
         means_B = torch.where(alone_B, rewards_B, normalised.mean)

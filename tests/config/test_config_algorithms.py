@@ -30,8 +30,8 @@ def rl(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OF_ROLLOUTS)
 def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, name: str) -> None:
     row = ALGORITHMS[name]
-    changes = {"algorithm_type": name} | ({"reference": REFERENCE} if row.use_reference else {})
-    if row.use_critic:
+    changes = {"algorithm_type": name} | ({"reference": REFERENCE} if row.kl_loss else {})
+    if row.advantage == "gae":
         changes["critic"] = {**rl["actor_train"], "data_args": None}
     if row.expert_data_ratio:
         changes["demonstrations"] = {"data_args": rl["actor_train"]["data_args"]}
@@ -65,7 +65,7 @@ def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> Non
     assert (run.objective.policy_loss, run.objective.adv_estimator) == ("importance_sampling", "on_policy_distill")
     assert (run.rollout.sampling.n, run.objective.kl_loss_coef) == (8, 0.0)
     clipped = plan({"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range": 0.1}}).objective
-    assert clipped.policy_loss_arguments == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}
+    assert clipped.policy_loss_args == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}
 
 
 def test_what_is_written_wins(rl: dict[str, Any], plan: Plan) -> None:
@@ -82,7 +82,7 @@ def test_what_is_written_wins(rl: dict[str, Any], plan: Plan) -> None:
     objective = run.objective
     assert (run.rollout.sampling.n, run.reference, objective.gamma) == (4, None, 0.5)
     assert (objective.policy_loss, objective.policy_loss_args) == ("gspo", {"clip_high": 0.01})
-    assert (objective.adv_estimator, objective.advantage_arguments) == ("opmd", {"opmd_baseline": "logavgexp"})
+    assert (objective.adv_estimator, objective.advantage_args) == ("opmd", {"opmd_baseline": "logavgexp"})
 
 
 def test_arguments_of_the_tokens_are_keys_of_their_own(rl: dict[str, Any], plan: Plan) -> None:
@@ -93,13 +93,13 @@ def test_arguments_of_the_tokens_are_keys_of_their_own(rl: dict[str, Any], plan:
 
 def test_rolls_keys_and_the_table_meet(rl: dict[str, Any], plan: Plan) -> None:
     objective = plan({"adv_estimator": "grpo", "norm_std_type": "batch"}, pure=False).objective
-    assert objective.advantage_arguments == {"mean_cal_level": "group", "std_cal_level": "batch"}
+    assert objective.advantage_args == {"mean_cal_level": "group", "std_cal_level": "batch"}
     objective = plan({"pg_variant": "cispo", "adv_estimator": "reinforce"}, pure=False).objective
-    assert (objective.policy_loss, objective.policy_loss_arguments) == ("cispo", {"clip_low": 0.1, "clip_high": 0.1})
+    assert (objective.policy_loss, objective.policy_loss_args) == ("cispo", {"clip_low": 0.1, "clip_high": 0.1})
     objective = plan({"pg_variant": ..., "use_topr_loss": True}, pure=False).objective
     assert objective.policy_loss == "topr"
     objective = plan({"use_topr_loss": False, "importance_sampling": "seq", "pg_clip": 0.3}, pure=False).objective
-    assert objective.policy_loss_arguments == {
+    assert objective.policy_loss_args == {
         "clip_low": 0.3,
         "clip_high": 0.3,
         "dual_clip": None,
@@ -120,8 +120,8 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     changes = {"algorithm_type": "my_row.MINE", "policy_loss_fn_args": {"scale": 3.0}}
     objective = plan(changes, pure=False).objective
-    assert (objective.policy_loss, objective.policy_loss_arguments) == ("my_row.loss", {"power": 2, "scale": 3.0})
-    assert (objective.adv_estimator, objective.advantage_arguments) == ("my_row.advantage", {})
+    assert (objective.policy_loss, objective.policy_loss_args) == ("my_row.loss", {"power": 2, "scale": 3.0})
+    assert (objective.adv_estimator, objective.advantage_args) == ("my_row.advantage", {})
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_critic_is_a_role_of_its_own(ppo: dict[str, Any], plan: Plan, root: Path
     assert (critic.name, critic.devices, critic.layout) == ("critic", (2, 3), Layout(tp=2, sequence_parallel=True))
     assert critic.model.path == str(root / "student")  # it begins as the student does
     assert (critic.mini_batch_sequences, critic.train_limits.sequences) == (4, 2)
-    assert (critic.value_clip, critic.epochs, critic.warmup_steps) == (0.5, 3, 4)
+    assert (critic.value_clip, critic.critic_epochs, critic.critic_warmup) == (0.5, 3, 4)
     assert (critic.optimizer.learning_rate, critic.optimizer.warmup_steps) == (1e-4, 3)
     assert critic.optimizer.total_steps == 10 * 3 * (8 * 2 // 4)
     assert run.student.optimizer.total_steps == 10 - 4  # what is left of max_steps, one update each
@@ -54,13 +54,13 @@ def test_critic_is_a_role_of_its_own(ppo: dict[str, Any], plan: Plan, root: Path
     shown = to_json(run)
     assert shown["roles"]["critic"]["strategy"] == "megatron_train"
     assert shown["batch"]["updates_per_step"] == 1
-    assert "the first 4 steps it learns alone" in to_text(run)
+    assert "critic_warmup 4: first steps, in which the critic alone learns" in to_text(run)
 
 
 def test_its_own_model_and_rolls_defaults(ppo: dict[str, Any], plan: Plan, root: Path) -> None:
     other = str(write_model(root / "reward", seed=7))
     critic = plan({"critic.model_args.model_name_or_path": other}, pure=False).critic
-    assert (critic.model.path, critic.value_clip, critic.epochs, critic.warmup_steps) == (other, None, 1, 0)
+    assert (critic.model.path, critic.value_clip, critic.critic_epochs, critic.critic_warmup) == (other, None, 1, 0)
 
 
 def test_without_devices_it_takes_turns_with_the_student(ppo: dict[str, Any], plan: Plan) -> None:

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from roll_opd.config.plan import DataPlan, RunPlan, StreamPlan
-from roll_opd.config.prompt_files import ROWS_SCANNED, find_prompt_files, tags_in
+from roll_opd.data.files import find_files
+from roll_opd.data.preview import ROWS_SCANNED, first_tags
 
 DATA = "student_train.data_args"
 PROBS = f"{DATA}.domain_interleave_probs"
@@ -35,11 +36,11 @@ def two_domains(root: Path, values: dict[str, Any]) -> dict[str, Any]:
 def test_files_directories_and_patterns(root: Path) -> None:
     files = [write_rows(root / "data" / name, "t") for name in ("b.jsonl", "a.jsonl", "c.json", "d.parquet")]
     write_rows(root / "data" / "notes.txt", "t")
-    assert find_prompt_files(str(root / "data"), None) == sorted(files)
-    assert find_prompt_files(str(root / "data" / "*.jsonl"), None) == sorted(files[:2])
-    assert find_prompt_files(str(files[0]), "elsewhere") == [files[0]]
-    assert find_prompt_files("b.jsonl", str(root / "data")) == [files[0]]
-    assert find_prompt_files("?.jsonl", str(root / "data")) == sorted(files[:2])
+    assert find_files(str(root / "data"), None) == sorted(files)
+    assert find_files(str(root / "data" / "*.jsonl"), None) == sorted(files[:2])
+    assert find_files(str(files[0]), "elsewhere") == [files[0]]
+    assert find_files("b.jsonl", str(root / "data")) == [files[0]]
+    assert find_files("?.jsonl", str(root / "data")) == sorted(files[:2])
     (root / "empty").mkdir()
     for name, message in (
         (str(root / "empty"), r"has no files named \*.jsonl or"),
@@ -47,7 +48,7 @@ def test_files_directories_and_patterns(root: Path) -> None:
         ("no.jsonl", "dataset_dir 'elsewhere'"),
     ):
         with pytest.raises(ValueError, match=message):
-            find_prompt_files(name, "elsewhere")
+            find_files(name, "elsewhere")
 
 
 def test_tags_are_found_in_every_kind_of_file(root: Path) -> None:
@@ -56,11 +57,11 @@ def test_tags_are_found_in_every_kind_of_file(root: Path) -> None:
     pq.write_table(pa.table({"tag": tags, "prompt": ["a"] * 3}), root / "rows.parquet")
     pq.write_table(pa.table({"prompt": ["a"] * 3}), root / "untagged.parquet")
     for file in (jsonl, root / "rows.parquet"):
-        assert tags_in(DataPlan((str(file),), 8)) == ({"math", "math_rule", "code"}, True)
-        assert tags_in(DataPlan((str(file),), 8, limit=1)) == ({"math"}, False)
-    assert tags_in(DataPlan((str(root / "untagged.parquet"),), 8)) == ({"math_rule"}, True)
+        assert first_tags(DataPlan((str(file),), 8)) == ({"math", "math_rule", "code"}, True)
+        assert first_tags(DataPlan((str(file),), 8, limit=1)) == ({"math"}, False)
+    assert first_tags(DataPlan((str(root / "untagged.parquet"),), 8)) == ({"math_rule"}, True)
     long = write_rows(root / "long.jsonl", *["math"] * ROWS_SCANNED, "late")
-    assert tags_in(DataPlan((str(long),), 8)) == ({"math"}, False)
+    assert first_tags(DataPlan((str(long),), 8)) == ({"math"}, False)
 
 
 def test_columns_are_called_as_the_data_calls_them(root: Path, plan: Callable[..., RunPlan]) -> None:
@@ -69,7 +70,7 @@ def test_columns_are_called_as_the_data_calls_them(root: Path, plan: Callable[..
     run = plan({f"{DATA}.prompt": "q", f"{DATA}.tag": "kind", f"{DATA}.id": "id", **held_out})
     assert run.data.columns == {"messages": "", "prompt": "q", "tag": "kind"}
     assert run.validation.data.columns == {"messages": "chat", "prompt": "q", "tag": "kind"}
-    assert tags_in(run.data) == ({"math"}, True)
+    assert first_tags(run.data) == ({"math"}, True)
     assert plan({f"{DATA}.prompt": ..., f"{DATA}.messages": "messages"}).data.columns == {"tag": "kind"}
 
 

@@ -61,7 +61,7 @@ def test_the_loss_alone_and_its_arguments(mix: dict[str, Any], plan: Plan) -> No
     changes = {"algorithm_type": ..., "policy_loss_fn": "mix_chord", "adv_estimator": "grpo"}
     run = plan({**changes, "policy_loss_fn_args": {"mu_peak": 0.9, "clip_range": 0.1}}, pure=False)
     assert run.demonstrations.rows_per_update == 8
-    arguments = run.objective.policy_loss_arguments
+    arguments = run.objective.policy_loss_args
     assert (arguments["mu_peak"], arguments["clip_low"], arguments["dual_clip"]) == (0.9, 0.1, 3.0)
 
 

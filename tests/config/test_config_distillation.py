@@ -6,17 +6,11 @@ from pathlib import Path
 import pytest
 from config_assets import write_model
 
-from roll_opd.algorithms.divergences import DIVERGENCES
-from roll_opd.config import known_names
 from roll_opd.config.describe import to_text
 from roll_opd.config.plan import RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
-
-
-def test_names_are_those_of_the_functions() -> None:
-    assert set(known_names.DIVERGENCES) == set(DIVERGENCES)
 
 
 def test_sampled_tokens_are_the_default(plan: Plan) -> None:

@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_assets import VOCABULARY, set_key, write_config, write_model, write_tokenizer
 
-from roll_opd.config import surroundings
+from roll_opd.config import check_files
 from roll_opd.config.build import plan_config
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.load import LoadedConfig, load_config
@@ -329,7 +330,9 @@ def test_junk_never_ends_in_a_traceback(root: Path, values: dict[str, Any]) -> N
     """Put junk at every key, one at a time: the answer is a plan or a ConfigError, never another exception."""
     del values["hydra"]  # composing takes it out
     values["student_infer"]["generating_args"]["max_new_tokens"] = 48  # nothing resolves ${...} here
-    values |= {key: field.default for key, field in Top.model_fields.items() if key not in values}
+    values |= {
+        item.name: item.default for item in fields(Top) if item.default is not MISSING and item.name not in values
+    }
     values |= {"tracker_kwargs": {}, "reward_normalization": {}, "validation": None}
     values["train_infer_correction"] = {"is_weight": {"enabled": True}, "filters": [{"enabled": True}]}
     outcomes = {True: 0, False: 0}
@@ -357,8 +360,8 @@ def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 def test_full_disk(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real disk cannot be filled here; everything but the number of free bytes is real."""
-    real = surroundings.shutil.disk_usage
-    monkeypatch.setattr(surroundings.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    real = check_files.shutil.disk_usage
+    monkeypatch.setattr(check_files.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     found = problems()
     assert "output_dir: one checkpoint of 640 parameters" in found[0]
 

@@ -1,27 +1,16 @@
 """YAML as ROLL users have it: every key of ROLL's distillation files parses, in both generations of the format."""
 
-import ast
-import importlib.util
-import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from config_assets import write_model
 
-from roll_opd.config.build import load_plan
-from roll_opd.config.known_names import (
-    MEGATRON_DECIDED,
-    MEGATRON_FIELDS,
-    REWARD_CLASSES_OF_ROLL,
-    REWARD_WORKERS,
-    TEMPLATES,
-)
+from roll_opd.config.legacy_roll import MEGATRON_DECIDED, REWARD_CLASSES_OF_ROLL
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.prompt_files import DEFAULT_TAG
 from roll_opd.config.schema import (
     DataArgs,
-    EnvManager,
     GeneratingArgs,
     ModelArgs,
     Reward,
@@ -30,6 +19,8 @@ from roll_opd.config.schema import (
     Validation,
     Worker,
 )
+from roll_opd.engine_options import engine_options
+from roll_opd.rewards.registry import REWARDS
 
 ROLL = """
 hydra:
@@ -239,34 +230,21 @@ def test_one_wrong_key_in_a_named_teacher(problems: Callable[..., list[str]], va
     assert found[0].startswith("teacher.math.tag_includet: unknown key; did you mean 'tag_included'?")
 
 
-def test_names_are_in_one_table_only() -> None:
-    for section in (Top, Worker, ModelArgs, TrainingArgs, DataArgs, GeneratingArgs, Reward, Validation, EnvManager):
-        assert not section.ignored.intersection(section.model_fields), section
-    assert not MEGATRON_FIELDS & MEGATRON_DECIDED
+def test_a_key_is_either_read_or_ignored() -> None:
+    for section in (Top, Worker, ModelArgs, TrainingArgs, DataArgs, GeneratingArgs, Reward, Validation):
+        names = {item.name for item in fields(section)}
+        assert not section.ignored & names, section
 
 
-def test_megatron_names_exist_in_the_installed_library() -> None:
-    """Read from its source: importing the library would take longer than all tests here."""
-    package = importlib.util.find_spec("megatron")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    core = Path(next(iter(package.submodule_search_locations))) / "core"
-    fields = set()
-    for file in (core / "model_parallel_config.py", core / "transformer" / "transformer_config.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                fields.add(node.target.id)
-    assert set(MEGATRON_FIELDS | MEGATRON_DECIDED) - fields == set()
+def test_engine_options_are_those_of_the_installed_dataclasses() -> None:
+    """Read from the sources; here from the imported classes themselves."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    for engine, taker in (("Megatron", TransformerConfig), ("vLLM", AsyncEngineArgs)):
+        assert engine_options(engine).keys() == {item.name for item in fields(taker)}
+    assert engine_options("Megatron").keys() >= MEGATRON_DECIDED
 
 
-def test_names_agree_with_the_rooms_that_own_them() -> None:
-    """The configuration may import nothing above it, so its tables are copies; they must stay true."""
-    from roll_opd.data.rows import DEFAULT_TAG as OWNED_DEFAULT_TAG
-    from roll_opd.data.templates import TEMPLATES as OWNED_TEMPLATES
-    from roll_opd.rewards.registry import REWARDS
-
-    assert set(TEMPLATES) == set(OWNED_TEMPLATES)
-    assert set(REWARD_CLASSES_OF_ROLL.values()) <= set(REWARD_WORKERS) == set(REWARDS.builtin)
-    for name, arguments in REWARD_WORKERS.items():
-        assert set(inspect.signature(REWARDS.find(name)).parameters) - {"samples", "complete"} == arguments
-    assert OWNED_DEFAULT_TAG == DEFAULT_TAG
+def test_roll_classes_are_built_in_rewards() -> None:
+    assert set(REWARD_CLASSES_OF_ROLL.values()) <= set(REWARDS.builtin)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from roll_opd.config.build import miscounted
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.supervised import miscounted
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]
@@ -37,33 +37,33 @@ def schema(request: pytest.FixtureRequest, root: Path, values: dict[str, Any]) -
 @pytest.mark.parametrize(("epochs", "steps"), [(1, ROWS // UPDATE), (2.5, int(2.5 * ROWS) // UPDATE)])
 def test_epochs_become_steps(plan: Plan, schema: str, epochs: float, steps: int) -> None:
     key = f"{ROLE[schema]}.training_args.num_train_epochs"
-    run = plan({key: epochs, "max_steps": -1}, pure=None, schema=schema)
+    run = plan({key: epochs, "max_steps": -1}, pure=None, pipeline=schema)
     assert (run.max_steps, run.student.optimizer.total_steps) == (steps, steps)
     assert miscounted(run, ROWS) is None
     usable = ROWS - 20
     said = miscounted(run, usable)
     assert f"max_steps {steps}" in said and f"max_steps={int(epochs * usable) // UPDATE}" in said
-    assert miscounted(plan({"max_steps": 3}, pure=None, schema=schema), usable) is None
+    assert miscounted(plan({"max_steps": 3}, pure=None, pipeline=schema), usable) is None
 
 
 def test_rows_are_limited_by_sequence_length(plan: Plan, schema: str) -> None:
-    data = plan({}, pure=None, schema=schema).data
+    data = plan({}, pure=None, pipeline=schema).data
     assert (data.schema, data.prompt_length, data.length_key) == (schema, 64, "sequence_length")
 
 
 def test_what_is_too_long_is_named_as_it_is(problems: Problems, schema: str) -> None:
     changes = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 40}
-    (found,) = problems({f"{ROLE[schema]}.{key}": value for key, value in changes.items()}, pure=None, schema=schema)
+    (found,) = problems({f"{ROLE[schema]}.{key}": value for key, value in changes.items()}, pure=None, pipeline=schema)
     what = {"sft": "one sequence of prompt + answer (64 tokens)", "dpo": "a pair, which stays together (128"}
     assert what[schema] in found
     (found,) = problems(
-        {f"{ROLE[schema]}.max_tokens_per_microbatch_in_train": 512, "sequence_length": 256}, pure=None, schema=schema
+        {f"{ROLE[schema]}.max_tokens_per_microbatch_in_train": 512, "sequence_length": 256}, pure=None, pipeline=schema
     )
     assert found.startswith("sequence_length: 256 is more than the positions of student (128)")
 
 
 def test_keys_of_rollouts_and_teachers_have_no_effect(plan: Plan, schema: str) -> None:
     written = {"generating_args": {"max_new_tokens": 8}, "opd_kl_coef": 1.0, "tag_included": ["math"]}
-    run = plan({f"{ROLE[schema]}.{key}": value for key, value in written.items()}, pure=None, schema=schema)
+    run = plan({f"{ROLE[schema]}.{key}": value for key, value in written.items()}, pure=None, pipeline=schema)
     (warning,) = [text for text in run.warnings if "have no effect here" in text]
     assert all(f"{ROLE[schema]}.{key}" in warning for key in written)

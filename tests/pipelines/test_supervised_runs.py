@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     arguments = ["--config_path", "demo", "--config_name", schema, f"output_dir={tmp_path / 'out'}", override]
-    assert launcher.main("test", schema=schema, arguments=arguments) == 2
+    assert launcher.main("test", pipeline=schema, arguments=arguments) == 2
     assert not (tmp_path / "out").exists()
     assert expected in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from roll_opd.config.models import find_path, places
+from roll_opd.paths import find_path, places
 from roll_opd.rewards.endpoints.chat import ChatEndpoint, Complete, Messages
 from roll_opd.rewards.endpoints.endpoint import GaveUp, Limits
 from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
