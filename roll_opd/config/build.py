@@ -218,7 +218,7 @@ class _Planner:
             **common,
             **shared(RolloutKeys, top),
             mode=mode,
-            pipeline="rlvr",
+            pipeline="agentic" if agentic else "rlvr",
             title=TITLES[mode],
             max_steps=top.max_steps,
             student=parts.train_plan(roles.train, top, mini, longest, updates * learning_steps, diagnostics),

@@ -25,7 +25,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     """
     return {
         "mode": plan.mode,
-        "pipeline": "agentic" if plan.agentic is not None else plan.pipeline,
+        "pipeline": plan.pipeline,
         "exp_name": plan.exp_name,
         "num_nodes": plan.num_nodes,
         "num_gpus_per_node": plan.devices_per_node,
@@ -113,7 +113,7 @@ def to_text(plan: RunPlan) -> str:
     """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings."""
     content = to_json(plan)
     sections = [
-        f"{plan.exp_name}: {plan.title}, {content['pipeline']} pipeline, {plan.num_nodes} node(s) x"
+        f"{plan.exp_name}: {plan.title}, {plan.pipeline} pipeline, {plan.num_nodes} node(s) x"
         f" {plan.devices_per_node} devices",
         _role_table(content["roles"]),
         "Devices\n" + "\n".join(_sharing(content["roles"])),

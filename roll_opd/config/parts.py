@@ -203,7 +203,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         # a correction is of the weights that sampled, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
-    plan = replace(plan, pg_clip_low=clips["clip_low"], pg_clip_high=clips["clip_high"])
+    plan = replace(plan, pg_clip_low=low, pg_clip_high=high)
     if pure:
         return replace(plan, gamma=0.0)
     return _with_reward(plan, top)

@@ -5,7 +5,7 @@ immutable, picklable and free of torch. Where a type inherits a class of `schema
 Lengths are in tokens, counts of prompts and sequences are global (over all ranks) unless a name says otherwise.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from roll_opd.config.frozen import FrozenDict
@@ -361,7 +361,7 @@ class RunPlan(RunKeys, RolloutKeys):
 def plain(value: Any) -> Any:
     """Return a part of a plan as plain data for JSON."""
     if hasattr(value, "__dataclass_fields__"):
-        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -88,7 +88,8 @@ def test_what_is_written_wins(rl: dict[str, Any], plan: Plan) -> None:
 def test_arguments_of_the_tokens_are_keys_of_their_own(rl: dict[str, Any], plan: Plan) -> None:
     arguments = {"advantage_fn": "reinforceplusplus", "advantage_fn_args": {"gamma": 0.9}}
     objective = plan({"policy_loss_fn": "ppo", **arguments}, pure=False).objective
-    assert (objective.gamma, objective.whiten_advantages, objective.advantage_args) == (0.9, True, {})
+    assert (objective.gamma, objective.whiten_advantages) == (0.9, True)
+    assert objective.advantage_args == {"mean_cal_level": None, "std_cal_level": None}
 
 
 def test_rolls_keys_and_the_table_meet(rl: dict[str, Any], plan: Plan) -> None:
@@ -113,7 +114,7 @@ def test_a_users_own_algorithm(rl: dict[str, Any], plan: Plan, tmp_path: Path, m
             from roll_opd.config.algorithms import Algorithm
 
             MINE = Algorithm(
-                "my_row.loss", "my_row.advantage", policy_loss_args={"power": 2}, use_reference=False, kl_loss=None
+                "my_row.loss", "my_row.advantage", policy_loss_args={"power": 2}, kl_loss=None
             )
         """)
     )

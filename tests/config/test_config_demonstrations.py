@@ -99,8 +99,8 @@ def test_a_loss_of_ones_own_may_read_them_too(
         ),
         (
             {"rollout_batch_size": 6},
-            "rollout_batch_size: 6 prompts x 2 responses = 12 sequences a step are no multiple of the 8 that 8 rows of"
-            " leave in actor_train's mini-batch of 16",
+            "rollout_batch_size: 6 prompts x 2 responses = 12 sequences a step are no multiple of the 8 that 8"
+            " demonstrations leave in actor_train's mini-batch of 16",
         ),
         ({"adv_estimator": "gae"}, "nobody sampled demonstrations, so a critic has no values to learn from them"),
     ],

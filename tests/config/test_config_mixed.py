@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from config_assets import write_model, write_tokenizer
 
+from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, Layout, MegatronPlan, ObjectivePlan, RunPlan
 
 Plan = Callable[..., RunPlan]
@@ -52,6 +53,9 @@ def test_objective_has_rolls_defaults(mixed: dict[str, Any], plan: Plan) -> None
         dual_clip=None,
         loss_agg_mode="seq-mean-token-mean",
         loss_normaliser=48.0,
+        # what the functions are called with, from the keys above
+        advantage_args=FrozenDict({"mean_cal_level": None, "std_cal_level": None}),
+        policy_loss_args=FrozenDict({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
     )
 
 
@@ -83,7 +87,7 @@ def test_every_key_reaches_the_plan(mixed: dict[str, Any], plan: Plan) -> None:
 def test_pure_distillation_switches_all_of_it_off(plan: Plan) -> None:
     run = plan({"whiten_advantages": True, "reward_clip": 10, "kl_loss_coef": 0.1, "norm_mean_type": "batch"})
     assert run.objective == ObjectivePlan(
-        init_kl_coef=0.0, dual_clip=None, loss_agg_mode="seq-mean-token-mean", loss_normaliser=48.0
+        gamma=0.0, dual_clip=None, loss_agg_mode="seq-mean-token-mean", loss_normaliser=48.0
     )
     assert run.warnings == (
         "these ROLL keys are accepted but have no effect here: kl_loss_coef, norm_mean_type, reward_clip,"
@@ -202,7 +206,7 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adv_estimator": "gigpo"}, "adv_estimator: 'gigpo' is not available yet; use reinforce or grpo or"),
+        ({"adv_estimator": "gigpo"}, "adv_estimator: 'gigpo' is not available yet; use asymre or gae or grpo or"),
         ({"async_generation_ratio": 1}, "async_generation_ratio: 1 (generation ahead of training) is not available"),
         (
             {"kl_penalty": "full", "use_kl_loss": True, "kl_loss_coef": 1, "reference": REFERENCE},
@@ -230,7 +234,7 @@ def test_planned_but_not_available_yet(
     ("changes", "message"),
     [
         ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is what pure distillation sets"),
-        ({"adv_estimator": "grpoo"}, "should be 'on_policy_distill', 'reinforce', 'grpo'"),
+        ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'asymre', 'gae', 'grpo'"),
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
         ({"gamma": 1.5}, "gamma: should be less than or equal to 1"),
         ({"reward_clip": 0}, "reward_clip: should be greater than 0"),

@@ -75,9 +75,10 @@ def test_agentic(root: Path) -> None:
     run = _plan(root, "agentic_sokoban")
     assert (run.mode, run.pipeline) == ("rl", "agentic")
     assert run.agentic is not None
-    assert run.agentic.train.environments == 1024
-    assert dict(zip(run.agentic.validation.tags, run.agentic.validation.groups, strict=True))["FrozenLake"] == 256
-    assert run.agentic.environments["SimpleSokoban"]["max_tokens_per_step"] == 64
+    played = run.agentic["train_env_manager"]
+    assert played["num_env_groups"] * played["group_size"] == 1024
+    assert run.agentic["val_env_manager"]["num_groups_partition"][2] == 256
+    assert run.agentic["custom_envs"]["SimpleSokoban"]["max_tokens_per_step"] == 64
     assert run.data.prompt_length + run.rollout.sampling.max_new_tokens == 8192
     with pytest.raises(ConfigError, match="agentic pipeline is not available yet"):
         load_plan(str(root), "agentic_sokoban", [f"output_dir={root}"])

@@ -31,7 +31,7 @@ SWANLAB = {"login_kwargs": {"api_key": "secret-2"}, "project": "p", "logdir": "l
             {"track_with": "wandb", "tracker_kwargs": WANDB},
             {"wandb": {key: tuple(v) if key == "tags" else v for key, v in WANDB.items() if v is not None}},
         ),
-        ({"track_with": "swanlab", "tracker_kwargs": SWANLAB}, {"swanlab": {**SWANLAB, "tags": ("one",)}}),
+        ({"track_with": "swanlab", "tracker_kwargs": SWANLAB}, {"swanlab": SWANLAB}),
         (
             {
                 "track_with": ["wandb", "mlflow", "jsonl"],
@@ -73,13 +73,14 @@ def test_arguments_of_no_one(plan: Plan, changes: dict[str, Any], warning: str) 
 def test_a_missing_package_stops_a_run_and_not_a_plan(
     plan: Plan, problems: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for modules in MODULES.values():
-        for module in modules:
+    names = [name for name in TRACKERS.builtin if TRACKERS.facts(name).packages]
+    for name in names:
+        for module in TRACKERS.facts(name).packages:
             monkeypatch.setitem(sys.modules, module, None)  # as good as not installed
-    changes = {"track_with": list(MODULES)}
+    changes = {"track_with": names}
     told = problems(changes)
     assert len(told) == 3
-    for name, text in zip(MODULES, told, strict=True):
+    for name, text in zip(names, told, strict=True):
         assert f"{name} needs" in text and f"pip install 'roll_opd[{name}]'" in text
     run = plan(changes, runnable=False)
     assert [text for text in run.warnings if "pip install" in text] == told
