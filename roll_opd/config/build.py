@@ -150,85 +150,73 @@ class _Planner:
         check_objective.check_objective(top, mode, diagnostics)
         check_objective.check_topk(top, roles.shared_vocabulary, diagnostics)
         check_layouts.check_devices(roles.placed(), top, diagnostics)
-        n = check_values.responses_per_prompt(top, roles.infer, diagnostics)
-        response = check_values.check_lengths(top, roles, diagnostics)
-        share = top.expert_data_ratio or 0.0
-        mini = check_values.mini_batch(top, roles.train, n, agentic, diagnostics, share) if roles.train else None
-        critic_mini = check_values.mini_batch(top, roles.critic, n, agentic, diagnostics) if roles.critic else None
-        check_objective.check_groups(top, mode, n, agentic, diagnostics)
-        data, validation = self._prompts(top, roles, mode, bool(sections.rewards), agentic)
-        given = self._demonstrations(top, top.prompt_length + (response or 0), agentic)
-        rewards = read_rewards(sections.rewards, mode, n, diagnostics)
+        sizes = check_values.read_sizes(top, roles, agentic, diagnostics)
+        check_objective.check_groups(top, mode, sizes.n, agentic, diagnostics)
+        rows = self._prompts(top, roles, mode, bool(sections.rewards), agentic)
+        given = self._demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
+        rewards = read_rewards(sections.rewards, mode, sizes.n, diagnostics)
         if mode != "pure" and not agentic and not sections.rewards:
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
             diagnostics.problem(
                 "rewards", f"is missing; {switch} learns from rewards, write at least rewards.math_rule"
             )
-        if data is not None and roles.train and not agentic and None not in sections.rewards.values():
-            args, path = roles.train.worker.data_args, f"{roles.train.path}.data_args"
-            data = replace(data, streams=check_files.read_streams(args, path, data, rewards, diagnostics))
-        if response is not None:
-            check_values.check_micro_batches(roles.all(), top.prompt_length + response, diagnostics)
-        if None not in sections.teachers.values() and None not in sections.rewards.values():
-            tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
-            check_files.check_tags(mode, tags, rewards, data, validation, diagnostics)
+        if None not in sections.rewards.values():
+            rows = self._mixed(rows, roles, rewards)
+            if None not in sections.teachers.values():
+                tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
+                check_files.check_tags(mode, tags, rewards, *rows, diagnostics)
         common = self._common(top, roles)
-        if diagnostics.problems or None in (response, mini, data, roles.train, roles.infer):
+        if diagnostics.problems:
             return None
-        return self._assembled(
-            top, roles, common, n, response, (mini, critic_mini), data, validation, given, rewards, agentic
-        )
+        return self._assembled(top, roles, common, sizes, (*rows, given), rewards, agentic)
 
     def _assembled(
         self,
         top: Top,
         roles: Roles,
         common: dict[str, Any],
-        n: int,
-        response: int,
-        minis: tuple[int, int | None],
-        data: DataPlan,
-        validation: DataPlan | None,
-        given: DataPlan | None,
+        sizes: check_values.Sizes,
+        rows: tuple[DataPlan | None, DataPlan | None, DataPlan | None],
         rewards: tuple[RewardPlan, ...],
         agentic: bool,
     ) -> RunPlan:
-        """Return the plan of a run that rolls out, everything about which has been found right."""
-        diagnostics, mode = self.diagnostics, roles.mode
-        longest, (mini, critic_mini) = top.prompt_length + response, minis
-        demonstrations = None
+        """Return the plan of a run that rolls out; `rows` to learn from, held out, and demonstrations."""
+        diagnostics, n, (data, validation, given) = self.diagnostics, sizes.n, rows
+        assert roles.train and roles.infer and data and sizes.response and sizes.mini_batch
+        longest, sequences = top.prompt_length + sizes.response, top.rollout_batch_size * n
+        samples, demonstrations = sizes.mini_batch, None  # of an update
         if given is not None:
-            rows = check_values.demonstration_rows(mini, top.expert_data_ratio or 0.0)
-            demonstrations = DemonstrationPlan(given, rows, updates=top.rollout_batch_size * n // (mini - rows))
+            each = check_values.demonstration_rows(samples, top.expert_data_ratio or 0.0)
+            samples -= each
+            demonstrations = DemonstrationPlan(given, each, updates=sequences // samples)
         # agentic runs may leave a remainder, which is one more update
-        samples = mini - (demonstrations.rows_per_update if demonstrations else 0)
-        updates = top.ppo_epochs * -(-top.rollout_batch_size * n // samples)
+        updates = top.ppo_epochs * -(-sequences // samples)
         critic = None
-        if roles.critic is not None and critic_mini is not None:
-            total = top.max_steps * top.critic_epochs * -(-top.rollout_batch_size * n // critic_mini)
-            critic = parts.critic_plan(roles.critic, top, critic_mini, longest, total, diagnostics)
-        learning_steps = top.max_steps - (critic.critic_warmup if critic else 0)
-        engines = {domain: parts.judge_plan(role, top, response) for domain, role in roles.judges.items()}
+        if roles.critic and sizes.critic_mini_batch:
+            total = top.max_steps * top.critic_epochs * -(-sequences // sizes.critic_mini_batch)
+            critic = parts.critic_plan(roles.critic, top, sizes.critic_mini_batch, longest, total, diagnostics)
+        total = updates * (top.max_steps - (critic.critic_warmup if critic else 0))
+        engines = {domain: parts.judge_plan(role, top, sizes.response) for domain, role in roles.judges.items()}
         held_out = None
         if top.validation and validation:
             args = top.validation.generating_args
-            sampling = parts.sampling_plan(args, args.num_return_sequences or 1, args.max_new_tokens or response)
+            sampling = parts.sampling_plan(args, args.num_return_sequences or 1, args.max_new_tokens or sizes.response)
             held_out = ValidationPlan(validation, sampling, top.validation.measure_teacher)
         plan = RunPlan(
             **common,
             **shared(RolloutKeys, top),
-            mode=mode,
+            mode=roles.mode,
             pipeline="agentic" if agentic else "rlvr",
-            title=TITLES[mode],
+            title=TITLES[roles.mode],
             max_steps=top.max_steps,
-            student=parts.train_plan(roles.train, top, mini, longest, updates * learning_steps, diagnostics),
-            rollout=parts.rollout_plan(roles.infer, top, n, response),
+            student=parts.train_plan(roles.train, top, sizes.mini_batch, longest, total, diagnostics),
+            rollout=parts.rollout_plan(roles.infer, top, n, sizes.response),
             teachers=tuple(
                 parts.teacher_plan(name, role, top, longest, diagnostics) for name, role in roles.teachers.items()
             ),
             rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards),
             data=data,
-            objective=parts.objective_plan(top, mode, updates, response, roles.shared_vocabulary),
+            objective=parts.objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary),
             reference=parts.megatron_plan(roles.reference, top, longest, diagnostics) if roles.reference else None,
             critic=critic,
             demonstrations=demonstrations,
@@ -328,6 +316,17 @@ class _Planner:
                 "validation: is left out, there is no reward to score the answers; write rewards.math_rule"
             )
         return data, validation
+
+    def _mixed(
+        self, rows: tuple[DataPlan | None, DataPlan | None], roles: Roles, rewards: tuple[RewardPlan, ...]
+    ) -> tuple[DataPlan | None, DataPlan | None]:
+        """Return `rows` with the streams that the first of them are drawn from."""
+        data, validation = rows
+        if data is None or not data.files or roles.train is None:
+            return rows
+        args, path = roles.train.worker.data_args, f"{roles.train.path}.data_args"
+        streams = check_files.read_streams(args, path, data, rewards, self.diagnostics)
+        return replace(data, streams=streams), validation
 
     def _demonstrations(self, top: Top, length: int, agentic: bool) -> DataPlan | None:
         """Return where demonstrations come from; `length` is the most tokens of prompt and answer."""

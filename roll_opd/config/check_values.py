@@ -4,6 +4,7 @@ Every function takes what it needs and writes sentences into `Diagnostics`; none
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import MicroBatchLimits
@@ -59,6 +60,28 @@ def check_lengths(top: Top, roles: Roles, diagnostics: Diagnostics) -> int | Non
     if infer is not None:
         check_model_length(infer, top.prompt_length + max(response, held_out or 0), diagnostics)
     return response
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a step of a rollout is; what could not be told is None."""
+
+    n: int  # responses a prompt
+    response: int | None  # tokens of the longest one
+    mini_batch: int | None  # sequences behind an update of the student
+    critic_mini_batch: int | None
+
+
+def read_sizes(top: Top, roles: Roles, agentic: bool, diagnostics: Diagnostics) -> Sizes:
+    """Return lengths and batches, checked against the models and against each other."""
+    n = responses_per_prompt(top, roles.infer, diagnostics)
+    response = check_lengths(top, roles, diagnostics)
+    share = top.expert_data_ratio or 0.0
+    mini = mini_batch(top, roles.train, n, agentic, diagnostics, share) if roles.train else None
+    critic_mini = mini_batch(top, roles.critic, n, agentic, diagnostics) if roles.critic else None
+    if response is not None:
+        check_micro_batches(roles.all(), top.prompt_length + response, diagnostics)
+    return Sizes(n, response, mini, critic_mini)
 
 
 def turn_lengths(top: Top, infer: Role | None) -> Top:

@@ -4,7 +4,16 @@ from dataclasses import fields
 from typing import Any
 
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, RunPlan, plain
+from roll_opd.config.plan import (
+    CorrectionPlan,
+    FilterPlan,
+    RewardPlan,
+    RolloutPlan,
+    RunPlan,
+    TeacherPlan,
+    TrainPlan,
+    plain,
+)
 from roll_opd.config.schema import CriticKeys, ObjectiveKeys, Section
 
 # keys of the objective that its formulas show
@@ -42,15 +51,16 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
 def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
     roles: dict[str, dict[str, Any]] = {}
     teachers = {teacher.worker.name: teacher for teacher in plan.teachers}
-    for name, role in plan.megatron_roles().items():
-        learns = role in (plan.student, plan.critic)
-        sizes = {size: getattr(role.layout, size) for size in ("tp", "pp", "cp", "ep", "dp")}
-        roles[name] = {"strategy": "megatron_train" if learns else "megatron_infer", **sizes}
-    for name, engines in plan.inference_roles().items():
-        roles[name] = {"strategy": "vllm", "tp": engines.tp, "pp": 1, "cp": 1, "ep": 1, "dp": engines.engines}
-    for name, role in {**plan.megatron_roles(), **plan.inference_roles()}.items():
+    for name, role in plan.roles().items():
+        layout = role.layout
+        if isinstance(role, RolloutPlan):
+            strategy = "vllm"
+        else:
+            strategy = "megatron_train" if isinstance(role, TrainPlan) else "megatron_infer"
         teacher = teachers.get(name)
-        roles[name] |= {
+        roles[name] = {
+            "strategy": strategy,
+            **{size: getattr(layout, size) for size in ("tp", "pp", "cp", "ep", "dp")},
             "model": role.model.path,
             "dtype": role.model.dtype,
             "devices": list(role.devices),
@@ -75,7 +85,7 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
     """Return tag -> {teachers, rewards} for every tag that is named, and OTHER_TAGS for the rest."""
-    routed = (*plan.teachers, *plan.rewards)
+    routed: tuple[TeacherPlan | RewardPlan, ...] = (*plan.teachers, *plan.rewards)
     named = dict.fromkeys(tag for one in routed for tag in one.tags or ())
     routes = {}
     for tag in (*named, OTHER_TAGS):

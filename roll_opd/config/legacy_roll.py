@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from roll_opd.hf.model_info import ModelFilesError, find_model, is_vision_config, read_json
 
@@ -124,7 +124,9 @@ NEAREST_STRATEGY = {
 STRATEGY = {"train": "megatron_train", "frozen": "megatron_infer", "rollout": "vllm"}
 
 
-SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+Schedule = Literal["constant", "linear", "cosine"]
+SCHEDULES: dict[str, Schedule] = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+SCHEDULES |= {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 KL_PENALTIES_LATER = ("full",)
 # ROLL's pg_variant -> the arguments of its own defaults; the others have those of their loss
 PG_VARIANTS: dict[str, dict[str, Any]] = {

@@ -183,7 +183,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostic
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:
-        path = f"{prefix}.{key}" if prefix else str(key)
+        path = f"{prefix}.{key!s}" if prefix else str(key)
         try:
             value = node[key]
         except MissingMandatoryValue:
@@ -208,7 +208,7 @@ def _one_line(error: Exception) -> str:
     """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text ({error.reason} at byte {error.start})"
-    if not str(error) and error.__cause__ is not None:
+    if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(NOISE)]

@@ -92,7 +92,7 @@ def train_plan(
     optimizer = OptimizerPlan(
         **shared(OptimizerKeys, args),
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
-        lr_scheduler_type=SCHEDULES.get(args.lr_scheduler_type, args.lr_scheduler_type),
+        lr_scheduler_type=SCHEDULES[args.lr_scheduler_type],
         warmup_steps=warmup,
         total_steps=total,
         min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
@@ -218,16 +218,18 @@ def _dual_clip(top: Top) -> float | None:
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
     """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
     name = top.adv_estimator or "gae"
-    norms = {"norm_mean_type": top.norm_mean_type, "norm_std_type": top.norm_std_type}
+    mean, std = top.norm_mean_type, top.norm_std_type
     if name == "grpo":  # what the estimator is; writing null takes it away
-        norms = {key: value if key in top.written else "group" for key, value in norms.items()}
-    levels = {"mean_cal_level": norms["norm_mean_type"], "std_cal_level": norms["norm_std_type"]}
+        mean = mean if "norm_mean_type" in top.written else "group"
+        std = std if "norm_std_type" in top.written else "group"
+    levels = {"mean_cal_level": mean, "std_cal_level": std}
     token_kl = top.init_kl_coef if top.add_token_level_kl else 0.0
     return replace(
         plan,
         adv_estimator=name,
         advantage_args=FrozenDict({**(levels if has_norm_levels(name) else {}), **top.advantage_fn_args}),
-        **norms,
+        norm_mean_type=mean,
+        norm_std_type=std,
         kl_loss=plan.kl_loss if top.kl_loss_fn in (None, "none") else top.kl_loss_fn,
         kl_loss_coef=plan.kl_loss_coef if top.use_kl_loss else 0.0,
         kl_penalty=KL_PENALTIES.get(plan.kl_penalty, plan.kl_penalty),

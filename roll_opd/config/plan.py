@@ -12,6 +12,7 @@ from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.schema import (
     CheckpointKeys,
     CriticKeys,
+    Dtype,
     Level,
     ObjectiveKeys,
     OptimizerKeys,
@@ -45,7 +46,7 @@ class ModelPlan:
     """A Hugging Face model directory and the precision it runs in."""
 
     path: str
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    dtype: Dtype = "fp32"
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,11 @@ class RolloutPlan:
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
     max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
     env: FrozenDict = field(default_factory=FrozenDict)
+
+    @property
+    def layout(self) -> Layout:
+        """The engines as data-parallel copies."""
+        return Layout(tp=self.tp, dp=self.engines)
 
 
 @dataclass(frozen=True)
@@ -346,6 +352,12 @@ class RunPlan(RunKeys, RolloutKeys):
         limits = worker.forward_limits
         by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else half
         return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
+
+    def roles(self) -> dict[str, "MegatronPlan | RolloutPlan"]:
+        """Return every role by name, the student and its engines first."""
+        megatron, inference = self.megatron_roles(), self.inference_roles()
+        first = {role.name: role for role in (self.student, self.rollout) if role}
+        return {**first, **megatron, **inference}
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:
         """Return every Megatron role by name, the student first."""

@@ -8,7 +8,6 @@ import difflib
 import json
 import types
 from dataclasses import dataclass, field, fields
-from functools import cache
 from itertools import takewhile
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -168,17 +167,12 @@ def read_section(
     cleaned = _known_keys(model, data, path, diagnostics, also_known or set())
     try:
         # through JSON, because strict mode takes a list for a tuple only there
-        section = _adapter(model).validate_json(json.dumps(cleaned, default=str))
+        section = TypeAdapter(model).validate_json(json.dumps(cleaned, default=str))
     except ValidationError as error:
         _report(error, path, diagnostics)
         return None
     _mark(section, cleaned)
     return section
-
-
-@cache
-def _adapter(model: type[S]) -> TypeAdapter[S]:
-    return TypeAdapter(model)
 
 
 def _mark(section: Section, data: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.check_files import shared_tags
@@ -31,7 +32,7 @@ def read_rewards(
             continue
         path = f"rewards.{domain}"
         terms = _terms(path, domain, reward, diagnostics)
-        filters = {
+        filters: dict[str, Any] = {
             "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, diagnostics),
             "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, diagnostics),
         }
@@ -174,7 +175,7 @@ def _filter(path: str, section: Filter, diagnostics: Diagnostics) -> FilterPlan 
     for key in sorted(written.keys() - wanted.keys()):
         diagnostics.problem(f"{path}.filter_args.{key}", f"{section.type} does not take it; remove it")
     up, down = written.get("threshold_up"), written.get("threshold_down")
-    if section.type == "mean_filter" and None not in (up, down) and up <= down:
+    if section.type == "mean_filter" and up is not None and down is not None and up <= down:
         diagnostics.problem(
             f"{path}.filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
         )

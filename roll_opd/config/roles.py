@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
-from roll_opd.config.schema import Supervised, Top, Worker
+from roll_opd.config.schema import Dtype, Supervised, Top, Worker
 from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
@@ -26,7 +26,7 @@ class Role:
     job: Job
     worker: Worker
     info: ModelInfo | None = None
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    dtype: Dtype = "bf16"
     megatron: Megatron | None = None
     vllm: Vllm | None = None
 
@@ -97,8 +97,8 @@ class RoleReader:
         """Return the roles of a pipeline that learns from rows."""
         self._read_student(pipeline.role)
         if pipeline.has_reference:
-            worker = self._sections.workers.get(REFERENCE, Worker())
-            self._roles.reference = worker and self._frozen(REFERENCE, worker, worker.model_args.model_name_or_path)
+            worker = self._sections.workers.get(REFERENCE) or Worker()
+            self._roles.reference = self._reference(worker)
         return self._roles
 
     def rolled_out(self) -> Roles:
@@ -150,7 +150,7 @@ class RoleReader:
                 " not loaded"
             )
         elif (worker := self._sections.workers[REFERENCE]) is not None:
-            self._roles.reference = self._frozen(REFERENCE, worker, worker.model_args.model_name_or_path)
+            self._roles.reference = self._reference(worker)
 
     def _read_critic(self) -> None:
         """Read the critic: by default it begins as the student does. gae is ROLL's default."""
@@ -188,10 +188,10 @@ class RoleReader:
             self._diagnostics.problem(name, "is missing; write this role's section")
         return self._sections.workers.get(name)
 
-    def _frozen(self, path: str, worker: Worker, own_model: str | None) -> Role:
-        return self._megatron(path, "frozen", worker, own_model or self._student)
+    def _reference(self, worker: Worker) -> Role:
+        return self._megatron(REFERENCE, "frozen", worker, worker.model_args.model_name_or_path or self._student)
 
-    def _engine(self, path: str, worker: Worker, model: str | None, dtype: Literal["fp32", "bf16", "fp16"]) -> Role:
+    def _engine(self, path: str, worker: Worker, model: str | None, dtype: Dtype) -> Role:
         role = Role(path, "rollout", worker, vllm=read_vllm(worker, path, self._strict, self._diagnostics))
         role.info = self._model(path, model)
         role.dtype = worker.model_args.dtype or dtype

@@ -10,7 +10,6 @@ A pipeline that learns from rows with answers declares its keys as a subclass of
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -65,6 +64,7 @@ Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Environment = dict[str, str | int | float]
+Dtype = Literal["fp32", "bf16", "fp16"]
 Level = Literal["token", "segment", "geometric", "sequence"]
 
 
@@ -93,11 +93,15 @@ def changed(section: S, values: Mapping[str, Any]) -> S:
     return new
 
 
-@cache
 def keys_of(section: type[Section]) -> dict[str, Any]:
     """Return the keys of a section that may be written, with their annotations."""
-    hints = get_type_hints(section, include_extras=True)
-    return {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
+    if section not in _KEYS:
+        hints = get_type_hints(section, include_extras=True)
+        _KEYS[section] = {item.name: hints[item.name] for item in fields(section) if item.name not in section.ignored}
+    return _KEYS[section]
+
+
+_KEYS: dict[type[Section], dict[str, Any]] = {}
 
 
 def shared(keys: type[Section], section: Section) -> dict[str, Any]:
@@ -111,9 +115,7 @@ class ModelArgs(Section):
 
     ignored = roll.IGNORED_MODEL_ARGS
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
-    dtype: Literal["fp32", "bf16", "fp16"] | None = key(
-        None, "precision; without it bf16, a rollout's as its student's"
-    )
+    dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
     lora_target: Any = key(None, "not available yet: LoRA's modules")
     adapter_name_or_path: str | None = key(None, "not available yet: a LoRA adapter to begin with")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")

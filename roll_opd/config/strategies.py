@@ -17,7 +17,7 @@ from roll_opd.config.legacy_roll import (
     STRATEGY,
 )
 from roll_opd.config.plan import Layout
-from roll_opd.config.schema import Worker
+from roll_opd.config.schema import Dtype, Worker
 from roll_opd.engine_options import option_problem
 
 SIZES = {
@@ -36,7 +36,7 @@ class Megatron:
 
     devices: tuple[int, ...] | None
     layout: Layout | None
-    dtype: str | None  # from bf16/fp16
+    dtype: Dtype | None  # from bf16/fp16
     use_distributed_optimizer: bool
     args: dict[str, Any]
 
@@ -111,7 +111,7 @@ def read_megatron(
     layout = None
     if devices is not None and len(diagnostics.problems) == before:
         layout = _layout(sizes, switches.get("sequence_parallel"), devices, path, diagnostics)
-    dtype = next((name for name in ("bf16", "fp16") if switches.get(name)), None)
+    dtype: Dtype | None = "bf16" if switches.get("bf16") else "fp16" if switches.get("fp16") else None
     return Megatron(devices, layout, dtype, switches.get("use_distributed_optimizer", True), args)
 
 
@@ -168,11 +168,9 @@ def _layout(
         )
         return None
     if sequence_parallel is None and tp > 1 and sizes.get("ep", 1) > 1:
-        sequence_parallel = (
-            True  # Megatron-core requires it for experts with tensor parallelism, so ROLL's YAML omit it
-        )
+        sequence_parallel = True  # Megatron-core requires it for experts with tensor parallelism: ROLL's YAML omit it
     sequence_parallel = bool(sequence_parallel and tp > 1)
-    return Layout(**{**sizes, "dp": len(devices) // one_copy, "sequence_parallel": sequence_parallel})
+    return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=sequence_parallel)
 
 
 def read_vllm(worker: Worker, path: str, strict: bool, diagnostics: Diagnostics) -> Vllm | None:

@@ -48,7 +48,8 @@ def _users_own(name: str) -> bool:
 
 def _by_tracker(names: list[str], top: Run, diagnostics: Diagnostics) -> dict[str, tuple[dict[str, Any], str]]:
     """Return tracker -> (its arguments, the key under which they are written)."""
-    kwargs, found = top.tracker_kwargs, {name: ({}, "tracker_kwargs") for name in names}
+    kwargs = top.tracker_kwargs
+    found: dict[str, tuple[dict[str, Any], str]] = {name: ({}, "tracker_kwargs") for name in names}
     if not kwargs or not names:
         return found
     if all(key in names_of_trackers() or _users_own(key) for key in kwargs):
