@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +49,13 @@ class ColumnSum:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, measure, *logprobs):  # type: ignore[override]
+    def forward(ctx: Any, measure: ColumnSum, *logprobs: Tensor) -> Tensor:
         ctx.save_for_backward(*logprobs)
         ctx.measure = measure
         return measure.value(*logprobs).sum(-1)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         student_grad = grad[..., None] * ctx.measure.slope(*ctx.saved_tensors)
         return None, student_grad, *[None] * (len(ctx.saved_tensors) - 1)
 

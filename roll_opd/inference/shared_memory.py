@@ -89,7 +89,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
                 "needs the sender of weights on the same machine, in the same PID namespace, as the same user"
             ) from error
         self._sent.update({entry["name"]: entry for entry in update_info.tensors})
-        self.model.load_weights(weights)
+        model: Any = self.model
+        model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         """Pack what was loaded, then check it; RuntimeError names what did not arrive."""

@@ -1,6 +1,6 @@
 """Learning from samples and demonstrations in one batch: (1-μ) · PPO on the former, μ · SFT on the latter.
 
-Each part is normalised by its own count: give `aggregation.token_weights` the two families. Legend: see `batch`.
+Each part is normalised by its own count: give `aggregation.token_weights` the two parts. Legend: see `batch`.
 """
 
 import math
