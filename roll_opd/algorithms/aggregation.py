@@ -1,6 +1,6 @@
-"""How per-token losses become one number: as a weight a token, fixed before the batch is split.
+"""How per-token losses become one number: by a weight for each token, fixed before the batch is split.
 
-A loss is then the weighted sum of its tokens, which no split into micro-batches, ranks or packs can change.
+A loss is then the weighted sum over its tokens, which is the same for any split into micro-batches, ranks or packs.
 
 Legend: M scored tokens of all sequences, B sequences.
 """

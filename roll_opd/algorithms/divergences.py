@@ -84,7 +84,7 @@ def with_tail(logprobs_MK: Tensor) -> Tensor:
     logprobs_MK = logprobs_MK.double()
     covered_M1 = logprobs_MK.logsumexp(-1, keepdim=True).clamp(max=-EMPTY_TAIL)
     tail_M1 = torch.log(-torch.expm1(covered_M1))
-    # what it would pass on is the difference of numbers that f32 cannot tell apart
+    # its gradient would be a difference of numbers that f32 cannot distinguish
     tail_M1 = torch.where(covered_M1 > -SMALL_TAIL, tail_M1.detach(), tail_M1)
     return torch.cat([logprobs_MK, tail_M1], dim=-1)
 
@@ -113,7 +113,7 @@ def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """A column of KL(p || q), from log-probs."""
+    """Return a column's part of KL(p || q), from log-probs."""
     probability = p.exp()
     return _times(probability, p - q) - probability + q.exp()
 
