@@ -88,7 +88,7 @@ def difference_within(
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Return which tokens to keep, bool [M]: not those with A < 0 in a sequence whose infer - train mean exceeds `delta`.
+    """Return which tokens to keep, bool [M]: not A < 0 in sequences whose mean infer - train is above `delta`.
 
     Negative advantages on text that the model would hardly write do harm. DeepSeek-V3.2, arXiv 2512.02556.
     """
