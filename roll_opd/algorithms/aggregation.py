@@ -1,6 +1,6 @@
-"""How per-token losses become one number: as a weight a token, fixed before the batch is split.
+"""How per-token losses become one number: by a weight for each token, fixed before the batch is split.
 
-A loss is then the weighted sum of its tokens, which no split into micro-batches, ranks or packs can change.
+A loss is then the weighted sum over its tokens, which is the same for any split into micro-batches, ranks or packs.
 
 Legend: M scored tokens of all sequences, B sequences.
 """
@@ -17,7 +17,7 @@ def token_weights(
     masks: Sequence[Tensor],
     mode: str,
     normaliser: float | None = None,
-    families: Sequence[Hashable] | None = None,
+    parts: Sequence[Hashable] | None = None,
 ) -> list[Tensor]:
     """Return f32 [M_b] for each sequence of the whole batch, 0 where its mask is False.
 
@@ -26,17 +26,17 @@ def token_weights(
         mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
             seq-mean-token-mean (mean over sequences of their means; ROLL's default);
             seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
-        families: which family each sequence belongs to; each family is a mean of its own, and the total their sum.
+        parts: which part of the batch each sequence belongs to; each part is averaged alone, and the means are added.
 
     Sequences without an action token count in no denominator.
 
     Raises:
         ValueError: for an unknown mode, or one that needs a normaliser and has none.
     """
-    if families is not None:
+    if parts is not None:
         weights: dict[int, Tensor] = {}
-        for family in set(families):
-            members = [number for number, own in enumerate(families) if own == family]
+        for part in set(parts):
+            members = [number for number, own in enumerate(parts) if own == part]
             weights |= zip(members, token_weights([masks[n] for n in members], mode, normaliser), strict=True)
         return [weights[number] for number in range(len(masks))]
     tokens = [int(mask.sum()) for mask in masks]

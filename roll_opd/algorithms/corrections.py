@@ -32,16 +32,16 @@ class Mismatch:
     lengths: tuple[int, ...]
 
     def log_ratio(self, level: Level = "token") -> Tensor:
-        """Clamped to ±20; 0 off the mask."""
+        """Return train - infer log-probs [M] at `level`, clamped to ±20; 0 off the mask."""
         values_M = self._at(torch.where(self.mask_M, self.train_M - self.infer_M, 0), level)
         return values_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def ratio(self, level: Level = "token") -> Tensor:
-        """1 off the mask."""
+        """Return the ratio train/infer [M] at `level`; 1 off the mask."""
         return self.log_ratio(level).exp()
 
     def difference(self, level: Level = "token") -> Tensor:
-        """0 off the mask."""
+        """Return the difference p_train - p_infer [M] at `level`; 0 off the mask."""
         return self._at(torch.where(self.mask_M, self.train_M.exp() - self.infer_M.exp(), 0), level)
 
     def _at(self, values_M: Tensor, level: Level) -> Tensor:
@@ -57,7 +57,7 @@ class Mismatch:
 
 
 def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_bound: float | None = 1.2) -> Tensor:
-    """min(ratio, upper_bound), [M]; 1 off the mask: truncated importance sampling.
+    """Return min(ratio, upper_bound), [M]; 1 off the mask: truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). They multiply
     the loss, so that its expectation is that under the training engine's distribution.
@@ -69,35 +69,35 @@ def importance_weights(mismatch: Mismatch, *, level: Level = "token", upper_boun
 def icepop_weights(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = ICEPOP_LOW, high: float | None = ICEPOP_HIGH
 ) -> Tensor:
-    """The ratio where low <= ratio <= high, else 0, [M]; 1 off the mask. IcePop, arXiv 2510.18855."""
+    """Return the ratio where low <= ratio <= high, else 0, [M]; 1 off the mask. IcePop, arXiv 2510.18855."""
     return mismatch.ratio(level) * ratio_within(mismatch, level=level, low=low, high=high)
 
 
 def ratio_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = 0.8, high: float | None = 1.2
 ) -> Tensor:
-    """Which tokens to keep: low <= ratio <= high, bool [M]; a bound of None makes it one-sided; True off the mask."""
+    """Return which tokens to keep, bool [M]: low <= ratio <= high, None: no bound on this side; True off the mask."""
     return _within(mismatch.ratio(level), low, high) | ~mismatch.mask_M
 
 
 def difference_within(
     mismatch: Mismatch, *, level: Level = "token", low: float | None = -0.2, high: float | None = 0.2
 ) -> Tensor:
-    """The same for the difference of probabilities."""
+    """Return which tokens to keep, bool [M]: low <= difference of probabilities <= high, as `ratio_within` does."""
     return _within(mismatch.difference(level), low, high) | ~mismatch.mask_M
 
 
 def negatives_near(mismatch: Mismatch, advantages_M: Tensor, *, delta: float = 0.1) -> Tensor:
-    """Which tokens to keep, bool [M]: not those with A < 0 in a sequence whose mean infer - train is above `delta`.
+    """Return which tokens to keep, bool [M]: not A < 0 in sequences whose mean infer - train is above `delta`.
 
-    Learning what not to do from text that the model would hardly write does harm. DeepSeek-V3.2, arXiv 2512.02556.
+    Negative advantages on text that the model would hardly write do harm. DeepSeek-V3.2, arXiv 2512.02556.
     """
     far_M = -mismatch.log_ratio("geometric") > delta
     return ~(far_M & (advantages_M < 0) & mismatch.mask_M)
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """What is always worth a look, whether or not a correction is on; nothing where no token is masked.
+    """Return what is measured whether or not a correction is on; empty where the mask has no token.
 
     `logprob_diff_mean` and `_max` of |train - infer|, the same of probabilities; `k1` and `k3`, estimates of
     KL(infer || train); `ratio_mean`, `_min`, `_max`; `ess`, the effective share of the samples: (Σw)² / (N·Σw²).
@@ -131,7 +131,7 @@ def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def _segment_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The mean over each stretch of equal mask within a sequence, on its tokens."""
+    """Return the mean over each stretch of equal mask within a sequence, for each of its tokens."""
     if not len(values_M):
         return values_M
     sequence_M = sequence_numbers(lengths, values_M.device)

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +49,13 @@ class ColumnSum:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, measure, *logprobs):  # type: ignore[override]
+    def forward(ctx: Any, measure: ColumnSum, *logprobs: Tensor) -> Tensor:
         ctx.save_for_backward(*logprobs)
         ctx.measure = measure
         return measure.value(*logprobs).sum(-1)
 
     @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         student_grad = grad[..., None] * ctx.measure.slope(*ctx.saved_tensors)
         return None, student_grad, *[None] * (len(ctx.saved_tensors) - 1)
 
@@ -83,7 +84,7 @@ def with_tail(logprobs_MK: Tensor) -> Tensor:
     logprobs_MK = logprobs_MK.double()
     covered_M1 = logprobs_MK.logsumexp(-1, keepdim=True).clamp(max=-EMPTY_TAIL)
     tail_M1 = torch.log(-torch.expm1(covered_M1))
-    # what it would pass on is the difference of numbers that f32 cannot tell apart
+    # its gradient would be a difference of numbers that f32 cannot distinguish
     tail_M1 = torch.where(covered_M1 > -SMALL_TAIL, tail_M1.detach(), tail_M1)
     return torch.cat([logprobs_MK, tail_M1], dim=-1)
 
@@ -112,7 +113,7 @@ def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """A column of KL(p || q), from log-probs."""
+    """Return a column's part of KL(p || q), from log-probs."""
     probability = p.exp()
     return _times(probability, p - q) - probability + q.exp()
 

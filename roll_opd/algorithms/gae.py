@@ -2,8 +2,8 @@
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
-k counts the action tokens of one sequence: what a tool or an environment wrote between two of them is no step, so it
-costs no discount. V_k is the value of the state before token k, and 0 after the last: a sequence that was cut off
+k counts the action tokens of one sequence: text of a tool or an environment between two of them is no step and is not
+discounted. V_k is the value of the state before token k, and 0 after the last: a sequence that was cut off
 counts as ended.
 
 Legend: M scored tokens of all sequences end to end, K action tokens among them.
@@ -55,5 +55,5 @@ def value_loss(values_M: Tensor, old_values_M: Tensor, returns_M: Tensor, clip: 
 
 
 def clipped_values(values_M: Tensor, old_values_M: Tensor, clip: float) -> Tensor:
-    """V within ±`clip` of the value before the update."""
+    """Return V, clipped to within ±`clip` of the value before the update."""
     return torch.minimum(torch.maximum(values_M, old_values_M - clip), old_values_M + clip)

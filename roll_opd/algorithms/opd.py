@@ -4,7 +4,7 @@
     A_t          = A_RL_t - Σ_{k≥0} δ^k · coef · reverse_kl_{t+k}
 
 With several teachers the penalty of a token is the sum over those its sample is routed to,
-Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token carries two numbers whatever their count.
+Σ coef_i (l - q_i) = (Σ coef_i) · l - Σ coef_i · q_i, so a token carries two numbers, however many teachers there are.
 
 The sum over k is `returns.discounted_to_go`.
 

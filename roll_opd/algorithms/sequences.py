@@ -21,7 +21,7 @@ def sequence_means(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int]) -> 
 
 
 def on_tokens(values_B: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Give every token the number of its sequence, [M]."""
+    """Return for every token the value of its sequence, [M]."""
     return values_B[sequence_numbers(lengths, values_B.device)]
 
 

@@ -1,10 +1,10 @@
-"""From what a sample's reward is worth to an advantage a token.
+"""From the normalised reward of a sample to the advantage of each token.
 
     A = clip(whiten(Σ_k γ^k r_{t+k})), with a critic clip(whiten(GAE of r)),
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
 
-R' is what `baselines` makes of the reward. Each part happens only where it is asked for. The teacher's term joins
-after this (see `opd`): normalising the sum would erase it.
+R' is the reward as an advantage function normalised it (see `advantages`). Each part happens only where it is asked
+for. The teacher's term is added after this (see `opd`): normalising the sum would erase it.
 
 Legend: B samples, M scored tokens of all samples end to end. Everything is float64: it is small, and sums of many
 terms are compared with records to the sixth digit.
@@ -24,8 +24,9 @@ VARIANCE_FLOOR = 1e-8  # whitening's
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and what a critic learns from, f64 [M], 0 off the mask, and the numbers of the two whitenings (0 and 1
-    where there is none).
+    """Advantages and the returns that a critic learns, f64 [M], 0 off the mask, with mean and scale of both whitenings.
+
+    Where nothing is whitened, mean is 0 and scale 1.
     """
 
     advantages_M: Tensor
@@ -48,13 +49,13 @@ def token_advantages(
     whiten_advantages: bool = False,
     advantage_clip: float | None = None,
 ) -> TokenAdvantages:
-    """Discounted returns-to-go of token rewards, or GAE. Whitened (REINFORCE++, arXiv 2501.03262) and clipped if asked.
+    """Return discounted returns-to-go of token rewards, or GAE; whitened (arXiv 2501.03262) and clipped if asked.
 
     Args:
         rewards_M: f64 [M], 0 off the mask.
         mask_M: bool [M].
         lengths: tokens of each sample.
-        values_M: a critic's, of the state before each token; None: returns-to-go.
+        values_M: a critic's values of the state before each token; None: returns-to-go.
         lambd: of GAE.
     """
     reward_mean, reward_scale = whitening(rewards_M, mask_M) if whiten_rewards else (0.0, 1.0)
@@ -80,9 +81,9 @@ def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two.
+    """Return mean and standard deviation (unbiased, variance + 1e-8) over the masked tokens; (0, 1) for fewer than two.
 
-    Values that are not finite do not count: they spoil their own sample's update, and no other one.
+    Values that are not finite do not count, so that they make only their own sample's advantages not finite.
     """
     kept = values_M[mask_M & values_M.isfinite()].double()
     if len(kept) < 2:
@@ -91,5 +92,5 @@ def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:
 
 
 def clipped(values: Tensor, limit: float | None) -> Tensor:
-    """Values within ±`limit`; None is no limit. What is not finite stays so: nobody is to learn from it."""
+    """Clip values to ±`limit`; None: no limit. Non-finite values pass through, so that the update is skipped."""
     return values if limit is None else values.clamp(-limit, limit).where(values.isfinite(), values)

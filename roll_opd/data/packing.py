@@ -38,20 +38,20 @@ def micro_batches(lengths: Sequence[int], limits: MicroBatchLimits) -> list[list
         count += 1
 
 
-def assign(lengths: Sequence[int], ranks: int, limits: MicroBatchLimits, together: int = 1) -> list[list[list[int]]]:
+def assign(lengths: Sequence[int], ranks: int, limits: MicroBatchLimits, group_size: int = 1) -> list[list[list[int]]]:
     """Return, for each rank, its micro-batches of sequence numbers.
 
-    Each `together` sequences, from the first on, stay side by side in one micro-batch, even where they are more than
-    `limits` allow. ValueError where the sequences are no multiple of `together`.
+    `group_size` consecutive sequences are kept in one micro-batch, even where they are more than `limits` allow.
+    ValueError where the sequences are no multiple of `group_size`.
     """
-    if len(lengths) % together:
-        raise ValueError(f"{len(lengths)} sequences are no multiple of {together}, which belong together")
-    units = [sum(lengths[start : start + together]) for start in range(0, len(lengths), together)]
+    if len(lengths) % group_size:
+        raise ValueError(f"{len(lengths)} sequences are no multiple of {group_size}, which belong together")
+    units = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
     if limits.sequences:
-        limits = replace(limits, sequences=max(1, limits.sequences // together))
+        limits = replace(limits, sequences=max(1, limits.sequences // group_size))
     assigned = []
     for mine in split_balanced(units, ranks):
         local = micro_batches([units[unit] for unit in mine], limits)
-        of_local = [[mine[index] for index in part] for part in local]
-        assigned.append([[unit * together + place for unit in part for place in range(together)] for part in of_local])
+        starts = [[mine[index] * group_size for index in part] for part in local]
+        assigned.append([[start + place for start in part for place in range(group_size)] for part in starts])
     return assigned

@@ -1,7 +1,7 @@
-"""Buckets of named tensors in anonymous shared memory, and fingerprints that tell whether they arrived.
+"""Buckets of named tensors in anonymous shared memory, and fingerprints by which a reader checks that they arrived.
 
-The writer puts a bucket into a memfd, which has no name in any file system: when its last user dies, by
-whatever signal, the memory is gone. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
+The writer puts a bucket into a memfd, which has no name in any file system: the memory is freed when its last user
+ends, by whatever signal. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
 """
 
 import mmap
@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"; ValueError for a dtype that weights do not come in."""
+    """Return "bfloat16" for `torch.bfloat16`; ValueError for a dtype that weights cannot have."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"weights of dtype {name} cannot be transferred; convert them to one of {', '.join(DTYPES)}")
@@ -28,20 +28,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sampled_rows(rows: int) -> list[int]:
-    """Indices of the rows that a fingerprint reads: first, last and evenly spread between; sorted, unique."""
+    """Return the rows that a fingerprint reads: first, last and evenly spread between; sorted, unique."""
     return sorted({round(i * (rows - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
 
 
 def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
-    """CRC-32 of the bytes of each of the given rows of a [rows, ...] tensor."""
+    """Return the CRC-32 of the bytes of each of the given rows of a [rows, ...] tensor."""
     picked = tensor.detach()[rows].cpu().contiguous()
     return [zlib.crc32(row.reshape(-1).view(torch.uint8).numpy()) for row in picked]
 
 
 def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
-    """CRC-32 as sent and, where that differs, as the model will hold it: dtype name -> one value a row read.
+    """Return checksums as sent and, in another dtype, as the model will hold it: dtype name -> CRC-32 of each row read.
 
-    A vector is one row. Cheap on purpose: at most `SAMPLED_ROWS` rows of a matrix are read.
+    A vector is one row. To be cheap, at most `SAMPLED_ROWS` rows of a matrix are read.
     """
     rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
     picked = rows[sampled_rows(rows.shape[0])]
@@ -56,7 +56,7 @@ def shared_bucket(
     """Write named tensors (fp32, bf16 or fp16; any device) into shared memory and yield where they are.
 
     The value is made of builtins only (`path`, `size`, and per tensor `name`, `dtype`, `shape`, `offset`,
-    `fingerprint`) and is what `map_bucket` takes. On exit the writer lets go; whoever has mapped it keeps it.
+    `fingerprint`) and is what `map_bucket` takes. On exit the writer closes it; a process that has mapped it keeps it.
     """
     sources = {name: _as_cpu_tensor(tensor) for name, tensor in tensors.items()}
     entries, size = _lay_out(sources)
@@ -77,8 +77,7 @@ def shared_bucket(
 
 
 def map_bucket(path: str, size: int, tensors: list[dict[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that `shared_bucket` described, without a copy; the memory lives as long as one of them
-    does.
+    """Return the tensors that `shared_bucket` described, without a copy; the memory lives as long as one of them does.
 
     The mapping is private: writing to a tensor changes no other process's view. FileNotFoundError or
     PermissionError where the writer is not on this machine, is gone, or belongs to another user.

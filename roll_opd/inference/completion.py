@@ -1,6 +1,6 @@
 """Requests and answers in vLLM's terms and in ours. Pure conversions. Legend: R response tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +9,9 @@ import numpy as np
 from roll_opd.config.plan import SamplingPlan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput, SamplingParams
+    from vllm.inputs.engine import TokensInput
+    from vllm.tokenizers import TokenizerLike
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class Completion:
     weights_version: int
 
 
-def token_prompt(tokens: Sequence[int]) -> dict[str, Any]:
-    """A tokenised prompt for vLLM."""
+def token_prompt(tokens: Sequence[int]) -> "TokensInput":
+    """Return a tokenised prompt for vLLM."""
     # with "type" vLLM takes it as already rendered, and spares a trip through a thread pool for every request
     return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
 
 
 def sampling_params(sampling: SamplingPlan, seed: int) -> "SamplingParams":
-    """vLLM's parameters for one sample; the log-prob of the sampled token comes with every token."""
+    """Return vLLM's parameters for one sample, with the log-prob of every sampled token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -50,18 +51,22 @@ def sampling_params(sampling: SamplingPlan, seed: int) -> "SamplingParams":
 
 
 def completion_of(output: "RequestOutput", weights_version: int) -> Completion:
-    """The one sample of a finished request."""
+    """Return the one sample of a finished request."""
     sample = output.outputs[0]
-    scored = zip(sample.token_ids, sample.logprobs or [], strict=True)
     return Completion(
         tokens=np.array(sample.token_ids, dtype=np.int64),
-        logprobs=np.array([entry[token].logprob for token, entry in scored], dtype=np.float32),
+        logprobs=token_logprobs(sample.token_ids, sample.logprobs or []),
         finish_reason=sample.finish_reason or "abort",
         weights_version=weights_version,
     )
 
 
-def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> Completion:
+def token_logprobs(tokens: Iterable[int], entries: Iterable[Any]) -> np.ndarray:
+    """Return the log-prob of each token, f32 [R], from vLLM's entry at its position (token id -> `Logprob`)."""
+    return np.array([entry[int(token)].logprob for token, entry in zip(tokens, entries, strict=True)], np.float32)
+
+
+def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "TokenizerLike") -> Completion:
     """End `completion` with the token that completes a stop string, as vLLM does; without one, as it is."""
     for length in range(1, len(completion.tokens) + 1):
         text = tokenizer.decode(completion.tokens[:length].tolist(), skip_special_tokens=True)

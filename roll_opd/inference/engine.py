@@ -1,6 +1,6 @@
-"""One vLLM engine: samples with log-probs, continuous batching, and weights that change by version.
+"""One vLLM engine: samples with log-probs, continuous batching, and weights that are replaced by version.
 
-The engine core is a process of its own; this is the asynchronous front to it. vLLM is imported when the first
+The engine core is a process of its own; this is the asynchronous front end to it. vLLM is imported when the first
 engine starts, not before. Legend: R response tokens, T tokens in all.
 """
 
@@ -22,6 +22,7 @@ from roll_opd.inference.completion import (
     completion_of,
     cut_at_stop,
     sampling_params,
+    token_logprobs,
     token_prompt,
 )
 from roll_opd.inference.settings import (
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class WeightUpdateError(RuntimeError):
-    """The engine may hold half an update; it refuses further work and has to be started again."""
+    """The engine may hold half an update; it refuses further requests and has to be started again."""
 
 
 class InferenceEngine:
-    """One vLLM engine on this machine. Made by `await InferenceEngine.start(...)`; for one event loop."""
+    """One vLLM engine on this machine, for one event loop. Start it with `await InferenceEngine.start(...)`."""
 
     def __init__(self, llm: "AsyncLLM", *, max_model_len: int, dtype: torch.dtype, deterministic: bool) -> None:
         self.weights_version = 0
@@ -92,16 +93,16 @@ class InferenceEngine:
         return engine
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingPlan, seed: int) -> Completion:
-        """One response to one prompt; temperature 0 is greedy. `sampling.n` is the caller's business."""
+        """Return one response to one prompt; temperature 0 is greedy. `sampling.n` is not read."""
         completions = [c async for _, c in self.generate_batch([prompt_tokens], sampling, [seed])]
         return completions[0]
 
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """One response a prompt, all batched together; yields (index of the prompt, response) as each ends.
+        """Sample one response for each prompt in one batch; yield (index of the prompt, response) as each ends.
 
-        A response depends on its own seed, not on its neighbours (up to rounding in batched kernels). Leaving
+        A response depends on its own seed, not on the other prompts (up to rounding in batched kernels). Leaving
         the iterator early aborts what is still running (use `contextlib.aclosing`). ValueError for a prompt
         that is empty or leaves no room for a response.
         """
@@ -131,8 +132,8 @@ class InferenceEngine:
         seeds: Sequence[int],
     ) -> list["RequestOutputCollector"]:
         if self._deterministic:
-            # the scheduler sees nothing until it has everything: no step depends on when a request came in;
-            # and no stop strings, which are found outside the engine core, after a delay
+            # the scheduler starts when it has all requests, so no step depends on when one came in; and no stop
+            # strings, which are found outside the engine core, after a delay
             sampling = replace(sampling, stop=())
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         try:
@@ -149,9 +150,9 @@ class InferenceEngine:
 
         async def follow(index: int) -> None:
             try:
-                output = await waiting[index].get()
+                output: Any = await waiting[index].get()
                 finished.put_nowait((index, completion_of(output, self.weights_version)))
-            except Exception as error:  # raised where the caller is waiting, not in a task nobody looks at
+            except Exception as error:  # raised again where the caller waits, not in this task
                 # vLLM raises one and the same exception for all requests: it would collect every traceback
                 finished.put_nowait((index, error.with_traceback(None)))
 
@@ -174,16 +175,16 @@ class InferenceEngine:
     async def update_weights(self, buckets: Iterable[Mapping[str, np.ndarray | torch.Tensor]], version: int) -> None:
         """Replace all weights by `buckets` of Hugging Face names -> full tensors, as `version`.
 
-        Requests that are running finish on the old weights first; requests that wait run on the new ones.
-        Buckets are consumed one at a time, and together must hold every weight once. WeightUpdateError when
-        weights did not arrive; the engine is then unusable.
+        Running requests finish on the old weights first; waiting requests run on the new ones. Buckets are consumed
+        one at a time, and all of them must hold every weight once. WeightUpdateError when weights did not arrive; the
+        engine is then unusable.
         """
         async with self._turn:
             self._check_usable()
             await self._llm.pause_generation(mode="wait", clear_cache=True)
             try:
                 await self._transfer(buckets, version)
-            except BaseException as error:  # also when cancelled: half an update is nobody's weights
+            except BaseException as error:  # also when cancelled: the weights may be half old, half new
                 self._broken = f"update to weights version {version} failed: {error or type(error).__name__}"
                 if not isinstance(error, Exception):
                     raise
@@ -203,23 +204,23 @@ class InferenceEngine:
         await self._llm.reset_prefix_cache()
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """f32 [T-1]: log-probs of tokens 1..T-1 at temperature 1; T must leave room for one more token."""
+        """Return log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
         from vllm import SamplingParams
 
         self._check_usable()
         self._check_prompts([tokens], [0])
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        request_id = f"score-{next(self._request_ids)}"
+        request_id = f"prompt-{next(self._request_ids)}"
         async with AsyncExitStack() as stack:
             if self._deterministic:
                 await stack.enter_async_context(self._turn)
             async for output in self._llm.generate(token_prompt(tokens), params, request_id):
-                scores = output.prompt_logprobs
-        following = zip(tokens[1:], scores[1:], strict=True)
-        return np.array([entry[int(token)].logprob for token, entry in following], dtype=np.float32)
+                entries = output.prompt_logprobs
+        assert entries is not None
+        return token_logprobs(tokens[1:], entries[1:])
 
     async def close(self) -> None:
-        """End the engine core and wait for it. Calling it twice is harmless."""
+        """End the engine core and wait until it has ended. Calling it twice is harmless."""
         if self._llm is None:
             return
         self._broken = "it is closed"
@@ -229,7 +230,7 @@ class InferenceEngine:
         gc.collect()
 
     async def _warm_up(self) -> None:
-        # the first request ever pays for lazy imports and kernels: seconds that belong to the start
+        # the first request pays for lazy imports and kernels: count these seconds as start-up
         await self.generate([0], SamplingPlan(max_new_tokens=min(2, self._max_model_len - 1)), seed=0)
 
     def _check_usable(self) -> None:

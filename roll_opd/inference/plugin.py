@@ -1,7 +1,7 @@
 """Entry point `vllm.general_plugins`: what vLLM runs in each of its processes before it builds an engine.
 
 It makes the "shared_memory" weight transfer known by name (nothing is imported until an engine asks for it), and
-ties vLLM's child processes to their parent. A vLLM process that has nothing to do with us sees no other change.
+makes vLLM's child processes end with their parent. Other vLLM processes see no change.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ def register() -> None:
 def _register_backend() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:  # a vLLM without weight transfer: nothing to register with, and not ours to break
+    except ImportError:  # a vLLM without weight transfer: leave it as it is
         return
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(

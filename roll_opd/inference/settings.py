@@ -1,7 +1,6 @@
-"""What vLLM is started with: the process environment it reads, and the engine arguments with a user's on top.
+"""What vLLM is started with: the process environment it reads, and the engine arguments, a user's among them.
 
-vLLM reads part of its environment when it is first imported, so this module imports vLLM only inside
-functions.
+vLLM reads part of its environment when it is first imported, so this module does not import it at the top.
 """
 
 import difflib
@@ -29,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler has something compiled even when all else is eager
+EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler compiles a part even when all else is eager
 
 KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's own default takes most of the machine's memory
 CPU_BLOCK = 128  # tokens: vLLM's default there
@@ -56,7 +55,7 @@ def prepare_environment(*, eager_on_cpu: bool) -> None:
 
 
 def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: int, tp: int) -> int:
-    """Memory of each of `tp` ranks for `sequences` of full length at once: `KV_CACHE_LIMIT`, or less if less will do.
+    """Return the KV cache of each of `tp` ranks in bytes: for `sequences` of full length, at most `KV_CACHE_LIMIT`.
 
     Never less than one sequence needs. All of it is written to when an engine starts.
     """
@@ -67,7 +66,7 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
 
 
 def check_plugin_is_installed() -> None:
-    """RuntimeError unless vLLM's other processes will find our plugin."""
+    """Raise RuntimeError unless vLLM's other processes will find our plugin."""
     if PLUGIN_NAME not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         raise RuntimeError(
             "the vllm.general_plugins entry point of roll_opd is not installed, so vLLM's engine process "
@@ -76,7 +75,7 @@ def check_plugin_is_installed() -> None:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
-    """ValueError that names every argument vLLM does not have (with its nearest) or that the plan decides."""
+    """Raise ValueError that names every argument that vLLM lacks (with the nearest name) or that the plan decides."""
     problems = []
     for name in engine_args:
         if name in DECIDED_BY_PLAN:
@@ -97,7 +96,7 @@ def resolve_engine_args(
     on_cpu: bool,
     engine_args: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """vLLM engine arguments: the plan's, our defaults, and the user's, which win over the defaults."""
+    """Return vLLM's engine arguments: the plan's, our defaults, and the user's, which win over the defaults."""
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if on_cpu:
         defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
@@ -105,8 +104,7 @@ def resolve_engine_args(
         sequences = engine_args.get("max_num_seqs") or defaults["max_num_seqs"]
         block = engine_args.get("block_size") or CPU_BLOCK
         defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
-        # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine
-        # dies
+        # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine dies
         defaults["enable_chunked_prefill"] = False
         if engine_args.get("enable_chunked_prefill"):
             raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")

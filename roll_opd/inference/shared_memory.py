@@ -1,8 +1,8 @@
 """vLLM weight-transfer backend "shared_memory": the worker's half of a weight update through host memory.
 
-It runs inside vLLM's engine core (and in every tensor-parallel worker), maps the buckets that the front
-process wrote, loads them with vLLM's layerwise reload, and then proves that the model holds them: every layer
-got all its values, and what can be compared (norms, embeddings) is bit for bit what was sent.
+It runs inside vLLM's engine core (and in every tensor-parallel worker), maps the buckets that the front-end process
+wrote, loads them with vLLM's layerwise reload, and then checks that the model holds them: every layer got all its
+values, and what can be compared (norms, embeddings) is bit for bit what was sent.
 """
 
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """No information is exchanged before the first update."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Loads buckets from shared memory into this worker's model and checks that they arrived."""
+    """Load buckets from shared memory into this worker's model and check that they arrived."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -55,7 +55,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # it warns, at every update, of layers without weights of their own; `incomplete_layers` knows better
+        # it warns, at every update, of layers without weights of their own; `incomplete_layers` checks that instead
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self.version = 0  # of the last update that was finished and checked
         self._pending_version = 0
@@ -63,7 +63,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self._tied_heads: list[tuple[str, ParallelLMHead]] = []
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Nothing to set up: memory is mapped bucket by bucket."""
+        """Do nothing: memory is mapped bucket by bucket."""
 
     def start_weight_update(self) -> None:
         """Begin an update: from here every layer waits for all its values."""
@@ -89,7 +89,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
                 "needs the sender of weights on the same machine, in the same PID namespace, as the same user"
             ) from error
         self._sent.update({entry["name"]: entry for entry in update_info.tensors})
-        self.model.load_weights(weights)
+        model: Any = self.model
+        model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         """Pack what was loaded, then check it; RuntimeError names what did not arrive."""
@@ -109,7 +110,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
 
 def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
-    """Output heads that share their weight with an embedding, with their module names."""
+    """Return the output heads that share their weight with an embedding, with their module names."""
     embeddings = {
         id(module.weight)
         for module in model.modules()
@@ -123,7 +124,7 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
-    """Layers that still wait for values, as "name (got of expected values)"; ask before finalising."""
+    """Return layers that lack values, as "name (got of expected values)". Call it before finalising."""
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
@@ -142,8 +143,8 @@ def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) 
 def check_arrival(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
     """Compare vectors and embeddings in the model with the fingerprints of what was sent, bit for bit.
 
-    Matrices of linear layers are fused, packed or sharded and cannot be compared. RuntimeError when a value
-    differs, or when nothing could be compared, for then the update is unproven.
+    Matrices of linear layers are fused, packed or sharded and cannot be compared. RuntimeError when a value differs, or
+    when nothing could be compared: the update is unproven then.
     """
     compared, different = 0, []
     for layer_name, layer in model.named_modules():

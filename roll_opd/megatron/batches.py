@@ -1,4 +1,4 @@
-"""A packed micro-batch: several sequences end to end, and the arrays that speak of their scored tokens.
+"""A packed micro-batch: several sequences end to end, and the arrays that belong to their scored tokens.
 
 Legend: N packed tokens, M scored tokens (every token after a prompt), B sequences.
 """
@@ -16,7 +16,7 @@ from roll_opd.data.tensors import as_tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """What the engine needs of one sequence: T tokens, P of them prompt, and [T-P] arrays by name."""
+    """One sequence for the engine: T tokens, P of them prompt, and arrays by name."""
 
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P >= 1
@@ -36,7 +36,7 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], device: torch.device, multiple: int) -> PackedBatch:
-    """Put `samples` end to end, and pad the pack to a multiple of `multiple` with a sequence nobody scores."""
+    """Put `samples` end to end, and pad the pack to a multiple of `multiple` with a sequence that is not scored."""
     lengths = [len(sample.tokens) for sample in samples]
     padding = -sum(lengths) % multiple
     tokens = [sample.tokens for sample in samples] + [np.zeros(padding, np.int64)]

@@ -1,7 +1,7 @@
 """Names and shards between Hugging Face and Megatron: mbridge, fitted to this stack.
 
-mbridge knows how each architecture's weights map and split. What it does not know: that local norms carry other
-names than Transformer Engine's fused ones, and that two models in one process must not share a name table.
+mbridge knows how each architecture's weights map and split. It does not know that local norms carry other names than
+Transformer Engine's fused ones, and that two models in one process must not share a name table.
 """
 
 from pathlib import Path
@@ -22,14 +22,14 @@ _FUSED_NORMS = {
 VALUE_HEAD = {"value_head.weight": "score.weight"}
 
 
-class _LocalNames:
-    """Translates the local spec's norm names before mbridge looks them up."""
+class _LocalNames(Bridge):
+    """Translate the local spec's norm names before mbridge looks them up."""
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
         for local, fused in _FUSED_NORMS.items():
             if name.endswith(local):
                 name = name.removesuffix(local) + fused
-        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
+        return super()._weight_name_mapping_mcore_to_hf(name)
 
 
 def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int, overrides: dict[str, Any]) -> Bridge:
@@ -41,7 +41,7 @@ def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int,
     Raises:
         ValueError: for an architecture, or a variant of one, whose numerics are not proven here.
     """
-    problems = unsupported(Path(hf_config.name_or_path))
+    problems = unsupported(Path(str(hf_config.name_or_path)))
     if problems:
         raise ValueError("; ".join(problems))
     base = _MODEL_REGISTRY[hf_config.model_type]

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import unwrapped
@@ -36,7 +36,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
     hang, and a killed run would leave the writers behind.
     """
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         dcp.save(
             mcore_to_pyt_state_dict(renamed, False),
@@ -50,7 +50,7 @@ def save_state(learner: MegatronLearner, directory: Path) -> None:
 
     Raises on every rank when one of them cannot write.
     """
-    for optimizer in learner.optimizer.chained_optimizers:
+    for optimizer in _optimizers(learner):
         if not optimizer.optimizer.state:  # no update has been applied yet, and Megatron wants to save a state
             _allocate_optimizer_state(optimizer)
     strategy = _InProcessSave("torch_dist", 1)
@@ -58,17 +58,22 @@ def save_state(learner: MegatronLearner, directory: Path) -> None:
 
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
-    """Put back what `save_state` wrote. Collective."""
-    for optimizer in learner.optimizer.chained_optimizers:
+    """Restore what `save_state` wrote. Collective."""
+    for optimizer in _optimizers(learner):
         _allocate_optimizer_state(optimizer)
         if isinstance(optimizer, DistributedOptimizer):
-            _let_step_pass(optimizer)
-    state = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
+            _patch_step_loading(optimizer)
+    state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)])
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random_state(state["random"])
+
+
+def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
+    assert isinstance(learner.optimizer, ChainedOptimizer)
+    return learner.optimizer.chained_optimizers
 
 
 def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
     return {**model, "optimizer": optimizer, **common}
 
 
-def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+def _allocate_optimizer_state(optimizer: Any) -> None:
     """Give Adam its (zero) moments of step 0: loading needs tensors to load into, and a fresh optimizer has none."""
     inner = optimizer.optimizer
     rates = [group["lr"] for group in inner.param_groups]
@@ -100,7 +105,7 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
             moments["step"].zero_()
 
 
-def _let_step_pass(optimizer: DistributedOptimizer) -> None:
+def _patch_step_loading(optimizer: Any) -> None:
     """Work around megatron-core 0.16.1 with torch's AdamW.
 
     It restores `step` and then asks the checkpoint for it a second time; and it gives all parameters one and the

@@ -1,4 +1,4 @@
-"""Lets megatron-core run on a CPU with gloo.
+"""A port of megatron-core to CPU and gloo.
 
 The library names CUDA in places where any device would do. `install_cpu_port` redirects those names in this
 process, for good. Only processes that run Megatron and nothing else may call it: a Hugging Face model that is
@@ -31,7 +31,7 @@ _CONSTRUCTORS = (
 
 
 class _NoStream:
-    """Stands where a CUDA stream or event is expected: work on a CPU is already in order."""
+    """Stand in for a CUDA stream or event: work on a CPU is already in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -76,15 +76,15 @@ def install_cpu_port() -> None:
     """Redirect megatron-core's CUDA calls to the CPU in this process. A second call does nothing."""
     if getattr(torch.cuda, "_roll_opd_cpu_port", False):
         return
-    torch.cuda._roll_opd_cpu_port = True  # type: ignore[attr-defined]
-
     for name in _CONSTRUCTORS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
-    torch.Tensor.type = _type_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    tensor.cuda = module.cuda = lambda self, *_, **__: self
+    tensor.type = _type_as_on_cuda(tensor.type)
 
     cuda: Any = torch.cuda
+    cuda._roll_opd_cpu_port = True
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
@@ -97,7 +97,7 @@ def install_cpu_port() -> None:
     cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor
     cuda.BFloat16Tensor = torch.BFloat16Tensor
 
-    # There is but one random state here, so its warning that the CPU's changed along with the GPU's says nothing
+    # one random state stands for both devices, so its warning that the CPU's changed with the GPU's is expected
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -105,7 +105,7 @@ def install_cpu_port() -> None:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[None]:
-    """Let Megatron have one process group for the same ranks inside the `with` block, instead of some thirty.
+    """Give Megatron one process group for each set of ranks inside the `with` block, instead of some thirty.
 
     gloo gives each group threads of its own, which wake up a hundred times a second as long as they live.
     """
@@ -116,8 +116,9 @@ def shared_groups() -> Iterator[None]:
             made[tuple(ranks)] = create(ranks, **settings)
         return made[tuple(ranks)]
 
-    parallel_state.create_group = created
+    state: Any = parallel_state
+    state.create_group = created
     try:
         yield
     finally:
-        parallel_state.create_group = create
+        state.create_group = create

@@ -35,7 +35,7 @@ AGGREGATION = "seq-mean-token-mean"  # of the value loss, as in ROLL whatever th
 class ValueHead(torch.nn.Module):
     """A linear map to one number, computed in f32, the same on every tensor rank.
 
-    At first it is 0: a critic that knows nothing claims nothing. Its weight has the model's precision, since
+    Its weight starts at 0, so every value does. It has the model's precision, since
     megatron-core 0.16.1 cannot save the state of a distributed optimizer over two; its master weight is f32.
     """
 
@@ -51,6 +51,8 @@ class ValueHead(torch.nn.Module):
 
 class TokenValueModel(PackedModel):
     """A GPT model that ends in values. `value_head` joins the last stage after the other weights are loaded."""
+
+    value_head: ValueHead
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "share_embeddings_and_output_weights": False})
@@ -70,13 +72,11 @@ class TokenValueModel(PackedModel):
         `scored_M` holds positions in the pack, none of them the first of its sequence. `temperature` is of
         distributions and not of values.
         """
-        hidden = super().forward(
-            tokens_N[None], positions_N[None], attention_mask=None, packed_seq_params=packed_seq_params
-        )
+        hidden = self.hidden_states(tokens_N, positions_N, packed_seq_params)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # every rank goes on with the whole and computes the same: its slice of the gradient is all there is
+            # every rank computes the same from the whole sequence, so its slice of the gradient is complete
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return self.value_head(self.before(hidden, scored_M))
 
@@ -86,26 +86,27 @@ class TokenValueModel(PackedModel):
 
 
 class MegatronCritic(MegatronLearner):
-    """A critic that learns."""
+    """A critic that is trained."""
 
     plan: CriticPlan
 
-    def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
+    def _build(self) -> tuple[Sequence[torch.nn.Module], Bridge]:
         chunks, bridge = build_model(self.plan, TokenValueModel, trainable=True)
         for model in map(unwrapped, chunks):
+            assert isinstance(model, TokenValueModel)
             if model.post_process:
                 model.value_head = ValueHead(bridge.config)
                 _load_head(model.value_head, bridge)
         return chunks, bridge
 
     def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> dict[int, np.ndarray] | None:
-        """Value the state before every token after the prompt: entry t is of what stands before token P+t.
+        """Return the value of the state before every token after the prompt: entry t is of the state before token P+t.
 
-        Arguments and result are those of `logprobs`.
+        Arguments and result are those of `compute_logprobs`.
         """
         samples = [Sample(tokens, prompt_length, {}) for tokens, prompt_length in sequences]
-        found = self._read(samples, 1.0, lambda values_M, _: {"values": values_M})
-        return None if found is None else {number: row["values"] for number, row in found.items()}
+        computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M})
+        return None if computed is None else {number: arrays["values"] for number, arrays in computed.items()}
 
     def update(self, samples: Sequence[ValueSample]) -> TrainResult:
         """Make one optimizer update from the whole mini-batch `samples`; the mean over sequences of their token means.
@@ -129,8 +130,8 @@ def save_critic_hf(critic: MegatronCritic, directory: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _load_head(head: ValueHead, bridge: Bridge) -> None:
-    """Take over the head of a model that has one: a reward model, or a critic that was saved."""
+def _load_head(head: ValueHead, bridge: Any) -> None:
+    """Load the head of a model that has one: a reward model, or a saved critic."""
     if HEAD not in bridge.safetensor_io.load_hf_weight_names():
         return
     weight = bridge.safetensor_io.load_one_hf_weight(HEAD)

@@ -1,9 +1,10 @@
 """The distillation objectives with a live gradient: a divergence at every token, over a top-k or the whole vocabulary.
 
-Legend: M scored tokens of a pack, R of them that a teacher looked at, K tokens of a top-k, F a teacher's hidden size.
+Legend: M scored tokens of a pack, R of them that a teacher has targets for, K tokens of a top-k, F a teacher's hidden
+size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,20 +18,21 @@ from roll_opd.megatron.head import OutputHead, TeacherHead
 
 
 def teacher_columns(samples: Sequence[TrainSample]) -> list[dict[str, np.ndarray]]:
-    """Return, a sample, the arrays of every teacher of the batch: `name/share` f32 [T-P], and what it says.
+    """Return, for each sample, the targets of every teacher of the batch: `name/share` f32 [T-P], and its arrays.
 
-    A share is the teacher's coefficient on the action tokens of the samples that it looked at, else 0.
+    A share is the teacher's coefficient on the action tokens of the samples that it has targets for, else 0.
     """
-    views = {name: view for sample in samples for name, view in sample.teachers.items()}
+    teachers = {name: targets for sample in samples for name, targets in sample.teachers.items()}
     result = []
     for sample in samples:
-        mask, columns = sample.action_mask, {}
-        for name, any_view in views.items():
-            view = sample.teachers.get(name)
-            columns[f"{name}/share"] = mask * np.float32(view.coefficient if view else 0)
-            for key, like in any_view.arrays.items():
+        mask = sample.action_mask
+        columns: dict[str, np.ndarray] = {}
+        for name, of_another in teachers.items():
+            targets = sample.teachers.get(name)
+            columns[f"{name}/share"] = mask * np.float32(targets.coefficient if targets else 0)
+            for key, like in of_another.arrays.items():
                 empty = np.broadcast_to(np.zeros((), like.dtype), (len(mask), like.shape[1]))
-                columns[f"{name}/{key}"] = view.arrays[key] if view else empty
+                columns[f"{name}/{key}"] = targets.arrays[key] if targets else empty
         result.append(columns)
     return result
 
@@ -48,8 +50,8 @@ def distillation_loss(
     for name in (column.removesuffix("/share") for column in batch.columns if column.endswith("/share")):
         share_M = batch.columns[f"{name}/share"] * batch.columns["weight"]
         rows_R = share_M.nonzero()[:, 0]
-        said = {key: batch.columns[f"{name}/{key}"][rows_R] for key in _SAID[objective.opd_objective]}
-        divergence_R = _MEASURED[objective.opd_objective](head.at(rows_R), measure, heads.get(name), **said)
+        targets = {key: batch.columns[f"{name}/{key}"][rows_R] for key in _TARGET_ARRAYS[objective.opd_objective]}
+        divergence_R = _DIVERGENCE_OVER[objective.opd_objective](head.at(rows_R), measure, heads.get(name), **targets)
         total = total + (share_M[rows_R] * divergence_R).sum()
     return total
 
@@ -60,9 +62,9 @@ def _over_topk(
     return topk_divergence(head.logprobs(topk_ids.long()), topk_logprobs, measure)
 
 
-def _over_everything(head: OutputHead, measure: ColumnSum, teacher: TeacherHead, hidden: Tensor) -> Tensor:
+def _over_vocabulary(head: OutputHead, measure: ColumnSum, teacher: TeacherHead, hidden: Tensor) -> Tensor:
     return head.divergence(hidden, teacher, measure)
 
 
-_SAID = {"topk": ("topk_ids", "topk_logprobs"), "full": ("hidden",)}
-_MEASURED = {"topk": _over_topk, "full": _over_everything}
+_TARGET_ARRAYS = {"topk": ("topk_ids", "topk_logprobs"), "full": ("hidden",)}  # see `TeacherTargets`
+_DIVERGENCE_OVER: dict[str, Callable[..., Tensor]] = {"topk": _over_topk, "full": _over_vocabulary}

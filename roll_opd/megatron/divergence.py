@@ -8,6 +8,8 @@ Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student a
 rank.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -80,10 +82,19 @@ class _VocabParallelSum(torch.autograd.Function):
     """Σ over columns of `measure`; without a teacher, of the student's log-probs alone."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx, hidden_ME, weight_VE, teacher_MF, teacher_VF, measure: ColumnSum, columns: Columns, weight_grad_VE
-    ):
-        sides = [(hidden_ME, weight_VE)] + ([] if teacher_MF is None else [(teacher_MF, teacher_VF)])
+    def forward(
+        ctx: Any,
+        hidden_ME: Tensor,
+        weight_VE: Tensor,
+        teacher_MF: Tensor | None,
+        teacher_VF: Tensor | None,
+        measure: ColumnSum,
+        columns: Columns,
+        weight_grad_VE: Tensor | None,
+    ) -> Tensor:
+        sides = [(hidden_ME, weight_VE)]
+        if teacher_MF is not None and teacher_VF is not None:
+            sides.append((teacher_MF, teacher_VF))
         values, slopes, log_normalisers = [], [], []
         for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
             logits = [columns.logits(hidden[chunk], weight) for hidden, weight in sides]
@@ -105,7 +116,7 @@ class _VocabParallelSum(torch.autograd.Function):
         return torch.cat(values)
 
     @staticmethod
-    def backward(ctx, grad_M):  # type: ignore[override]
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ME, weight_VE, teacher_MF, teacher_VF, slope_M, log_normalisers_SM = ctx.saved_tensors
         columns, grad_M = ctx.columns, grad_M.float()
 

@@ -5,7 +5,7 @@ the same arguments.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,19 @@ from roll_opd.megatron.batches import PackedBatch, Sample, pack
 from roll_opd.megatron.bridge import Bridge
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
-from roll_opd.megatron.model import build_model, unwrapped
+from roll_opd.megatron.model import HeadModel, build_model, unwrapped
 
-# what is wanted of a micro-batch, computed on the last pipeline stage: (what the model ends in, the batch) -> ...
+# what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
 LossFunction = Callable[[Any, PackedBatch], tuple[Tensor, dict[str, Any]]]  # ... the loss, and a report
-Scores = dict[int, dict[str, np.ndarray]]
+TokenValues = dict[int, dict[str, np.ndarray]]  # sequence number -> arrays by name, each [T-P] or [T-P, K]
 
 
 class MegatronEngine:
-    """A frozen model that scores."""
+    """A frozen model that computes log-probs."""
 
     trainable = False
+    chunks: Sequence[torch.nn.Module]
 
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = False) -> None:
         """Join the process group and load the weights. Raises ValueError for a model that cannot run here."""
@@ -43,24 +44,26 @@ class MegatronEngine:
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
 
-    def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
+    def _build(self) -> tuple[Sequence[torch.nn.Module], Bridge]:
         return build_model(self.plan, trainable=self.trainable)
 
-    def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> dict[int, np.ndarray] | None:
-        """Score every token after the prompt.
+    def compute_logprobs(
+        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float
+    ) -> dict[int, np.ndarray] | None:
+        """Return the log-prob of every token after the prompt.
 
         Args:
             sequences: (tokens int64 [T], prompt length P >= 1) each.
             temperature: divides the logits.
 
         Returns:
-            On the ranks that speak for their data-parallel group: sequence number -> f32 [T-P], for that group's
-            share. None on the others.
+            On the rank of each data-parallel group that returns its results: sequence number -> f32 [T-P], for that
+            group's share. None on the others.
         """
-        found = self.score(sequences, temperature)
-        return None if found is None else {number: values["logprobs"] for number, values in found.items()}
+        computed = self.compute_targets(sequences, temperature)
+        return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}
 
-    def score(
+    def compute_targets(
         self,
         sequences: Sequence[tuple[np.ndarray, int]],
         temperature: float,
@@ -69,21 +72,23 @@ class MegatronEngine:
         ids: Sequence[np.ndarray] | None = None,
         hidden: bool = False,
         vocab_size: int | None = None,
-    ) -> Scores | None:
-        """Score every token after the prompt, and whatever else a distillation objective needs, in one pass.
+    ) -> TokenValues | None:
+        """Return log-probs and whatever else a distillation objective needs of a teacher, in one forward pass.
 
         Args:
-            sequences, temperature: as for `logprobs`.
+            sequences, temperature: as for `compute_logprobs`.
             topk: also give this many most likely tokens.
             ids: also give the log-probs of these tokens, integer [T-P, K] a sequence.
             hidden: also give the final hidden states.
             vocab_size: `topk` and `ids` are over the first so many tokens of the vocabulary; None: over all.
 
         Returns:
-            As `logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K] and
+            As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K] and
             `topk_logprobs` f32 [T-P, K] (for `topk` or `ids`), `hidden` [T-P, E] (see `data.tensors`).
         """
-        columns = [{} if ids is None else {"topk_ids": row} for row in (ids or [None] * len(sequences))]
+        columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
+        if ids is not None:
+            columns = [{"topk_ids": row} for row in ids]
         samples = [Sample(tokens, prompt, own) for (tokens, prompt), own in zip(sequences, columns, strict=True)]
 
         def read(head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
@@ -98,50 +103,58 @@ class MegatronEngine:
                 values["hidden"] = head.hidden_ME
             return values
 
-        return self._read(samples, temperature, read)
+        return self._forward(samples, temperature, read)
 
     def output_head(self) -> np.ndarray | None:
-        """The whole output embedding [W, E] (see `data.tensors`) from one rank; None on the others. Collective."""
+        """Return the whole output embedding [W, E] (see `data.tensors`) on one rank, None on the others. Collective."""
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         model = unwrapped(self.chunks[-1])
+        assert isinstance(model, HeadModel)
         group = parallel_state.get_tensor_model_parallel_group()
         head_WE = whole_head(model.output_weight(), model.vocab_size_real, group)
-        first = parallel.reports_logprobs() and parallel_state.get_data_parallel_rank() == 0
-        return as_array(head_WE) if first else None
+        returned_here = parallel.returns_results() and parallel_state.get_data_parallel_rank() == 0
+        return as_array(head_WE) if returned_here else None
 
-    def _read(self, samples: Sequence[Sample], temperature: float, read: Reader) -> Scores | None:
-        """What `read` gives for each sample of this data-parallel group, on the rank that speaks for it."""
-        mine = self._assigned(samples, self.plan.forward_limits)
+    def _forward(self, samples: Sequence[Sample], temperature: float, read: Reader) -> TokenValues | None:
+        """Run forward passes without gradients; return what `read` gives for each sample of this rank's group.
+
+        That is on the rank that returns its data-parallel group's results; None on the others.
+        """
+        assigned = self._assigned(samples, self.plan.forward_limits)
         with torch.no_grad():
             outputs = self._run(
-                [[samples[n] for n in numbers] for numbers in mine], temperature, read, forward_only=True
+                [[samples[n] for n in numbers] for numbers in assigned],
+                temperature,
+                lambda end, batch: _by_sequence(read(end, batch), batch.lengths),
+                forward_only=True,
             )
-        if not parallel.reports_logprobs():
+        if not parallel.returns_results():
             return None
         return {
             number: values
-            for numbers, output in zip(mine, outputs, strict=True)
+            for numbers, output in zip(assigned, outputs, strict=True)
             for number, values in zip(numbers, output, strict=True)
         }
 
-    def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, together: int = 1) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, as sample numbers."""
+    def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
+        """Return this data-parallel rank's micro-batches, as sample numbers; see `data.packing.assign`."""
         ranks = parallel_state.get_data_parallel_world_size()
         lengths = [len(sample.tokens) for sample in samples]
-        return assign(lengths, ranks, limits, together)[parallel_state.get_data_parallel_rank()]
+        return assign(lengths, ranks, limits, group_size)[parallel_state.get_data_parallel_rank()]
 
     def _run(
         self,
         micro_batches: Sequence[Sequence[Sample]],
         temperature: float,
-        finish: Reader | LossFunction,
+        finish: Callable[[Any, PackedBatch], Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Drive Megatron's schedule over the micro-batches.
+        """Run Megatron's schedule over the micro-batches.
 
-        Returns, on the last pipeline stage, one entry a micro-batch: with `forward_only` the list of its sequences'
-        values, which the reader `finish` gave; else the report of the loss function `finish`.
+        `finish` takes what the model ends in on the last pipeline stage, and the batch. The result has one entry a
+        micro-batch on that stage: with `forward_only` whatever `finish` returned, else the report of `finish`, which is
+        a loss function then.
         """
         if not micro_batches:
             return []
@@ -153,7 +166,7 @@ class MegatronEngine:
 
             def finished(end: Any, non_loss_data: bool = False) -> Any:
                 if forward_only:
-                    return _by_sequence(finish(end, batch), batch.lengths)
+                    return finish(end, batch)
                 value, report = finish(end, batch)
                 return value, _ONE_TOKEN, report
 
@@ -162,7 +175,7 @@ class MegatronEngine:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(packed) for _ in self.chunks] if len(self.chunks) > 1 else iter(packed),
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
             seq_length=1,  # not used: shapes differ from pack to pack and are exchanged
             micro_batch_size=1,

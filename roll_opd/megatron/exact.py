@@ -1,9 +1,9 @@
 """f32 arithmetic whose last bits do not depend on the layout.
 
-The same weights under two layouts should give the same log-probs: what differs would be taken for a KL. Two things make
+The same weights under two layouts should give the same log-probs: a difference would be taken for a KL. Two things make
 the last bits depend on how a model is cut: the order of sums over a dimension that ranks share, and the elements that a
 vector unit leaves over, for which another (scalar) routine computes exp. In f32, in which numerics are proven,
-both are avoided here. Other dtypes, where speed is what counts, go the usual way.
+both are avoided here. Other dtypes are for speed and use the usual kernels.
 
 Legend: N packed tokens, P pieces of an inner dimension, each K wide, O output features.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -29,12 +30,15 @@ class ExactRowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        pieces = self.config.num_query_groups // self.config.tensor_model_parallel_size
-        if self.config.params_dtype is torch.float32 and self.input_size_per_partition % pieces == 0:
-            self._pieces = pieces
-            self._forward_impl = self._exact_product
+        config = self.config
+        assert isinstance(config, TransformerConfig) and config.num_query_groups is not None  # Megatron fills it in
+        pieces = config.num_query_groups // config.tensor_model_parallel_size
+        exact = config.params_dtype is torch.float32 and self.input_size_per_partition % pieces == 0
+        self._pieces = pieces if exact else None
 
-    def _exact_product(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._pieces is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
         rows, width = input.flatten(0, -2), input.size(-1) // self._pieces
         input_PNK = rows.view(rows.size(0), self._pieces, width).transpose(0, 1)
         weight_PKO = weight.view(weight.size(0), self._pieces, width).permute(1, 2, 0)
@@ -42,13 +46,13 @@ class ExactRowParallelLinear(RowParallelLinear):
         return product.view(*input.shape[:-1], -1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Megatron's forward; the result has the dtype of `input_`."""
+        """Return Megatron's forward, with the result in the dtype of `input_`."""
         output, bias = super().forward(input_)
         return output.to(input_.dtype), bias
 
 
 def exact_silu(hf_config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """SiLU for f32. Where the finest cut of the MLP leaves a vector unit something over, it is computed in f64."""
+    """Return SiLU for f32; in f64 inside, where the finest cut of the MLP is no multiple of `VECTOR`."""
     finest = hf_config.intermediate_size // hf_config.num_key_value_heads
     if finest % VECTOR == 0:
         return F.silu

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
@@ -19,9 +20,9 @@ _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth")  # the old 
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) on every rank. Collective: all ranks must exhaust it together."""
+    """Yield (Hugging Face name, whole tensor) on every rank. Collective: all ranks must iterate to the end."""
     seen = set()
-    models = [unwrapped(chunk) for chunk in engine.chunks]
+    models: list[torch.nn.Module] = [unwrapped(chunk) for chunk in engine.chunks]
     for name, tensor in engine.bridge.export_weights(models):
         if name not in seen:  # tied embeddings live on two pipeline stages
             seen.add(name)
@@ -47,8 +48,8 @@ def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> 
 def save_hf(engine: MegatronEngine, directory: Path) -> None:
     """Write a Hugging Face model directory that `transformers` and vLLM load. Collective; rank 0 writes.
 
-    Configuration and tokenizer files are those of the model the engine was loaded from. OSError when the disk
-    refuses; the caller decides what becomes of the unfinished directory.
+    Configuration and tokenizer files are those of the model the engine was loaded from. OSError where a file cannot be
+    written; the caller then deals with the unfinished directory.
     """
     state = {}
     for name, tensor in hf_tensors(engine):

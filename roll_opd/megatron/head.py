@@ -1,4 +1,4 @@
-"""What a model ends in here: hidden states at the scored places and the output embedding, never logits.
+"""What a model ends in: hidden states at the scored positions and the output embedding, never logits.
 
 Legend: M scored tokens, K tokens asked for at each, E and F hidden sizes of student and teacher, V vocabulary columns
 on this rank, W of the whole vocabulary.
@@ -19,7 +19,7 @@ from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_t
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A teacher's output embedding, cut to the columns of this rank of the student."""
+    """A teacher's output embedding, cut to the vocabulary columns that this rank of the student holds."""
 
     weight_VF: Tensor
     vocab_size: int  # real columns of the teacher
@@ -38,37 +38,44 @@ class OutputHead:
 
     @property
     def device(self) -> torch.device:
-        """Megatron's schedule asks a stage's output for it."""
+        """The device of the hidden states; Megatron's schedule reads it from a stage's output."""
         return self.hidden_ME.device
 
     def logprobs(self, targets: Tensor | None = None) -> Tensor:
-        """Log-probs of the scored tokens, f32 [M], or of `targets`, int64 [M, K] -> f32 [M, K]."""
+        """Return log-probs of the scored tokens, f32 [M], or of `targets`, int64 [M, K] -> f32 [M, K]."""
         targets = self.targets_M if targets is None else targets
         return vocab_parallel_logprobs(self.hidden_ME, self.weight_VE, targets, **self._settings, **self._buffer)
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K]."""
+        """Return the `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K]."""
         return vocab_parallel_topk(self.hidden_ME, self.weight_VE, k, **self._settings)
 
     def entropy(self) -> Tensor:
-        """Entropy of the next token, f32 [M]."""
+        """Return the entropy of the next token, f32 [M]."""
         return vocab_parallel_entropy(self.hidden_ME, self.weight_VE, **self._settings, **self._buffer)
 
     def divergence(self, teacher_hidden_MF: Tensor, teacher: TeacherHead, measure: ColumnSum) -> Tensor:
-        """Divergence from a teacher, of which the final hidden states are given, over what both have of a vocabulary.
+        """Return the divergence from a teacher, f32 [M], over the tokens that both vocabularies have.
 
-        Returns f32 [M].
+        `teacher_hidden_MF` are the teacher's final hidden states at the same tokens.
         """
         settings = {**self._settings, "vocab_size": min(self.vocab_size, teacher.vocab_size)}
-        sides = (self.hidden_ME, self.weight_VE, teacher_hidden_MF, teacher.weight_VF)
-        return vocab_parallel_divergence(*sides, measure, **settings, **self._buffer)
+        return vocab_parallel_divergence(
+            self.hidden_ME,
+            self.weight_VE,
+            teacher_hidden_MF,
+            teacher.weight_VF,
+            measure,
+            **settings,
+            **self._buffer,
+        )
 
     def within(self, vocab_size: int | None) -> "OutputHead":
-        """The same over the first `vocab_size` tokens of the vocabulary; None: all."""
+        """Return this head over the first `vocab_size` tokens of the vocabulary; None: all."""
         return self if vocab_size is None else replace(self, vocab_size=min(self.vocab_size, vocab_size))
 
     def at(self, rows_R: Tensor) -> "OutputHead":
-        """The same at R of the places, int64."""
+        """Return this head at R of its M tokens, int64 [R]."""
         return replace(self, hidden_ME=self.hidden_ME.index_select(0, rows_R), targets_M=self.targets_M[rows_R])
 
     @property
@@ -76,7 +83,7 @@ class OutputHead:
         return {"temperature": self.temperature, "vocab_size": self.vocab_size, "group": self.group}
 
     @cached_property
-    def _buffer(self) -> dict[str, Tensor]:
+    def _buffer(self) -> dict[str, Any]:
         # where Megatron accumulates the gradient of a parameter that learns
         buffer = getattr(self.weight_VE, "main_grad", None)
         return {} if buffer is None or buffer.dtype != torch.float32 else {"weight_grad_VE": buffer}

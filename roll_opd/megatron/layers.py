@@ -19,7 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -27,11 +26,12 @@ from roll_opd.megatron.exact import VECTOR, ExactRowParallelLinear
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight tells Megatron to sum its gradient over tensor ranks under sequence parallelism."""
+    """RMSNorm whose weight is marked, so that Megatron sums its gradient over tensor ranks (sequence parallelism)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(torch.nn.Module):
@@ -58,6 +58,7 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("attention_dropout must be 0: the log-probs of a model under dropout are not defined")
         if config.context_parallel_size > 1:
             raise ValueError("context_parallel_size > 1 needs Transformer Engine's attention")
+        assert config.kv_channels is not None  # Megatron fills it in
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -123,21 +124,20 @@ def _rows(packed: Tensor, index: Tensor, rows: int, longest: int) -> Tensor:
     return packed[index].view(rows, longest, *packed.shape[1:]).transpose(1, 2)
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return Transformer Engine's layers where they can run, else the local ones."""
     if torch.cuda.is_available() and transformer_engine_installed():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer = spec.submodules
+    layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.self_attention.submodules
     attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=LocalRMSNorm
-    )
+    norm: Any = LocalRMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
 
 
 def transformer_engine_installed() -> bool:

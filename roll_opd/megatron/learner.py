@@ -1,7 +1,8 @@
-"""What every model that learns has: Megatron's optimizer and schedule around an engine, and one safe update."""
+"""What every trained model shares: Megatron's optimizer and schedule around an engine, and one safe update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -26,19 +27,19 @@ class Update:
     """What one optimizer update did, on this rank."""
 
     assigned: list[list[int]]  # sample numbers of each micro-batch
-    reports: list[dict]  # the loss function's, one a micro-batch; empty where this rank does not speak
+    reports: list[dict[str, Any]]  # the loss function's, one a micro-batch; none where another rank returns them
     grad_norm: float
     learning_rate: float
     applied: bool  # False: a loss or gradient was not finite and the weights were left alone
 
     @property
     def sums(self) -> dict[str, float]:
-        """Σ over this rank's micro-batches of what their reports hold under `sums`."""
-        found = [report["sums"] for report in self.reports]
-        return {name: float(sum(sums[name].double() for sums in found)) for name in (found[0] if found else {})}
+        """Return Σ over this rank's micro-batches of the entries that their reports have under `sums`."""
+        sums = [report["sums"] for report in self.reports]
+        return {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
 
-    def by_sample(self, name: str) -> dict:
-        """Sample number -> its entry of the report lists called `name`."""
+    def by_sample(self, name: str) -> dict[int, Any]:
+        """Return sample number -> its entry of the report lists called `name`."""
         return {
             number: values
             for numbers, report in zip(self.assigned, self.reports, strict=False)
@@ -47,10 +48,11 @@ class Update:
 
 
 class MegatronLearner(MegatronEngine):
-    """A model with an optimizer. What it learns from is its subclass's."""
+    """A model with an optimizer. Subclasses say what it learns from."""
 
     trainable = True
     plan: TrainPlan
+    chunks: Sequence[DistributedDataParallel]
 
     def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = False) -> None:
         super().__init__(plan, seed=seed, deterministic=deterministic)
@@ -62,27 +64,27 @@ class MegatronLearner(MegatronEngine):
             overlap_grad_reduce=False,
         )
         self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
-        self.optimizer = get_megatron_optimizer(_optimizer_config(plan), self.chunks)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
         config.grad_scale_func = self.optimizer.scale_loss
         # The token count that the schedule passes along is not needed: losses are divided already.
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
 
-    def _learn(self, samples: Sequence[Sample], loss: LossFunction, temperature: float, together: int = 1) -> Update:
+    def _learn(self, samples: Sequence[Sample], loss: LossFunction, temperature: float, group_size: int = 1) -> Update:
         """Make one optimizer update from the whole mini-batch. Collective.
 
         `loss` returns a micro-batch's share of the loss, divided by the global count already, and a report: `sums` of
-        tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence. Each `together` samples,
-        from the first on, share a micro-batch.
+        tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence. `group_size` consecutive
+        samples are kept in one micro-batch.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        mine = self._assigned(samples, self.plan.train_limits, together)
-        micro_batches = [[samples[n] for n in numbers] for numbers in mine]
+        assigned = self._assigned(samples, self.plan.train_limits, group_size)
+        micro_batches = [[samples[n] for n in numbers] for numbers in assigned]
         reports = self._run(micro_batches, temperature, loss, forward_only=False)
         if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient
-            finalize_model_grads(self.chunks)
+            finalize_model_grads(list(self.chunks))
 
         finite = self._everywhere_finite(reports)
         self.scheduler.step(1)
@@ -92,8 +94,8 @@ class MegatronLearner(MegatronEngine):
             applied, norm, _ = self.optimizer.step()
             grad_norm = float(norm) if norm is not None else float("nan")
         return Update(
-            assigned=mine,
-            reports=reports if parallel.reports_logprobs() else [],
+            assigned=assigned,
+            reports=reports if parallel.returns_results() else [],
             grad_norm=grad_norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             applied=bool(applied),
@@ -105,9 +107,9 @@ class MegatronLearner(MegatronEngine):
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 finite = finite and bool(torch.isfinite(buffer.grad_data).all())
-        verdict = torch.tensor(float(finite), device=self.device)
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        return bool(verdict.item())
+        everywhere = torch.tensor(float(finite), device=self.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+        return bool(everywhere.item())
 
 
 def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
@@ -128,8 +130,8 @@ def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:
     )
 
 
-def _scheduler(optimizer: object, plan: OptimizerPlan) -> OptimizerParamScheduler:
-    """Megatron's schedule. It is stepped before each update, so that the first one has a learning rate above 0."""
+def _scheduler(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerParamScheduler:
+    """Return Megatron's schedule. Step it before each update, so that the first one has a learning rate above 0."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -4,6 +4,8 @@ Legend: M scored tokens, C of them in a chunk, K tokens asked for at each, E hid
 rank.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -76,7 +78,7 @@ def vocab_parallel_topk(
 
 
 def _gathered(values_CK: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's columns side by side, in vocabulary order."""
+    """Return every rank's columns side by side, in vocabulary order. Collective."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return values_CK
@@ -87,7 +89,14 @@ def _gathered(values_CK: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ME, weight_VE, targets_MK, columns: Columns, weight_grad_VE):  # type: ignore[override]
+    def forward(
+        ctx: Any,
+        hidden_ME: Tensor,
+        weight_VE: Tensor,
+        targets_MK: Tensor,
+        columns: Columns,
+        weight_grad_VE: Tensor | None,
+    ) -> Tensor:
         logprobs, log_normalisers = [], []
         for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
             logits_CV = columns.logits(hidden_ME[chunk], weight_VE)
@@ -102,7 +111,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx, grad_MK):  # type: ignore[override]
+    def backward(ctx: Any, grad_MK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ME, weight_VE, targets_MK, log_normaliser_M = ctx.saved_tensors
         if not grad_MK.any():  # no advantage anywhere, as beside a divergence that is the whole loss
             return torch.zeros_like(hidden_ME), None, None, None, None

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roll_opd.config.frozen import thaw
 from roll_opd.config.plan import MegatronPlan
@@ -25,23 +26,29 @@ from roll_opd.megatron.bridge import Bridge, bridge_for
 from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.layers import layer_spec
-from roll_opd.megatron.rope import inverse_frequencies
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PackedModel(GPTModel):
-    """A GPT model over packed sequences, up to its last hidden states. What it ends in is its subclass's."""
+    """A GPT model over packed sequences, up to its last hidden states. Subclasses add what it ends in."""
 
     vocab_size_real: int
 
     @staticmethod
     def before(hidden: Tensor, scored_M: Tensor) -> Tensor:
-        """The states [M, E] that stand before the scored tokens, of hidden states [N, 1, E]."""
+        """Return the states [M, E] before the scored tokens, from hidden states [N, 1, E]."""
         # The one place that shifts by one: the state at position i - 1 predicts token i.
         return hidden[:, 0].index_select(0, scored_M - 1)
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def hidden_states(self, tokens_N: Tensor, positions_N: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
+        """Return this pipeline stage's hidden states [N, 1, E] of a pack."""
+        no_mask: Any = None  # the pack's boundaries say what attends to what
+        return GPTModel.forward(
+            self, tokens_N[None], positions_N[None], attention_mask=no_mask, packed_seq_params=packed_seq_params
+        )
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         decoder_input, *rest = super()._preprocess(*args, **kwargs)
         if decoder_input is not None:
             # [N, 1, E] as a transposed [1, N, E] has a stride on which torch multiplies row by row: slower, and with
@@ -68,9 +75,7 @@ class HeadModel(PackedModel):
 
         `scored_M` holds positions in the pack, none of them the first of its sequence.
         """
-        hidden = super().forward(
-            tokens_N[None], positions_N[None], attention_mask=None, packed_seq_params=packed_seq_params
-        )
+        hidden = self.hidden_states(tokens_N, positions_N, packed_seq_params)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -94,7 +99,7 @@ class HeadModel(PackedModel):
 
 def build_model(
     plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, trainable: bool
-) -> tuple[list[torch.nn.Module], Bridge]:
+) -> tuple[Sequence[torch.nn.Module], Bridge]:
     """Build this rank's model chunks (one, or one a virtual pipeline stage) with the weights of `plan.model`.
 
     Collective. `trainable` False freezes the weights and leaves out whatever only training needs.
@@ -103,7 +108,7 @@ def build_model(
     dtype = DTYPES[plan.model.dtype]
     overrides = {
         **thaw(plan.megatron_args),
-        # what the log-probs and the one global denominator of the losses rest on is nobody's to change
+        # the log-probs and the one global denominator of the losses rest on these: no user may change them
         "sequence_parallel": plan.layout.sequence_parallel and plan.layout.tp > 1,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -113,7 +118,9 @@ def build_model(
         **({"activation_func": exact_silu(hf_config)} if dtype is torch.float32 else {}),
     }
     bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
-    chunks = [_build_chunk(model_class, bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)]
+    chunks: list[torch.nn.Module] = [
+        _build_chunk(model_class, bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)
+    ]
     bridge.load_weights(chunks, plan.model.path)
     if all_zero(chunks):
         raise ValueError(f"{plan.name}: every weight in {plan.model.path} is zero; get the model's files again")
@@ -125,14 +132,12 @@ def build_model(
 
 
 def all_zero(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Say whether no matrix has a value: lost weights, which would give every token -ln V and no error."""
+    """Whether every matrix is zero: the weights were lost, and every token would get -ln V without an error."""
     matrices = (weight for chunk in chunks for weight in chunk.parameters() if weight.dim() > 1)
     return not any(bool(weight.any()) for weight in matrices)
 
 
-def _build_chunk(
-    model_class: type[PackedModel], bridge: Bridge, hf_config: PretrainedConfig, stage: int
-) -> PackedModel:
+def _build_chunk(model_class: type[PackedModel], bridge: Any, hf_config: PretrainedConfig, stage: int) -> PackedModel:
     virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
     model = model_class(
@@ -151,8 +156,25 @@ def _build_chunk(
     return model
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(module: torch.nn.Module) -> PackedModel:
     """Return the model inside Megatron's wrappers."""
-    while isinstance(module, DistributedDataParallel | Float16Module):
-        module = module.module
-    return module
+    inner: Any = module
+    while isinstance(inner, DistributedDataParallel | Float16Module):
+        inner = inner.module
+    assert isinstance(inner, PackedModel)
+    return inner
+
+
+def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
+    """Return the rotary frequencies, f32 [head width / 2], for the rope types that `supported` lists.
+
+    They are Hugging Face's own, so that every scaling means the same here.
+    """
+    parameters = hf_config.rope_parameters
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default":
+        frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+        return frequencies.float()
+    width = hf_config.__dict__.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return 1.0 / parameters["rope_theta"] ** exponents

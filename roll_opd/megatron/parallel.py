@@ -32,7 +32,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        backend, groups = "nccl", contextlib.nullcontext()
+        backend = "nccl"
+        groups: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     else:
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
@@ -52,8 +53,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.
     return device
 
 
-def reports_logprobs() -> bool:
-    """Whether this rank speaks for its data-parallel group: last pipeline stage, first tensor rank."""
+def returns_results() -> bool:
+    """Whether this rank returns its data-parallel group's results: last pipeline stage, first tensor rank."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -22,8 +22,11 @@ from roll_opd.megatron.engine import MegatronEngine
 ROWS_AT_A_TIME = 1024  # bounds the memory that a large file needs
 
 
-def score(options: argparse.Namespace) -> None:
-    """Score `options.input` into `options.output`. Collective; rank 0 writes. The command has checked the options."""
+def write_logprobs(options: argparse.Namespace) -> None:
+    """Write the log-probs of `options.input` to `options.output`. Collective; rank 0 writes.
+
+    The command `roll-opd score` has checked the options.
+    """
     layout = Layout(tp=options.tp, pp=options.pp, cp=options.cp, dp=options.dp)
     plan = MegatronPlan(
         name="score",
@@ -37,7 +40,7 @@ def score(options: argparse.Namespace) -> None:
     partial = output.with_name(f".{output.name}.partial")
     with open(options.input, encoding="utf-8") as rows, _writer(partial) as out:
         while batch := list(islice(_parsed(rows), ROWS_AT_A_TIME)):
-            for row, logprobs in zip(batch, _scored(engine, batch, options.temperature), strict=True):
+            for row, logprobs in zip(batch, _compute_logprobs(engine, batch, options.temperature), strict=True):
                 out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
     if dist.get_rank() == 0:
         partial.replace(output)
@@ -52,14 +55,14 @@ def _writer(path: Path) -> Any:
     return open(path if dist.get_rank() == 0 else "/dev/null", "w", encoding="utf-8")
 
 
-def _scored(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float) -> list[np.ndarray]:
-    """Log-probs of all rows, on every rank."""
+def _compute_logprobs(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float) -> list[np.ndarray]:
+    """Return the log-probs of all rows, in their order, on every rank."""
     sequences = [(np.array(row["tokens"], dtype=np.int64), row["prompt_length"]) for row in rows]
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, engine.logprobs(sequences, temperature))
+    dist.all_gather_object(shares, engine.compute_logprobs(sequences, temperature))
     merged = {number: values for share in shares if share for number, values in share.items()}
     return [merged[number] for number in range(len(rows))]
 
 
 if __name__ == "__main__":
-    score(argparse.Namespace(**json.loads(sys.argv[1])))
+    write_logprobs(argparse.Namespace(**json.loads(sys.argv[1])))

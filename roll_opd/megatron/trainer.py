@@ -26,11 +26,11 @@ from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.distillation import distillation_loss, teacher_columns
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.model import HeadModel, unwrapped
 
 
 class MegatronTrainer(MegatronLearner):
-    """A policy that learns."""
+    """A policy that is trained."""
 
     def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = False) -> None:
         super().__init__(plan, seed=seed, deterministic=deterministic)
@@ -65,15 +65,17 @@ class MegatronTrainer(MegatronLearner):
             report["sums"]["weighted_loss"] = value.detach()
             return value, report
 
-        done = self._learn(_columns(samples, objective), loss, temperature, together=2 if objective.paired else 1)
+        done = self._learn(_columns(samples, objective), loss, temperature, group_size=2 if objective.paired else 1)
         return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:
-        """Take in a teacher's whole output embedding [W, F], for the objective `full`; each rank keeps its part."""
+        """Store this rank's part of a teacher's whole output embedding [W, F], for the objective `full`."""
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return
         group = parallel_state.get_tensor_model_parallel_group()
-        columns = unwrapped(self.chunks[-1]).output_weight().size(0)
+        model = unwrapped(self.chunks[-1])
+        assert isinstance(model, HeadModel)
+        columns = model.output_weight().size(0)
         self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device)
 
 
@@ -81,11 +83,11 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
     """Attach to each sample the arrays that the loss reads, each token's share of the global mean among them."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     demonstrations = [sample.demonstration for sample in samples]
-    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser, families=demonstrations)
+    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
     optional = [_optional(sample) for sample in samples]
-    names = {name for found in optional for name in found}
+    names = {name for arrays in optional for name in arrays}
     result = []
-    for sample, weight, found, said in zip(samples, weights, optional, teacher_columns(samples), strict=True):
+    for sample, weight, arrays, targets in zip(samples, weights, optional, teacher_columns(samples), strict=True):
         columns = {
             "mask": sample.action_mask,
             "weight": weight.numpy(),
@@ -95,9 +97,9 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
         }
         if any(demonstrations):
             columns["demonstration"] = np.full(len(sample.action_mask), sample.demonstration)
-        if sample.demonstration:  # what others have and nobody reads of it, and a weight of 1
+        if sample.demonstration:  # arrays that other samples have: zeros, which the loss does not read; a weight of 1
             columns |= {n: np.full(len(sample.action_mask), n == "importance_weights", np.float32) for n in names}
-        result.append(Sample(sample.tokens, sample.prompt_length, columns | found | said))
+        result.append(Sample(sample.tokens, sample.prompt_length, columns | arrays | targets))
     return result
 
 
@@ -109,7 +111,7 @@ def _optional(sample: TrainSample) -> dict[str, np.ndarray]:
 
 
 def _own(batch: PackedBatch) -> Tensor:
-    """bool [M]: the action tokens that the student sampled itself."""
+    """Return which tokens are actions that the student sampled itself, bool [M]."""
     mask_M, demonstration_M = batch.columns["mask"], batch.columns.get("demonstration")
     return mask_M if demonstration_M is None else mask_M & ~demonstration_M
 
@@ -120,7 +122,7 @@ def _loss(
     columns = batch.columns
     own_M, demonstration_M = _own(batch), columns.get("demonstration")
     old_M = columns.get("old_logprobs", logprobs_M.detach())
-    if demonstration_M is not None:  # nobody sampled these: the update starts from what it finds
+    if demonstration_M is not None:  # not sampled: their old log-probs are the current ones
         old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
@@ -139,7 +141,7 @@ def _loss(
     policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
     kl = _kl_loss(replace(read, mask_M=own_M), objective.kl_loss, columns["weight"])
     loss = policy + objective.kl_loss_coef * kl
-    # a clamped ratio would hide what is infinite, and the weights would follow it; a loss of NaN skips the update
+    # a clamped ratio would hide an infinite log-prob and train on it; a loss of NaN skips the update
     loss = torch.where(_finite(read), loss, math.nan)
 
     ratio_M = probability_ratio(logprobs_M.detach(), old_M)[own_M]
@@ -163,14 +165,14 @@ def _loss(
 
 
 def _finite(batch: LossBatch) -> Tensor:
-    """Whether all that the loss reads of the mask's tokens is finite, bool []."""
-    found = (batch.logprobs_M, batch.old_logprobs_M, batch.advantages_M, batch.ref_logprobs_M)
-    read_XM = torch.stack([values_M.detach() for values_M in found if values_M is not None])
+    """Whether everything that the loss reads is finite at the tokens of the mask, bool []."""
+    arrays = (batch.logprobs_M, batch.old_logprobs_M, batch.advantages_M, batch.ref_logprobs_M)
+    read_XM = torch.stack([values_M.detach() for values_M in arrays if values_M is not None])
     return (torch.isfinite(read_XM) | ~batch.mask_M).all()
 
 
 def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
-    """To the reference policy; without one the student is its own: 0, with gradient 0."""
+    """Return the weighted KL loss to the reference policy; without a reference policy 0, with gradient 0."""
     logprobs_M = batch.action_logprobs_M
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]

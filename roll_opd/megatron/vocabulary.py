@@ -1,7 +1,7 @@
-"""What every computation over a split vocabulary shares: columns of a rank, chunks of logits, the way back.
+"""What every computation over a split vocabulary shares: a rank's columns, chunks of logits, the backward pass.
 
 The logits of a whole batch are never stored. Forward goes through rows in chunks of bounded size and keeps a few
-numbers a token; backward computes the logits again in tiles, which no sum over the vocabulary crosses any more.
+numbers a token; backward computes the logits again in tiles, with no more sums over the vocabulary.
 
 Legend: M scored tokens, C of them in a chunk, E hidden size, V vocabulary columns on this rank.
 """
@@ -34,7 +34,7 @@ class Columns:
         return values
 
     def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
-        """f32 [C, V] over the temperature, -inf in padding."""
+        """Return logits divided by the temperature, f32 [C, V], -inf in padding."""
         logits_CV = (hidden_CE @ weight_VE.T).float()
         if self.inverse_temperature != 1.0:
             logits_CV *= self.inverse_temperature
@@ -43,9 +43,9 @@ class Columns:
         return logits_CV
 
     def log_normaliser(self, logits_CV: Tensor, picked_CK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Log of the sum of exp over the whole vocabulary, f64 [C], and `picked_CK` summed over the ranks, f64 [C, K].
+        """Return log Σ exp over the whole vocabulary, f64 [C], and `picked_CK` summed over the ranks, f64 [C, K].
 
-        Collective; uses up `logits_CV`.
+        Collective; overwrites `logits_CV`.
         """
         largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
         # summed in f64, so that the result does not depend on how many ranks share the vocabulary
@@ -56,7 +56,7 @@ class Columns:
 
     @staticmethod
     def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
-        """`logits` less their log-normaliser (f64), in place.
+        """Subtract the log-normaliser (f64) from `logits`, in place.
 
         In two parts: near the largest logit the first difference is exact, so what f32 cuts off is not lost.
         """
@@ -64,7 +64,7 @@ class Columns:
         return logits.sub_(high_C[:, None]).sub_((log_normaliser_C - high_C).float()[:, None])
 
     def chunks(self, rows: int, columns: int) -> Iterator[slice]:
-        """Rows whose logits fit into a chunk; one (empty) chunk where there are none: collectives run everywhere."""
+        """Yield ranges of rows whose logits fit into a chunk; without rows one empty range, for the collectives."""
         step = max(1, self.chunk_bytes // (4 * columns))
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
@@ -90,7 +90,7 @@ def backward_through_logits(
     Args:
         weight_grad_VE: f32, where the embedding's gradient is added; None: it is returned.
         logits_grad: (logits f32 of a tile, its rows, its columns) -> gradient of the logits over the temperature; may
-            use up what it is given.
+            overwrite its logits.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
     total_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if weight_grad_VE is None else weight_grad_VE

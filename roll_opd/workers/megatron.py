@@ -38,12 +38,12 @@ class _Rank:
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
     def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> Compact:
-        """Log-probs of every response token; see `MegatronEngine.logprobs`, whose answer it is."""
-        return Compact(self._engine.logprobs(sequences, temperature))
+        """Log-probs of every response token; see `MegatronEngine.compute_logprobs`, whose answer it is."""
+        return Compact(self._engine.compute_logprobs(sequences, temperature))
 
     def score(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **wanted: Any) -> Compact:
-        """Log-probs and what else is `wanted`; see `MegatronEngine.score`, whose answer it is."""
-        return Compact(self._engine.score(sequences, temperature, **wanted))
+        """Log-probs and what else is `wanted`; see `MegatronEngine.compute_targets`, whose answer it is."""
+        return Compact(self._engine.compute_targets(sequences, temperature, **wanted))
 
     def output_head(self) -> list[ray.ObjectRef] | None:
         """A reference to the whole output embedding from one rank; None elsewhere."""

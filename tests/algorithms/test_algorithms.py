@@ -81,13 +81,13 @@ def test_unusable_aggregation_is_refused() -> None:
             token_weights(masks(0), "seq-mean-token-sum-norm", normaliser)
 
 
-def test_families_are_means_of_their_own() -> None:
+def test_each_part_has_a_mean_of_its_own() -> None:
     rows = masks(4)
-    families = [True, False, False, True, True, False]
+    parts = [True, False, False, True, True, False]
     for mode in MODES:
-        found = token_weights(rows, mode, 7.0, families)
-        for family in (True, False):
-            members = [number for number, own in enumerate(families) if own == family]
+        found = token_weights(rows, mode, 7.0, parts)
+        for part in (True, False):
+            members = [number for number, own in enumerate(parts) if own == part]
             alone = token_weights([rows[number] for number in members], mode, 7.0)
             assert all(torch.equal(found[n], weight) for n, weight in zip(members, alone, strict=True))
 

@@ -173,8 +173,8 @@ def test_no_split_and_no_order_changes_loss_and_gradient(name: str, arguments: d
     """Pairs stay together; everything else may go anywhere."""
     made = batch(13)
     masks = list(made.mask_M.split(list(made.lengths)))
-    experts = [bool(piece.any()) for piece in made.demonstration_M.split(list(made.lengths))]
-    weights = torch.cat(token_weights(masks, mode, 11.0, experts if name.startswith("mix") else None)).double()
+    demonstrations = [bool(piece.any()) for piece in made.demonstration_M.split(list(made.lengths))]
+    weights = torch.cat(token_weights(masks, mode, 11.0, demonstrations if name.startswith("mix") else None)).double()
     whole = (POLICY_LOSSES[name](made, **arguments) * weights).sum()
     (wanted,) = torch.autograd.grad(whole, made.logprobs_M)
     units = [[n, n + 1] for n in range(0, len(LENGTHS), 2)] if name == "dpo" else [[n] for n in range(len(LENGTHS))]

@@ -93,7 +93,7 @@ def test_assignment_covers_the_batch(limits: MicroBatchLimits, ranks: int) -> No
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
     lengths = [3, 30, 14, 9, 2, 2, 25, 26, 7, 1]
-    packs = [pack for rank in assign(lengths, ranks, limits, together=2) for pack in rank]
+    packs = [pack for rank in assign(lengths, ranks, limits, group_size=2) for pack in rank]
     assert sorted(number for pack in packs for number in pack) == list(range(len(lengths)))
     for pack in packs:
         assert all(second == first + 1 and first % 2 == 0 for first, second in zip(pack[::2], pack[1::2], strict=True))
@@ -105,4 +105,4 @@ def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
 
 def test_an_odd_sequence_has_no_pair() -> None:
     with pytest.raises(ValueError, match="no multiple of 2"):
-        assign([1, 2, 3], 1, MicroBatchLimits(), together=2)
+        assign([1, 2, 3], 1, MicroBatchLimits(), group_size=2)

@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from roll_opd.algorithms.aggregation import MODES
-from roll_opd.config.algorithms import LOSSES
+from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
 from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
@@ -104,7 +104,7 @@ SUPERVISED = {
 # layout -> (sequences a micro-batch, tokens a micro-batch); a pair is never torn apart
 SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None)}
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
-INVARIANT = (*LOSSES, "topk", "full")  # losses of a policy
+INVARIANT = (*POLICY_LOSSES.builtin, "topk", "full")  # losses of a policy
 CRITIC_LOSS = "value"
 # name -> (sequences a micro-batch, tokens a micro-batch, the batch from its end)
 SPLITS = {"whole": (None, None, False), "tokens": (None, 140, True), "sequences": (4, None, True)}
@@ -224,7 +224,7 @@ def looks_at(teacher: str, sample: int) -> bool:
 def supervised_samples(schema: str) -> list[TrainSample]:
     """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs.
 
-    Of mix_chord an expert's, between samples of the student's own with all that those have.
+    Of mix_chord demonstrations, between samples of the student's own with all that those have.
     """
     rng = np.random.default_rng(300)
     rows = []
@@ -236,19 +236,19 @@ def supervised_samples(schema: str) -> list[TrainSample]:
     if schema == "sft":
         return samples
     if schema == "mix_chord":
-        experts = [replace(sample, demonstration=True) for sample in samples]
+        demonstrations = [replace(sample, demonstration=True) for sample in samples]
         own = [
             replace(s, reward=1.0, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32))
-            for s in train_samples(3, "ppo", len(experts))
+            for s in train_samples(3, "ppo", len(demonstrations))
         ]
-        return [sample for pair in zip(own, experts, strict=True) for sample in pair]
+        return [sample for pair in zip(own, demonstrations, strict=True) for sample in pair]
     return [replace(s, ref_logprobs=rng.normal(-4.6, 0.5, size=len(s.action_mask)).astype(np.float32)) for s in samples]
 
 
 def invariance_objective(name: str) -> ObjectivePlan:
     """Of one of `INVARIANT`, with every other part that a loss can have; the ways of aggregating take turns."""
     number = INVARIANT.index(name)
-    if name not in LOSSES:
+    if name not in POLICY_LOSSES.builtin:
         return ObjectivePlan(
             opd_objective=name,
             opd_vocab_size=VOCABULARY,
@@ -264,7 +264,7 @@ def invariance_objective(name: str) -> ObjectivePlan:
         kl_loss=("k2", "k3", "corrected_k3")[number % 3],
         kl_loss_coef=0.2,
         entropy_loss_coef=0.02,
-        loss_agg_mode=LOSSES[name].loss_agg_mode or MODES[number % len(MODES)],
+        loss_agg_mode=POLICY_LOSSES.facts(name).loss_agg_mode or MODES[number % len(MODES)],
         loss_normaliser=50.0,
         paired=name == "dpo",
     )
@@ -272,15 +272,16 @@ def invariance_objective(name: str) -> ObjectivePlan:
 
 def invariance_samples(name: str) -> list[TrainSample]:
     """What one of `INVARIANT` learns from: pairs, demonstrations among the own, or own samples."""
-    needs = LOSSES[name].needs if name in LOSSES else None
+    needs = POLICY_LOSSES.facts(name).needs if name in POLICY_LOSSES.builtin else None
     if needs == "pairs":
         return supervised_samples("dpo")
-    if needs == "demonstration rows":
+    if needs == "demonstrations":
         return supervised_samples("mix_chord")
     rng = np.random.default_rng(400)
-    if name not in LOSSES:
+    if name not in POLICY_LOSSES.builtin:
         return [
-            replace(sample, teachers=random_view(name, len(sample.action_mask))) for sample in train_samples(3, "opd")
+            replace(sample, teachers=random_targets(name, len(sample.action_mask)))
+            for sample in train_samples(3, "opd")
         ]
     return [
         replace(
@@ -292,7 +293,7 @@ def invariance_samples(name: str) -> list[TrainSample]:
     ]
 
 
-def random_view(objective: str, tokens: int) -> dict[str, TeacherTargets]:
+def random_targets(objective: str, tokens: int) -> dict[str, TeacherTargets]:
     """What a teacher might say of so many tokens; its head, for `full`, is that of `teacher_inputs`."""
     rng = np.random.default_rng(tokens)
     if objective == "full":

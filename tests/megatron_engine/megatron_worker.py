@@ -53,8 +53,8 @@ def frozen(job: Job, root: Path) -> None:
     sequences = cases.sequences_for(job["model"])
     for name, (rows, tokens, temperature) in cases.PASSES.items():
         engine.plan = replace(plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))
-        write_arrays(root / f"{job['name']}-{name}.npz", engine.logprobs(sequences, temperature))
-    write_arrays(root / f"{job['name']}-lonely.npz", engine.logprobs(sequences[:1], 1.0))
+        write_arrays(root / f"{job['name']}-{name}.npz", engine.compute_logprobs(sequences, temperature))
+    write_arrays(root / f"{job['name']}-lonely.npz", engine.compute_logprobs(sequences[:1], 1.0))
     save_hf(engine, root / f"{job['name']}.hf")
 
 
@@ -160,7 +160,7 @@ def distil(job: Job, root: Path) -> None:
     """Every way of putting a divergence into the loss, one update each; teachers of other layouts score first."""
     samples = [cases.train_samples(step, "opd") for step in range(len(cases.DISTILLING))]
     layout = cases.LAYOUTS[cases.TEACHER_LAYOUTS[job["layout"]]]
-    views: list[list[dict[str, TeacherTargets]]] = [[{} for _ in batch] for batch in samples]
+    targets: list[list[dict[str, TeacherTargets]]] = [[{} for _ in batch] for batch in samples]
     heads = {}
     for name, coefficient in cases.TEACHERS.items():
         devices = tuple(range(layout.world_size))
@@ -172,13 +172,13 @@ def distil(job: Job, root: Path) -> None:
             sequences = [(samples[step][n].tokens, samples[step][n].prompt_length) for n in numbers]
             full = objective.opd_objective == "full"
             wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": cases.VOCABULARY}
-            for place, values in everything(engine.score(sequences, cases.TEMPERATURE, **wanted)).items():
+            for place, values in everything(engine.compute_targets(sequences, cases.TEMPERATURE, **wanted)).items():
                 del values["logprobs"]
-                views[step][numbers[place]][name] = TeacherTargets(coefficient, values)
-        ids = [views[3][n][name].arrays["topk_ids"] for n in numbers]
-        again = everything(engine.score(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
+                targets[step][numbers[place]][name] = TeacherTargets(coefficient, values)
+        ids = [targets[3][n][name].arrays["topk_ids"] for n in numbers]
+        again = everything(engine.compute_targets(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
         for place, values in again.items():
-            if not np.array_equal(values["topk_logprobs"], views[3][numbers[place]][name].arrays["topk_logprobs"]):
+            if not np.array_equal(values["topk_logprobs"], targets[3][numbers[place]][name].arrays["topk_logprobs"]):
                 raise RuntimeError("the same tokens have other log-probs when they are asked for")
         parallel.shutdown()
         meet_anew(root / f"port-{job['name']}-{name}")
@@ -186,8 +186,8 @@ def distil(job: Job, root: Path) -> None:
     for name, head in heads.items():
         trainer.load_teacher_head(name, head)
     records = []
-    for batch, teachers, objective in zip(samples, views, cases.DISTILLING, strict=True):
-        batch = [replace(sample, teachers=view) for sample, view in zip(batch, teachers, strict=True)]
+    for batch, teachers, objective in zip(samples, targets, cases.DISTILLING, strict=True):
+        batch = [replace(sample, teachers=of_sample) for sample, of_sample in zip(batch, teachers, strict=True)]
         result = trainer.update(batch, objective, cases.TEMPERATURE)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, result.sums)

@@ -38,7 +38,7 @@ def naive_dpo(model: PreTrainedModel, beta: float = 0.3, smoothing: float = 0.1)
 
 
 def naive_mix_chord(model: PreTrainedModel) -> torch.Tensor:
-    """(1-mu) · PPO, KL and entropy of the own samples, mu · -p(1-p) log p of the expert's; each a mean of its own."""
+    """(1-mu) · PPO, KL and entropy of the own samples, mu · -p(1-p) log p of demonstrations; each a mean of its own."""
     mu = 0.9 * 4 / 10
     samples = cases.supervised_samples("mix_chord")
     acted = {kind: sum(bool(s.action_mask.any()) for s in samples if s.demonstration == kind) for kind in (False, True)}
@@ -81,8 +81,8 @@ def test_an_update_equals_the_naive_one(answers: Answers, layout: str, schema: s
         samples = cases.supervised_samples(schema)
         for counted, kind in (("tokens", False), ("demonstration_tokens", True)):
             assert found[counted] == sum(int(s.action_mask.sum()) for s in samples if s.demonstration == kind)
-        of_experts = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.demonstration]
-        mean = sum(-float(new.detach().mean()) for new in of_experts) / len(of_experts)
+        of_demonstrations = [new for s, new in zip(samples, logprobs_of(model, schema), strict=True) if s.demonstration]
+        mean = sum(-float(new.detach().mean()) for new in of_demonstrations) / len(of_demonstrations)
         assert found["demonstration_loss"] == pytest.approx(mean, rel=1e-5)
 
     plan = cases.optimizer_plan(True)

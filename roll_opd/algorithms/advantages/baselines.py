@@ -45,8 +45,8 @@ def asymre(batch: RewardBatch, *, baseline_shift: float = -0.1) -> Normalised:
 def rec(batch: RewardBatch, *, std_normalize: bool = False, drop: Literal["balance"] | None = None) -> Normalised:
     """R - mean, with `std_normalize` over (biased std + 1e-6). arXiv 2509.24203.
 
-    With `drop` balance, a group with more samples below its mean than not leaves out as many of them as are too many,
-    from its end; they get 0, and mean and std are those of the rest.
+    With `drop` balance, where more than half of a group is below its mean, the surplus of these samples is dropped, the
+    last ones first: they get 0, and mean and std are those of the rest.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"drop {drop!r} of advantage rec is unknown; use balance or nothing")

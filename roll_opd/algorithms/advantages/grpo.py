@@ -20,7 +20,7 @@ def grpo(
 
     Args:
         mean_cal_level, std_cal_level: over what; std over the `batch`: arXiv 2508.08221, None: Dr. GRPO, 2503.20783.
-        std_threshold: groups whose rewards deviate by no more than this, and groups of one, teach nothing: 0.
+        std_threshold: groups whose rewards deviate by no more than this, and groups of one, get 0.
         rank_penalty: R · (1 - rank_penalty · rank/G) for R, rank 0 … G-1 in the group from the least to the most likely
             answer (mean log-prob of its action tokens). arXiv 2506.02355.
 
@@ -67,7 +67,7 @@ def step_wise_grpo(
 
 
 def _ranks(batch: RewardBatch) -> Tensor:
-    """rank/G of each sample in its group, f64 [B], by the mean log-prob of its action tokens."""
+    """Return rank/G of each sample in its group, f64 [B], by the mean log-prob of its action tokens."""
     if batch.logprobs is None:
         raise ValueError("rank_penalty of advantage grpo reads the log-probs of the samples, and there are none")
     likely_B = torch.stack([values.double().sum() / max(len(values), 1) for values in batch.logprobs])

@@ -1,8 +1,8 @@
 """What a policy loss reads.
 
-A policy loss is a function `loss(batch, *, its own arguments) -> [M]`, a number a token: 0 off the mask, finite
-wherever the log-probs on the mask are. Weights, ranks and packs are not its business: the sum of its tokens, weighted
-by `aggregation.token_weights`, is what is minimised.
+A policy loss is a function `loss(batch, *, its own arguments) -> [M]`, a number for each token: 0 off the mask, finite
+wherever the log-probs on the mask are. It knows nothing of weights, ranks and packs: the sum over its tokens, weighted
+by `aggregation.token_weights`, is minimised.
 
 Legend: M scored tokens of a pack, B sequences.
 """
@@ -19,7 +19,7 @@ MAX_LOG_RATIO = 20.0  # e^20 is already absurd; without the clamp one wild token
 
 @dataclass(frozen=True)
 class LossBatch:
-    """A pack of whole sequences. All [M] and floating unless said otherwise; only `logprobs_M` has a gradient.
+    """A pack of whole sequences. Arrays are [M] and floating unless said otherwise; only `logprobs_M` has a gradient.
 
     Log-probs off the mask may be anything, infinities included; advantages and rewards are finite.
     """
@@ -51,7 +51,7 @@ class LossBatch:
 
     @property
     def sequence_ratio_M(self) -> Tensor:
-        """The geometric mean of a sequence's ratios (its logarithm clamped to ±20) on each of its tokens."""
+        """The geometric mean of a sequence's ratios (its logarithm clamped to ±20), for each of its tokens."""
         return on_tokens(_ratio(sequence_means(self.log_ratio_M, self.mask_M, self.lengths)), self.lengths)
 
     def needs(self, name: str, loss: str) -> Tensor:

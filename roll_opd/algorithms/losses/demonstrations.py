@@ -1,6 +1,6 @@
 """Learning from samples and demonstrations in one batch: (1-μ) · PPO on the former, μ · SFT on the latter.
 
-Each part is normalised by its own count: give `aggregation.token_weights` the two families. Legend: see `batch`.
+Each part is normalised by its own count: give `aggregation.token_weights` the two parts. Legend: see `batch`.
 """
 
 import math
@@ -43,8 +43,7 @@ def mix_chord(
 ) -> Tensor:
     """`mix` with a schedule for μ (`chord_mu`), and -sg(p(1-p)) · logprobs on demonstrations. CHORD, arXiv 2508.11408.
 
-    The factor p(1-p) leaves tokens alone that the student is sure of, or for which it is far from ready;
-    `enable_phi_function` false leaves it out.
+    The factor p(1-p) is small for tokens whose probability is near 0 or 1; `enable_phi_function` false leaves it out.
     """
     mu = chord_mu(batch.step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     demonstration_M = sft(batch)
@@ -56,7 +55,7 @@ def mix_chord(
 
 
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
-    """μ at `step`: from 0 up to `peak` in a line, down to `valley` in half a cosine, and there it stays."""
+    """Return μ at `step`: from 0 to `peak` in a line, down to `valley` in half a cosine, then constant."""
     if step < warmup_steps:
         return peak * step / warmup_steps
     if step >= warmup_steps + decay_steps:
