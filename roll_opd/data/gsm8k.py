@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_opd.data.rows import DataError
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import BadRow, DataError
 
 ANSWER_MARK = "####"
 
 
 def final_answer(answer: str) -> str:
-    """What follows the last "####", without thousands commas; `DataError` where there is no such mark."""
+    """Return what follows the last "####", without thousands commas; `DataError` where there is no such mark."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark or not tail.strip():
         raise DataError(f"the answer does not end in {ANSWER_MARK!r} and a number: {answer[-60:]!r}")
@@ -52,17 +53,14 @@ def convert(examples: Iterable[Mapping[str, Any]], split: str, instruction: str 
 
 def read_jsonl(path: str) -> Iterator[Any]:
     """Yield the objects of a JSONL file; `DataError` names the line that is not JSON."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise DataError(f"{path}:{number} is not JSON: {error}") from error
+    for number, _, value in open_file(path).scan():
+        if isinstance(value, BadRow):
+            raise DataError(f"{path}:{number} is not JSON: {value.detail}")
+        yield value
 
 
 def read_dataset(dataset: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
-    """The split of a data set that the `datasets` package can load; `DataError` where it cannot."""
+    """Return the split of a data set that the `datasets` package can load; `DataError` where it cannot."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -91,7 +89,7 @@ def write_rows(rows: Iterable[Mapping[str, str]], output: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0 when the file is written, 2 when the input is wrong."""
+    """Run the command line; return 0 when the file is written, 2 when the input is wrong."""
     parser = argparse.ArgumentParser(prog="python -m roll_opd.data.gsm8k", description="GSM8K to prompt rows.")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--input", help="a JSONL file in GSM8K's form")

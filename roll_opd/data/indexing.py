@@ -159,7 +159,7 @@ class Indexer:
 
 
 def repeated(ids: np.ndarray) -> np.ndarray:
-    """Which of `ids`, int64 [N], an earlier entry already has, bool [N]."""
+    """Return which of `ids`, int64 [N], an earlier entry already has, bool [N]."""
     order = np.argsort(ids, kind="stable")
     again = np.zeros(len(ids), dtype=bool)
     again[order[1:]] = ids[order[1:]] == ids[order[:-1]]
@@ -167,7 +167,7 @@ def repeated(ids: np.ndarray) -> np.ndarray:
 
 
 def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> tuple[PromptText, ...]:
-    """The texts of `row`, its prompt's and its answers', through the template of its tag."""
+    """Return the texts of `row`, its prompt's and its answers', through the template of its tag."""
     template = plan.tag_templates.get(row.tag, plan.template)
     prompt = render_prompt(tokenizer, row, template)
     return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
@@ -176,14 +176,14 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
 def encode(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[tuple[PromptText, ...]]
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """The tokens of each text of each row, int64."""
+    """Yield the tokens of each text of a row, int64, for each row."""
     tokens = iter(tokenize(tokenizer, [text for texts in rows for text in texts]))
     for texts in rows:
         yield tuple(np.asarray(next(tokens), dtype=np.int64) for _ in texts)
 
 
 def fallback_id(file: RowFile, line: int) -> str:
-    """The id of a row that has none."""
+    """Return the id of a row that has none."""
     return f"{file.path.stem}:{line}"
 
 
@@ -192,5 +192,5 @@ def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: S
 
 
 def row_check(identity: str, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> int:
-    """A number that tells a prompt and its answers from what a changed row would give."""
+    """Return a checksum of a prompt and its answers, which shows whether the row has changed."""
     return zlib.crc32(_identity(identity, tag, ground_truth, parts))

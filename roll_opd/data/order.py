@@ -10,7 +10,7 @@ import numpy as np
 
 
 def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
-    """The stream that is furthest behind its share.
+    """Return the stream that is furthest behind its share.
 
     `weights` f64 [S] sum to 1 and `taken` int64 [S] counts the prompts that each stream has given. Followed from
     zeros, any run of n prompts holds `weights * n` of each stream but for a prompt or two.
@@ -19,7 +19,7 @@ def next_stream(weights: np.ndarray, taken: np.ndarray) -> int:
 
 
 def epoch_order(seed: int, epoch: int, stream: int, size: int) -> np.ndarray:
-    """A permutation of `size` numbers, int64 [size]."""
+    """Return a permutation of `size` numbers, int64 [size]."""
     return np.random.Generator(np.random.PCG64([seed, epoch, stream])).permutation(size)
 
 
@@ -37,7 +37,7 @@ class DrawOrder:
         self._orders: dict[int, tuple[int, np.ndarray]] = {}  # stream -> (epoch, permutation), the newest one used
 
     def take(self, n: int) -> list[int]:
-        """The next `n` prompt numbers."""
+        """Return the next `n` prompt numbers."""
         return [self._next() for _ in range(n)]
 
     def _next(self) -> int:

@@ -53,7 +53,7 @@ class PromptSet:
         return len(self._index.positions)
 
     def read(self, numbers: Sequence[int]) -> list[Prompt]:
-        """The prompts with these numbers, in their order, with `extra`.
+        """Return the prompts with these numbers, in their order, with `extra`.
 
         Raises `DataError` where a file is gone or a row is no longer what it was when the data set was opened.
         """
@@ -76,11 +76,11 @@ class PromptSet:
         return [prompts[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
-        """Every prompt, in order; for data sets that fit in memory, such as those for validation."""
+        """Return every prompt, in order; for data sets that fit in memory, such as those for validation."""
         return self.read(range(len(self)))
 
     def members(self, stream: StreamPlan) -> np.ndarray:
-        """The numbers of the prompts that belong to `stream`, int64, ascending."""
+        """Return the numbers of the prompts that belong to `stream`, int64, ascending."""
         inside = np.ones(len(self), dtype=bool)
         if stream.tags is not None:
             codes = [code for code, tag in enumerate(self._index.tag_names) if tag in stream.tags]
@@ -92,12 +92,12 @@ class PromptSet:
         return np.flatnonzero(inside)
 
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
-        """How many of the prompts with these numbers have each tag."""
+        """Return tag -> how many of the prompts with these numbers have it."""
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """For every tag, in order of its first prompt, what its prompts lack and name."""
+        """Return, for every tag in order of its first prompt, which prompts lack a ground truth or name a domain."""
         found = {}
         for code, tag in enumerate(self._index.tag_names):
             numbers = np.flatnonzero(self._index.unanswered & (self._index.tags == code))
@@ -106,8 +106,9 @@ class PromptSet:
         return found
 
     def fingerprint(self) -> list[dict[str, str | int]]:
-        """For each file its name, how many prompts it gave, and a digest of the ids
-        that are written in it, the tags, ground truths and tokens."""
+        """Return, for each file, its name, its number of prompts, and a digest of its written ids, tags, ground truths
+        and tokens.
+        """
         counts = np.diff(self._index.starts).tolist()
         return [
             {"name": Path(file).name, "prompts": count, "digest": digest}
@@ -175,7 +176,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
 
 
 def short_names(files: Sequence[str]) -> list[str]:
-    """The last parts of each path, as many as tell all files apart; a file given twice keeps its whole path."""
+    """Return the last parts of each path, as many as tell all files apart; a file given twice keeps its whole path."""
     parts = [Path(file).parts for file in files]
     for count in range(1, max(map(len, parts), default=1)):
         names = ["/".join(part[-count:]) for part in parts]
@@ -195,7 +196,7 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
 
 
 def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
-    """The tags of prompts that belong to no stream, with their numbers of prompts."""
+    """Return tag -> number of its prompts, for prompts that belong to no stream."""
     if not streams:
         return {}
     left = np.ones(len(prompts), dtype=bool)

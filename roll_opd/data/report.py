@@ -40,7 +40,7 @@ class FileReport:
         return self.bad_counts.total()
 
     def describe_bad(self) -> str:
-        """The bad rows, one line a kind."""
+        """Return the bad rows, one line a kind."""
         lines = [f"  {self.path}: {self.bad} of {self.rows} rows"]
         for kind, count in self.bad_counts.items():
             more = ", ..." if count > EXAMPLES_PER_KIND else ""
@@ -81,7 +81,7 @@ class DataReport:
         return sum(file.bad for file in self.files)
 
     def describe_bad(self) -> str:
-        """The bad rows, file by file; empty where there are none."""
+        """Return the bad rows, file by file; empty where there are none."""
         wrong = [file for file in self.files if file.bad]
         lines = [file.describe_bad() for file in wrong[:FILES_NAMED]]
         if len(wrong) > FILES_NAMED:
@@ -90,7 +90,7 @@ class DataReport:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """What to tell the user: one line, and more for what is out of the ordinary."""
+        """Return what to tell the user: one line, and more for what is out of the ordinary."""
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines = [f"{self.prompts} prompts from {self.rows} rows of {files}; the longest row has {self.longest} tokens"]
         if self.streams:

@@ -35,9 +35,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row: a conversation in `messages`, or else a text in `prompt` that is given to the model as
-    it is.
-    """
+    """One usable row: a conversation in `messages`, or a text in `prompt` that the model gets as it is."""
 
     id: str
     tag: str
@@ -49,8 +47,9 @@ class Row:
 
 
 def parse_row(value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NAMES) -> Row:
-    """The row in a decoded value; raises `BadRow`. `columns`: messages, prompt, tag, id -> their name in the value.
+    """Return the row in a decoded value; raises `BadRow`.
 
+    `columns` maps messages, prompt, tag and id to their names in the value, where they differ.
     `messages` is a list, or a JSON string of one, of `{"role", "content"}`; without it `prompt` is a text. A
     missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
     """
@@ -70,7 +69,7 @@ def parse_row(value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NA
 
 
 def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The values that are there, under our names for them; raises `BadRow` for what is no object."""
+    """Return the values that are not None, renamed by `columns`; raises `BadRow` for what is no object."""
     if isinstance(value, BadRow):
         raise value
     if not isinstance(value, dict):
@@ -97,7 +96,7 @@ def _parse_prompt(value: dict[str, Any]) -> tuple[tuple[FrozenDict, ...], str | 
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """The conversation in a list, or in a JSON string of one; raises `BadRow`."""
+    """Return the conversation in a list, or in a JSON string of one; raises `BadRow`."""
     if isinstance(messages, str):
         if not messages.strip():
             raise BadRow(EMPTY)
@@ -129,7 +128,7 @@ def _encodable(text: str, name: str) -> str:
 
 
 def _text(value: dict[str, Any], key: str) -> str | None:
-    """A text field; numbers are taken as their text, because ids and answers are often written so."""
+    """Return a text field; numbers are taken as their text, because ids and answers are often written so."""
     item = value.get(key)
     if item is None:
         return None

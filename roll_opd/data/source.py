@@ -30,13 +30,13 @@ class PromptSource:
         return int(self._order.taken.sum())
 
     def take(self, n: int) -> list[Prompt]:
-        """`peek`, and go on behind them."""
+        """Return the next `n` prompts, as `peek` does, and count them as taken."""
         prompts = self.peek(n)
         self.skip(n)
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, on into the next epoch where a stream's ends; read from the files now.
+        """Return the next `n` prompts, on into the next epoch where a stream's ends; read from the files now.
 
         Raises `DataError` where a file is gone or a row is no longer what it was when the run began.
         """
@@ -50,7 +50,7 @@ class PromptSource:
         self._order.take(n)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: how much of each stream was taken, and what the order depends on (JSON types)."""
+        """Return the state for a checkpoint, in JSON types: prompts taken by stream, and what the order depends on."""
         return {
             "seed": self._seed,
             "files": self._prompts.fingerprint(),
@@ -95,18 +95,18 @@ class PromptSource:
 
 
 class MixedSource(PromptSource):
-    """Prompts, and beside them demonstrations (rows with answers), in an order and at a position of their own."""
+    """Prompts and demonstrations (rows with answers), each with its own order and position."""
 
     def __init__(self, prompts: PromptSet, demonstrations: PromptSet, seed: int) -> None:
         super().__init__(prompts, seed)
         self.demonstrations = PromptSource(demonstrations, seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of both."""
+        """Return the state of both orders."""
         return {**super().state_dict(), "demonstrations": self.demonstrations.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue both from `state` exactly; `DataError` as with one."""
+        """Continue both from `state` exactly; raises `DataError` as `PromptSource` does."""
         super().load_state_dict(state)
         try:
             self.demonstrations.load_state_dict(state["demonstrations"])
@@ -115,7 +115,7 @@ class MixedSource(PromptSource):
 
 
 def _files_differ(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
-    """What differs, in words; file names alone make no difference."""
+    """Return what differs, in words; file names alone make no difference."""
     if len(saved) != len(own):
         return f"{len(saved)} files then, {len(own)} now"
     for then, now in zip(saved, own, strict=True):

@@ -59,7 +59,7 @@ class Template:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a Hugging Face model directory; `DataError` where there is none that loads."""
+    """Return the tokenizer of a Hugging Face model directory; `DataError` where there is none that loads."""
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -80,7 +80,7 @@ def _tokenizer_class(path: str) -> str | None:
 
 
 def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str = "native") -> PromptText:
-    """The text of `row`, ending where the student's answer begins.
+    """Return the text of `row`, ending where the student's answer begins.
 
     `template` is one of `TEMPLATES`. Raises `DataError` for a name that is not and where the template refuses the
     conversation, `NoChatTemplate` where one is needed.
@@ -97,10 +97,10 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
 def render_answer(
     tokenizer: "PreTrainedTokenizerBase", row: Row, answer: Mapping[str, Any], prompt: PromptText, template: str
 ) -> PromptText:
-    """The text of `answer`, from where `prompt` (of `render_prompt`) ends to where the student must stop.
+    """Return the text of `answer`, from where `prompt` (of `render_prompt`) ends to where the student must stop.
 
-    Tokenised by itself, as an answer is that the student writes, so that the prompt's tokens are a prefix of the whole.
-    Raises `DataError` where the template writes the conversation so that the prompt is no prefix of it.
+    It is tokenised by itself, as the student's own answers are, so that the prompt's tokens are a prefix of the whole.
+    Raises `DataError` where the prompt is no prefix of the conversation that the template writes.
     """
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole
@@ -119,7 +119,7 @@ def render_answer(
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
-    """The token ids of each text, in order; many at once are tokenised in parallel."""
+    """Return the token ids of each text, in order; many at once are tokenised in parallel."""
     tokens: list[list[int]] = [[] for _ in texts]
     for special in (False, True):
         numbers = [number for number, text in enumerate(texts) if text.add_special_tokens == special]
@@ -131,7 +131,7 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) 
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:
-    """Through `chat_template`, or through the tokenizer's own where that is None."""
+    """Make a template that renders by `chat_template`, or by the tokenizer's own where that is None."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row, *answer: Mapping[str, Any]) -> str:
         import jinja2
@@ -158,7 +158,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
 
 
 def _around(before: str, after: str) -> Template:
-    """Puts a fixed text around the one message of a user: for models that never saw a chat."""
+    """Make a template that puts a fixed text around the one message of a user: for models that never saw a chat."""
 
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         if [message["role"] for message in row.messages] != ["user"]:

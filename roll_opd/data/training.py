@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What a teacher says of the whole distribution at each of T-P tokens, for an objective with a live gradient.
+    """A teacher's distribution at each of T-P tokens, for objectives whose gradient passes through more than one token.
 
     `arrays` holds, for top-k, `topk_ids` int32 [T-P, K] and `topk_logprobs` f32 [T-P, K]; for the full vocabulary the
     final hidden states `hidden` [T-P, F] (see `data.tensors`), for the teacher's output head on the student's ranks.
@@ -48,7 +48,7 @@ class ValueSample:
 
 
 def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[TrainSample]:
-    """Samples of (prompt, answers) in tokens: one an answer, every token of which is learned from."""
+    """Return one sample for each answer of (prompt, answers) in tokens; the loss covers every token of the answer."""
     samples = []
     for prompt, answers in rows:
         for answer in answers:

@@ -1,8 +1,8 @@
-"""Calls a reward so that one sample's trouble stays its own: within a time limit, and alone where a batch fails.
+"""Call a reward so that a sample that fails harms no other: with a time limit, and one by one where a batch fails.
 
 A function that is not a coroutine runs in a thread, which nothing can end from outside: one that runs out of time is
-counted in `hung`, and whoever owns the process replaces it. What an event loop would take for its own affair (an exit,
-a cancellation, the end of an iterator) is a failure of the sample like any other.
+counted in `hung`, and the owner of the process replaces it. Exceptions that an event loop would act on itself
+(SystemExit, CancelledError, StopIteration) are failures of the sample like any other.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from roll_opd.rewards.interface import (
 
 
 class Caller:
-    """One reward, as it is called in an event loop; `executor` is where it runs if it is not a coroutine function."""
+    """One reward, called from an event loop; in `executor` if it is not a coroutine function."""
 
     def __init__(
         self, name: str, reward: Reward, executor: Executor, timeout: float | None = None, most_calls: int = 256
     ) -> None:
-        """`timeout`: seconds a sample may take; None: the reward limits itself. `most_calls` are under way at once."""
+        """`timeout`: seconds a sample may take; None: the reward limits itself. `most_calls`: calls at a time."""
         self._name, self._reward, self._executor, self._timeout = name, reward, executor, timeout
         self._calls = asyncio.Semaphore(most_calls)
         self._is_async = inspect.iscoroutinefunction(reward)
         self.hung = 0
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """A score or a failure each, in order. Raises `RewardError` where the reward did not keep to the interface."""
+        """Return a score or a failure for each sample, in order. Raises `RewardError` for a malformed answer."""
         try:
             async with self._calls:
                 scores = await self._answer(samples)
@@ -78,7 +78,7 @@ class Caller:
 
 
 class _Raised(Exception):
-    """Stands in for an `error` that would not reach the one who waits."""
+    """Carries an `error` that an event loop would not hand to the caller."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -97,7 +97,7 @@ def _called(reward: Reward, samples: Sequence[RewardSample]) -> Scores | Awaitab
 
 
 async def _awaited(answer: Awaitable[Scores], limit: float | None) -> Scores:
-    """As `asyncio.wait_for`, but it neither waits for one that will not be cancelled nor takes over a cancellation."""
+    """Wait as `asyncio.wait_for` does, but not for a task that ignores its cancellation, nor be cancelled by one."""
     task = asyncio.ensure_future(_guarded(answer))
     try:
         done, _ = await asyncio.wait([task], timeout=limit)
@@ -118,22 +118,25 @@ async def _guarded(answer: Awaitable[Scores]) -> Scores:
 
 
 def weighted(scores: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
-    """The sum of several rewards' scores of one sample, each times its weight; each is a part by its name.
+    """Return the weighted sum of several rewards' scores of one sample; each score is a part, named after its reward.
 
-    A failure of one is the failure of all, and so is one that cannot judge.
+    If one failed, the sum has failed; if one has no value, the sum has none.
     """
     errors: Counter[str] = Counter()
     for scored in scores.values():
         errors.update(scored.errors)
-    for scored in scores.values():
+    found: dict[str, Score] = {}
+    for name, scored in scores.items():
         if isinstance(scored, Failure):
             return replace(scored, errors=FrozenDict(errors))
-    total, parts, reason = 0.0, dict[str, float](), ""
-    for name, score in scores.items():
-        assert isinstance(score, Score)
+        found[name] = scored
+    values: dict[str, float] = {}
+    parts: dict[str, float] = {}
+    for name, score in found.items():
         if score.value is None:
             return Score(None, reason=score.reason, errors=FrozenDict(errors))
-        total += weights[name] * score.value
+        values[name] = score.value
         parts |= {name: score.value, **{f"{name}.{part}": number for part, number in score.parts.items()}}
-        reason = reason or score.reason
+    total = sum(weights[name] * value for name, value in values.items())
+    reason = next((score.reason for score in found.values() if score.reason), "")
     return Score(total, FrozenDict(parts), reason, FrozenDict(errors))

@@ -1,7 +1,7 @@
-"""What a reward is: a function, sync or async, from a batch of answers to as many scores.
+"""What a reward is: a function, sync or async, from a batch of responses to as many scores.
 
-Rewards see text, because that is what rules, sandboxes and judges read, and the row's other keys; `experience` is
-there for those that need tokens or log-probs.
+Rewards get text, which rules, sandboxes and judges read, and the row's other keys; `experience` is there for those that
+need tokens or log-probs.
 """
 
 import math
@@ -39,9 +39,9 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward says of one sample. A plain number is short for `Score(number)`, None for `Score(None)`."""
+    """The score of one sample. A plain number is short for `Score(number)`, None for `Score(None)`."""
 
-    value: float | None  # finite; None: it cannot judge this sample
+    value: float | None  # finite; None: the reward does not apply to this sample
     parts: Mapping[str, float] = field(default_factory=FrozenDict)  # logged by name, not added to the value
     reason: str = ""  # a word or two for what was found, such as "wrong answer"; counted by name
     errors: Mapping[str, int] = field(default_factory=FrozenDict)  # attempts that failed before this one, by kind
@@ -49,7 +49,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """In the place of a score: this sample could not be scored, and `on_error` says what becomes of it."""
+    """Takes the place of a score where a sample could not be scored; `on_error` says what happens to the sample."""
 
     kind: str  # such as "timeout" or "http_500"; counted by name
     message: str  # what failed, where, and what to do
@@ -67,7 +67,7 @@ class Reward(Protocol):
 
 
 def read_scores(scores: Scores, samples: Sequence[RewardSample], name: str) -> list[Scored]:
-    """What a reward returned for `samples`, as scores; `RewardError` where it did not keep to the interface."""
+    """Return the scores in what a reward returned for `samples`; `RewardError` where it broke the interface."""
     if isinstance(scores, str) or not hasattr(scores, "__len__"):
         raise RewardError(f"reward {name} returned {type(scores).__name__}; return a list, one score a sample")
     if len(scores) != len(samples):

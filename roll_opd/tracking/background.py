@@ -1,8 +1,8 @@
 """A tracker in a thread of its own, so that one that raises, hangs or starts slowly costs the run nothing.
 
-Rows wait in a bounded queue. A call that raises is tried again and then the tracker is dropped; one that does
-not return is told of, and dropped when the queue is full. A tracker is warned of at most twice: once when it is
-slow, and once when it is dropped.
+Rows wait in a bounded queue. A call that raises is made again, and then the tracker is dropped. A call that does not
+return brings a warning, and the tracker is dropped when the queue is full. A tracker brings at most two warnings: one
+when it is slow, and one when it is dropped.
 """
 
 import queue
@@ -19,17 +19,17 @@ FAILURES = (Exception, SystemExit)  # SystemExit too: a library that "exits" wou
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a tracker is waited for, in seconds, and how many steps it may fall behind."""
+    """How long the run waits for a tracker, in seconds, and how many steps may wait for it."""
 
     opening: float = 20.0
-    silence: float = 60.0  # in one call, before it is told of
+    silence: float = 60.0  # in one call, before a warning
     closing: float = 30.0
     retries: tuple[float, ...] = (1.0, 5.0)  # waits before a call that raised is made again
     rows: int = 1000
 
 
 class BackgroundTracker:
-    """Gives rows to the tracker that `make` returns. Nothing here raises or blocks, but `ready` and `join`."""
+    """Passes rows to the tracker that `make` returns. No method raises; only `ready` and `join` block."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], patience: Patience) -> None:
         self._name, self._make, self._patience = name, make, patience
@@ -37,28 +37,28 @@ class BackgroundTracker:
         self._opened = threading.Event()
         self._ended = threading.Event()  # closed or dropped
         self._lock = threading.Lock()
-        self._slow = False  # and told of
+        self._slow = False  # the warning has been printed
         self._busy_since: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     @property
     def works(self) -> bool:
-        """False once it is closed or dropped."""
+        """Whether it is neither closed nor dropped."""
         return not self._ended.is_set()
 
     def ready(self, timeout: float) -> None:
-        """Wait until it is open or has failed to open; say so if that takes longer than `timeout` seconds."""
+        """Wait until it is open or has failed to open; print a warning after `timeout` seconds."""
         if not self._opened.wait(timeout) and self.works:
-            self._tell_slow(f"has not started after {timeout:.0f} s; its steps wait until it does")
+            self._warn_slow(f"has not started after {timeout:.0f} s; its steps wait until it does")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the metrics of `step`."""
+        """Put the metrics of `step` into the queue."""
         if not self.works:
             return
         began = self._busy_since
         if began is not None and time.monotonic() - began > self._patience.silence:
-            self._tell_slow(
+            self._warn_slow(
                 f"has not answered for {self._patience.silence:.0f} s at step {step}; up to {self._patience.rows} steps"
                 " wait for it, then the run goes on without it"
             )
@@ -68,7 +68,7 @@ class BackgroundTracker:
             self._drop(f"does not answer and is dropped at step {step}")
 
     def finish(self) -> None:
-        """Ask it to write what it has and close; `join` waits for that."""
+        """Let it write what is in the queue and close; `join` waits for that."""
         try:
             self._rows.put_nowait(None)
         except queue.Full:
@@ -120,9 +120,9 @@ class BackgroundTracker:
         with self._lock:
             if self.works:
                 self._warn(f"{what}; the run goes on without it, and metrics.jsonl has every step")
-                self._ended.set()  # after the warning: who waits for the end has seen it
+                self._ended.set()  # after the warning, so that it is printed before `join` returns
 
-    def _tell_slow(self, what: str) -> None:
+    def _warn_slow(self, what: str) -> None:
         with self._lock:
             if self.works and not self._slow:
                 self._slow = True

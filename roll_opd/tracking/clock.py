@@ -1,9 +1,8 @@
-"""Where the seconds of a step go, as the driver sees it.
+"""Measure where the seconds of a step go, in the driver's wall time.
 
-Phases are wall time of the driver and exclusive, so that they and "other" sum to the step. One rule settles
-overlaps: at every moment the time belongs to the open phase that was opened first. A teacher that scores
-while samples are still being generated therefore costs only what it takes beyond the generation, and
-generation inside a validation is validation.
+Phases are exclusive, so that they and "other" sum to the step. Where phases overlap, the time belongs to the open phase
+that was opened first: a teacher that computes log-probs while samples are still being generated costs only the time
+beyond the generation, and generation inside a validation is validation.
 """
 
 import threading
@@ -15,9 +14,7 @@ PHASES = ("generate", "teacher", "old_logprobs", "values", "reward", "train", "w
 
 
 class PhaseClock:
-    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and be opened from several
-    threads.
-    """
+    """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and be opened by several threads."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -43,9 +40,7 @@ class PhaseClock:
                 self._open.remove(entry)
 
     def lap(self) -> dict[str, float]:
-        """Seconds by phase since the last lap, with `other` (the rest) and `step` (the whole); starts a new
-        lap.
-        """
+        """Return seconds by phase since the last lap, with `other` (the rest) and `step` (the sum); start a new lap."""
         with self._lock:
             self._settle()
             step = self._settled - self._lap_began
@@ -54,7 +49,7 @@ class PhaseClock:
         return {**seconds, "other": max(0.0, step - sum(seconds.values())), "step": step}
 
     def _settle(self) -> None:
-        """Give the time since the last change to its owner."""
+        """Add the time since the last change to the phase that was opened first."""
         now = self._now()
         if self._open:
             self._seconds[self._open[0][1]] += now - self._settled
@@ -62,5 +57,5 @@ class PhaseClock:
 
 
 def time_metrics(lap: dict[str, float]) -> dict[str, float]:
-    """A lap as metrics: `time/<phase>` and `time/step`, in seconds."""
+    """Return a lap as metrics: `time/<phase>` and `time/step`, in seconds."""
     return {f"time/{name}": seconds for name, seconds in lap.items()}

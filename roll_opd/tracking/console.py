@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: one line a step, and a before/after table at the end.
+"""Print the progress of a run: one line a step, and a before/after table at the end.
 
 Plain text of at most 110 columns and no cursor movement, so that it reads the same in a terminal, a log file
 and CI.
@@ -35,9 +35,7 @@ class Console:
         self._seconds: deque[float] = deque(maxlen=ETA_STEPS)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a finished step (counted from 1); a metric that is absent is left out of the
-        line.
-        """
+        """Print the line of a finished step (counted from 1), without metrics that are absent."""
         self._seconds.append(metrics.get(STEP_SECONDS, 0.0))
         eta = (self._total - step) * sum(self._seconds) / len(self._seconds)
         self.note(progress_line(step, self._total, metrics, eta))
@@ -52,7 +50,7 @@ class Console:
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, float], eta_seconds: float) -> str:
-    """One line for one step, from its metrics; where it is too wide, fewer phases are shown."""
+    """Return the line of one step, from its metrics; where it is too wide, fewer phases are shown."""
     lines = [_line(step, total, metrics, eta_seconds, phases) for phases in range(PHASES_SHOWN, -1, -1)]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1][:WIDTH])
 
@@ -91,7 +89,7 @@ def _phase_split(metrics: Mapping[str, float], seconds: float, count: int) -> st
 
 
 def before_after_table(summary: Mapping[str, Any]) -> str:
-    """The table a run ends with, from the keys of `summary.json`; what was not measured is a dash."""
+    """Return the table a run ends with, from the keys of `summary.json`; what was not measured is a dash."""
     accuracy = (summary["val_accuracy_first"], summary["val_accuracy_last"])
     teacher = summary["teacher_val_accuracy"]
     kl = (summary["reverse_kl_first"], summary["reverse_kl_last"])
@@ -120,7 +118,7 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45s`, `4m12s`, `1h05m`, `2d03h`."""
+    """Return seconds as `45s`, `4m12s`, `1h05m` or `2d03h`."""
     whole = round(max(0.0, seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -133,7 +131,7 @@ def duration(seconds: float) -> str:
 
 
 def _count(value: float) -> str:
-    """A count in at most five characters: 950, 10.2k, 3.4M."""
+    """Return a count in at most five characters: 950, 10.2k, 3.4M."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= scale:
             return f"{value / scale:.1f}{suffix}"

@@ -1,8 +1,8 @@
 """Named numbers of a step: a collector that knows how each is reduced, and the metrics of on-policy
 distillation and of validation. `docs/metrics.md` lists every name.
 
-Names are ROLL's where it has one. Token statistics are over action tokens only, and a sample that no teacher
-scored is in no statistic that speaks of a teacher. Legend: K action tokens of the samples at hand.
+Names are ROLL's where it has one. Token statistics are over action tokens only. Statistics of a teacher leave out
+samples without its log-probs. Legend: K action tokens of the samples at hand.
 """
 
 import math
@@ -55,20 +55,20 @@ class Metrics:
             self.add(name, value)
 
     def reduce(self) -> dict[str, float]:
-        """One number a name, in the order the names first came; names without a value are left out."""
+        """Return one number for each name, in the order of their first `add`; names without a value are left out."""
         joined = {name: np.concatenate(parts) for name, parts in self._values.items()}
         return {name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size}
 
 
 def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Iterable[str]) -> dict[str, float]:
-    """`{prefix/kind: reduction of values}` for each kind; empty where there are no values."""
+    """Return `{prefix/kind: reduction of values}` for each kind; empty where there are no values."""
     array = np.asarray(values, dtype=np.float64)
     return {f"{prefix}/{kind}": REDUCTIONS[kind](array) for kind in kinds} if array.size else {}
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """What one teacher says of one sample; arrays are f64 [K]."""
+    """One sample with the log-probs of one teacher; arrays are f64 [K]."""
 
     teacher: str
     tag: str
@@ -81,7 +81,7 @@ class _Scored:
 
 
 def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """The metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
+    """Return the metrics of a step's samples: distillation, external reward, lengths and train/inference mismatch.
 
     The student's log-probs are `old_logprobs`, or `rollout_logprobs` where those were not recomputed. With
     several teachers every (sample, teacher) pair counts once. Keys whose denominator would be zero are left
@@ -170,9 +170,7 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
-    """How far the inference engine's log-probs are from the training engine's, for the same weights and
-    tokens.
-    """
+    """Return how far the inference and the training engine's log-probs are apart, for the same weights and tokens."""
     gaps = [
         np.abs(_of_actions(item, item.rollout_logprobs, "rollout") - _of_actions(item, item.old_logprobs, "student"))
         for item in experiences
@@ -182,8 +180,9 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
-    """How well `samples` (k) answers a held-out prompt do, over all prompts (`all`) and by tag; samples of a prompt
-    share a `group_id`, and those without a reward do not count.
+    """Return the accuracy of `samples` (k) answers to each held-out prompt, over all prompts (`all`) and by tag.
+
+    Samples of a prompt share a `group_id`; those without a reward do not count.
 
     `val_correct/<tag>/mean` is the mean reward. With k > 1, over prompts with k rewards: `avg@k`, the mean share of
     right answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k: the chance that j of a prompt's answers,
@@ -209,7 +208,7 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
 
 
 def pass_at(draws: int, samples: int, right: int) -> float:
-    """Unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k), with k `draws`, n `samples` and c `right` of them.
+    """Return the unbiased pass@k of one prompt, 1 - C(n-c, k) / C(n, k), with k draws, n samples, c right.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises `ValueError` unless
     1 <= draws <= samples and 0 <= right <= samples.
@@ -220,5 +219,5 @@ def pass_at(draws: int, samples: int, right: int) -> float:
 
 
 def _powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... below `limit`, and `limit`."""
+    """Return 1, 2, 4, ... below `limit`, and `limit`."""
     return [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]

@@ -1,4 +1,4 @@
-"""What a step's rewards were, domain by domain. `docs/metrics.md` lists every name."""
+"""Metrics of a step's rewards, by domain. `docs/metrics.md` lists every name."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ LONGEST_WORD = 40  # characters of a reason in a metric's name
 
 
 def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """`reward/<domain>/...` of the samples that a domain scored or failed on; empty where no domain did."""
+    """Return `reward/<domain>/...` of the samples that a domain scored or failed on; empty where no domain did."""
     domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
     found: dict[str, float] = {}
     for domain in domains:
@@ -25,13 +25,13 @@ def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def scoring_metrics(
     domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int], restarts: int
 ) -> dict[str, float]:
-    """`reward/<domain>/{errors,timeouts}`, and under `time/`, as they depend on the clock, `latency`, `queue` and
+    """Return `reward/<domain>/{errors,timeouts}`, and under `time/` what depends on the clock: `latency`, `queue` and
     `restarts`.
 
     Args:
         errors: attempts that failed, by kind.
-        latencies: seconds from a sample's end to its verdict.
-        queued: samples that wait, whenever that changes.
+        latencies: seconds from a sample's end to its score.
+        queued: numbers of samples that wait, one for each change.
         restarts: workers that were replaced.
     """
     by_word: Counter[str] = Counter()
@@ -48,12 +48,12 @@ def scoring_metrics(
 
 
 def _word(text: str) -> str:
-    """A reason or an error's kind as part of a metric's name."""
+    """Return a reason or an error's kind as part of a metric's name."""
     return re.sub(r"[^\w.-]+", "_", text)[:LONGEST_WORD].strip("_")
 
 
 def _most(counts: Counter[str]) -> dict[str, int]:
-    """The most common, and the others as one: what a worker says is anything, and a metric's name costs a chart."""
+    """Return the most common ones, and the sum of the others: a worker may give any text, and each name is a chart."""
     common = dict(counts.most_common(MOST_WORDS))
     others = counts.total() - sum(common.values())
     return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})

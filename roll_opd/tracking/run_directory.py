@@ -45,8 +45,7 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: str | Path, step: int) -> "RunDirectory":
-        """Reopen a run and cut its `STEP_FILES` back to rows of `step` and earlier; `latest` points at it
-        again.
+        """Reopen a run, cut its `STEP_FILES` back to rows of `step` and earlier, and point `latest` at it.
 
         Raises `FileNotFoundError` where there is no such directory.
         """
@@ -60,7 +59,7 @@ class RunDirectory:
 
     @staticmethod
     def runs(output_dir: str | Path, exp_name: str) -> list[Path]:
-        """The run directories of an experiment, newest first; empty where there are none."""
+        """Return the run directories of an experiment, newest first; empty where there are none."""
         parent = Path(output_dir) / exp_name
         if not parent.is_dir():
             return []
@@ -88,7 +87,7 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of `step` is or will be; nothing is made."""
+        """Return the path of the checkpoint of `step`, which need not exist."""
         return self.checkpoints / f"step_{step}"
 
     def write_config(self, yaml: str) -> None:
@@ -96,7 +95,7 @@ class RunDirectory:
         write_atomic(self.config_file, yaml)
 
     def read_config(self) -> dict[str, Any]:
-        """What `write_config` wrote, as plain data; empty before that."""
+        """Return what `write_config` wrote, as plain data; empty before that."""
         if not self.config_file.exists():
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
@@ -113,7 +112,7 @@ class RunDirectory:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
-                file.truncate(whole)  # else the next row would go on in half a line, and both be lost
+                file.truncate(whole)  # else the next row would join half a line, and both would be lost
                 raise
 
     def _link_latest(self) -> None:
@@ -126,7 +125,7 @@ class RunDirectory:
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON: numpy values become plain ones, NaN and infinity null."""
+    """Return one line of strict JSON: numpy values become plain ones, NaN and infinity null."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -145,9 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file in order; lines that are not whole are left out, a missing file is
-    empty.
-    """
+    """Return the objects of a JSON-lines file, without incomplete lines; none where the file is missing."""
     path = Path(path)
     if not path.exists():
         return []
@@ -170,9 +167,7 @@ def truncate_jsonl(path: Path, step: int) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a run after a kill, finds the old file or the new one and nothing
-    between.
-    """
+    """Write `text` so that a reader, or a run after a kill, finds either the old file or the new one."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
     try:
         with partial.open("w", encoding="utf-8") as file:

@@ -1,14 +1,13 @@
-"""`summary.json`: the few numbers that say whether a run did what it was for.
+"""`summary.json`: the few numbers that say whether a run reached its goal.
 
-Everything but what the caller knows alone is computed from `metrics.jsonl`, so that a run that was resumed
-sums over all of its parts.
+They are computed from `metrics.jsonl`, but for those that only the caller knows, so that they cover all parts of a run
+that was resumed.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -57,13 +56,8 @@ def write_summary(
     return summary
 
 
-def read_summary(path: str | Path) -> dict[str, Any]:
-    """What `write_summary` wrote."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
-
-
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The part of a summary that the rows of `metrics.jsonl` tell; a number that no row has is null."""
+    """Return the part of a summary that follows from the rows of `metrics.jsonl`; None for a number that no row has."""
     accuracies = _column(rows, ACCURACY)
     reverse_kls = _column(rows, REVERSE_KL)
     teacher = _column(rows, TEACHER_ACCURACY)
@@ -85,7 +79,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages a run rests on; null for one that is not installed."""
+    """Return the versions of Python and of the packages that a run uses; None for one that is not installed."""
     found: dict[str, str | None] = {"python": python_version()}
     for name, distributions in PACKAGES.items():
         found[name] = next(filter(None, map(_version, distributions)), None)

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go: `metrics.jsonl` always, and the trackers that the configuration names.
+"""Write the metrics of a step: to `metrics.jsonl` always, and to the trackers that the configuration names.
 
 `metrics.jsonl` is written at once, by the run itself; every other tracker runs in the background.
 """
@@ -34,8 +34,8 @@ class Trackers:
     ) -> "Trackers":
         """Open the trackers in `names`, each with its own of `args`, all at the same time.
 
-        `resume_step` is the last step of a run that goes on. Raises `TrackerError` for a name that means
-        nothing; a tracker that cannot be opened (a disk is full, a service is down) is left out with a warning.
+        `resume_step` is the last step of a run that is resumed. Raises `TrackerError` for an unknown name; a tracker
+        that cannot be opened (a disk is full, a service is down) is left out with a warning.
         """
         patience = patience or Patience()
         factories = {name: find(name) for name in dict.fromkeys(names) if name != JSONL}

@@ -68,7 +68,7 @@ class CodeSandbox:
         self.close = weakref.finalize(self, _close, self._threads, self._pool)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Each sample's score, in order, with what became of its first case that did not pass as the reason."""
+        """Return each sample's score, in order, with what became of its first case that did not pass as the reason."""
         return list(self._threads.map(self._score, samples))
 
     def _score(self, sample: RewardSample) -> Score | Failure:

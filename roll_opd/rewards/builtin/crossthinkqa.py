@@ -60,7 +60,7 @@ class CrossThinkQA:
 
 
 def _judge(sample: RewardSample) -> Score:
-    """1.0 or 0.0, with the part `boxed`: a choice where the ground truth names options, else a short answer."""
+    """Return 1.0 or 0.0, with the part `boxed`: for a choice if the ground truth names options, else a short answer."""
     truth = sample.ground_truth
     if truth is None:
         return Score(None, reason="no ground truth")
@@ -76,7 +76,7 @@ def _judge(sample: RewardSample) -> Score:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Whether two short answers are the same text, or where `gold` has digits or LaTeX the same number or formula."""
+    """Return whether two short answers are the same text, or, where `gold` has digits or LaTeX, the same value."""
     if answers.same_text(answer, gold):
         return True
     if not _MATHEMATICAL.search(gold):

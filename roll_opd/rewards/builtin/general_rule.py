@@ -22,26 +22,26 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)
 
 
 def exact(answer: str, gold: str) -> float:
-    """1.0 where the two are equal."""
+    """Return 1.0 where the two are equal."""
     return float(bool(gold) and answer == gold)
 
 
 def contains(text: str, gold: str) -> float:
-    """1.0 where `gold` stands in `text`, and not within a longer English word or number."""
+    """Return 1.0 where `gold` stands in `text`, and not within a longer English word or number."""
     left = r"(?<![A-Za-z0-9_])" if gold[:1].isascii() else ""
     right = r"(?![A-Za-z0-9_])" if gold[-1:].isascii() else ""
     return float(bool(gold) and re.search(left + re.escape(gold) + right, text) is not None)
 
 
 def f1(answer: str, gold: str) -> float:
-    """The harmonic mean of precision and recall of the words of `answer` (SQuAD, arXiv 1606.05250)."""
+    """Return the harmonic mean of precision and recall of the words of `answer` (SQuAD, arXiv 1606.05250)."""
     answer_words, gold_words = answer.split(), gold.split()
     common = sum((Counter(answer_words) & Counter(gold_words)).values())
     return 2 * common / (len(answer_words) + len(gold_words)) if common else 0.0
 
 
 def said_number(text: str) -> Fraction | None:
-    """The first number (after an equals sign, if any) of the box or the announced answer, else the last of the text."""
+    """Return the first number of the box or announced answer (after its equals sign), else the text's last number."""
     boxed = answers.last_boxed(text)
     for part in answers.announced(text) if boxed is None else (boxed,):
         said = _numbers(part.rpartition("=")[2])
@@ -112,7 +112,7 @@ class GeneralRule:
 
 
 def _by_regex(text: str, pattern: str) -> Score | Failure:
-    """1.0 where the row's own pattern is found in the text."""
+    """Return 1.0 where the row's own pattern is found in the text."""
     try:
         found = matches(compiled("general_rule", "ground_truth", pattern), text, whole=False)
     except RewardError:

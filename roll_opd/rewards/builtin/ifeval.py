@@ -50,19 +50,22 @@ class IFEval:
 
 
 def strict_view(text: str) -> list[str]:
-    """The text as it is; a text of spaces follows nothing."""
+    """Return the text as the only view, or none for a blank text, which follows no instruction."""
     return [text] if text.strip() else []
 
 
 def loose_views(text: str) -> list[str]:
-    """The text, without its first line, last line, or both; each of them also without stars: any may follow."""
+    """Return the text, also without its first line, last line or both, each with and without stars.
+
+    An instruction counts as followed where any of these views follows it.
+    """
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [view for part in parts for view in (part, part.replace("*", "")) if view.strip()]
 
 
 def read_checks(ground_truth: str | None, row: Mapping[str, Any]) -> list[Check]:
-    """A row's instructions as functions of a text; `Unjudgeable` where they cannot all be read."""
+    """Return a row's instructions as functions of a text; `Unjudgeable` where they cannot all be read."""
     if "instruction_id_list" in row:
         return _instructions(row["instruction_id_list"], row.get("kwargs"))
     try:
@@ -88,7 +91,7 @@ def _instructions(names: Any, arguments: Any) -> list[Check]:
 
 
 def _list(value: Any) -> Sequence[Any]:
-    """A list of a row, or of a JSON string in it; empty where it is none."""
+    """Return `value` where it is a list, or the list in a JSON string; else an empty one."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -98,7 +101,7 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[str, Any]) -> Check:
-    """The rule called `name`, its arguments read and bound."""
+    """Return the rule called `name`, its arguments read and bound."""
     if not isinstance(name, str) or not isinstance(given, Mapping):
         raise Unjudgeable("no instruction")
     if name not in table:
@@ -112,7 +115,7 @@ def _bound(table: Mapping[str, Callable[..., bool]], name: Any, given: Mapping[s
 
 
 def _argument(value: Any, kind: Any) -> Any:
-    """`value` as a rule wants it; `ValueError` where it cannot be."""
+    """Return `value` converted to the type that a rule's argument has; `ValueError` where it cannot be."""
     if kind is int and isinstance(value, int | float | str) and not isinstance(value, bool):
         return int(value)
     if kind is str and isinstance(value, str) and value:

@@ -50,15 +50,15 @@ class LengthPenalty:
 
 
 def response_tokens(sample: RewardSample) -> int | None:
-    """Tokens of the response that the student chose; None where only its text is known."""
+    """Return the number of tokens that the student chose; None where only the text is known."""
     return None if sample.experience is None else int(sample.experience.action_mask.sum())
 
 
 def overlong(tokens: int, max_tokens: float, cache_tokens: float) -> float:
-    """DAPO's soft overlong punishment, from 0 down to -1."""
+    """Return DAPO's soft overlong punishment, from 0 down to -1."""
     return max(-1.0, min(0.0, (max_tokens - cache_tokens - tokens) / cache_tokens))
 
 
 def shortness(tokens: int) -> float:
-    """ROLL's term for short answers: -0.5 up to 100 tokens, rising to 0 at 400."""
+    """Return ROLL's term for short answers: -0.5 up to 100 tokens, rising to 0 at 400."""
     return SHORT_VALUE * max(0.0, min(1.0, (LONG_ENOUGH - tokens) / (LONG_ENOUGH - SHORT)))

@@ -84,10 +84,10 @@ class LLMJudge:
                 _key(judge_api_key, api_key_env),
                 Limits(request_seconds, retry_seconds, concurrency, requests_per_minute),
             )
-        self._complete = complete
+        self._complete: Any = complete  # None where arguments are checked before the engine is there
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """A score or a failure for each sample, all asked at once."""
+        """Return a score or a failure for each sample, all asked at once."""
         return list(await asyncio.gather(*map(self._score, samples)))
 
     async def _score(self, sample: RewardSample) -> Scored:
@@ -158,7 +158,7 @@ def _reader(
     low: float | None,
     high: float | None,
 ) -> ReadVerdict:
-    """How the verdict is read: as the prompt asks for it, where the configuration does not say otherwise."""
+    """Return the function that reads the verdict: as the prompt asks for it, or as the configuration says."""
     low, high = (prompt.min_score if low is None else low), (prompt.max_score if high is None else high)
     if not low < high:
         raise RewardError(f"min_score {low!r} is not below max_score {high!r}; write the judge's own range")
@@ -175,7 +175,7 @@ def _reader(
 
 
 def _key(written: str, variable: str | None) -> str:
-    """The key that is written, or that of the environment; empty where there is none."""
+    """Return the API key in the configuration, else in the environment; empty where there is none."""
     if written:
         return written.strip()
     if variable is not None and not os.environ.get(variable):

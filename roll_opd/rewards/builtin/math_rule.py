@@ -28,7 +28,7 @@ class MathRule:
         self._timeout = timeout
 
     def score(self, samples: Sequence[RewardSample]) -> list[Score | Failure]:
-        """Reasons: right, wrong, no answer, timeout, crash, no ground truth."""
+        """Return a score each; reasons are right, wrong, no answer, timeout, crash and no ground truth."""
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> Score | Failure:
@@ -48,9 +48,9 @@ class MathRule:
 
 
 def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | None:
-    """Whether the final answer of `response` equals `ground_truth`; None where it has no final answer.
+    """Return whether the final answer of `response` equals `ground_truth`; None where it has no final answer.
 
-    Raises `TimedOut`, `Crashed` or `Busy` where it could not be found out.
+    Raises `TimedOut`, `Crashed` or `Busy` where the comparison did not end.
     """
     gold = boxed(ground_truth) or ground_truth
     answer = final_answer(response, numeric=number_in(gold) is not None)

@@ -20,7 +20,7 @@ class MultipleChoice:
 
 
 def choice_score(sample: RewardSample, require_boxed: bool = False) -> Score:
-    """The score of one sample; no value where its ground truth names no option."""
+    """Return the score of one sample; it has no value where the ground truth names no option."""
     options = options_of(sample.extra)
     right = None if sample.ground_truth is None else right_choices(sample.ground_truth, options)
     if right is None:

@@ -1,4 +1,4 @@
-"""A reward that somebody else computes: batches of samples to an HTTP endpoint, rewards back."""
+"""A reward that a server of the user's own computes: batches of samples to an HTTP endpoint, rewards back."""
 
 import math
 from collections import Counter
@@ -32,14 +32,14 @@ class Remote:
         concurrency: int = 16,
         requests_per_minute: float | None = None,
     ) -> None:
-        """The keys of docs/rewards/remote.md."""
+        """Take the keys of docs/rewards/remote.md."""
         if not url:
             raise RewardError("remote needs url, such as http://host:8000/score; write it")
         limits = Limits(request_seconds, retry_seconds, concurrency, requests_per_minute)
         self._endpoint = Endpoint(url, headers or {}, limits, ADVICE)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
-        """One request for all samples; its failed attempts are counted with the first of them."""
+        """Score all samples with one request; its failed attempts are counted with the first sample."""
         if not samples:
             return []
         errors: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Remote:
 
 
 def as_json(sample: RewardSample) -> dict[str, Any]:
-    """What the endpoint is told of a sample."""
+    """Return what the request holds about a sample."""
     return {
         "id": sample.id,
         "prompt": sample.prompt,
@@ -65,7 +65,7 @@ def as_json(sample: RewardSample) -> dict[str, Any]:
 
 
 def read_rewards(answer: Any, count: int) -> list[Score]:
-    """`{"rewards": [...]}`, or the list alone, as `count` scores; ValueError says what is wrong with it."""
+    """Return `count` scores from `{"rewards": [...]}`, or from the list alone; ValueError says what is wrong."""
     rewards = answer.get("rewards") if isinstance(answer, dict) else answer
     if not isinstance(rewards, list):
         raise ValueError("no list of rewards")
@@ -75,7 +75,7 @@ def read_rewards(answer: Any, count: int) -> list[Score]:
 
 
 def _score(reward: Any) -> Score:
-    """A number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}."""
+    """Read a number, null, or {"reward": number or null, "parts": {name: number}, "reason": text}."""
     if not isinstance(reward, dict):
         return Score(None if reward is None else _number(reward))
     value, parts, reason = reward.get("reward"), reward.get("parts") or {}, reward.get("reason") or ""

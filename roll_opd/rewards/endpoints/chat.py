@@ -37,7 +37,7 @@ class ChatEndpoint:
 
 
 def chat_url(url: str) -> str:
-    """`http://host`, `http://host/v1` or the whole `http://host/v1/chat/completions` -> the last."""
+    """Return `http://host/v1/chat/completions` for `http://host`, `http://host/v1` or all of it."""
     import httpx
 
     try:
@@ -53,7 +53,7 @@ def chat_url(url: str) -> str:
 
 
 def read_completion(answer: Any) -> str:
-    """The text of a chat completion, empty where the model wrote none; ValueError for anything else."""
+    """Return the text of a chat completion, empty where the model wrote none; ValueError for anything else."""
     try:
         content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

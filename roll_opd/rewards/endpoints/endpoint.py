@@ -1,9 +1,8 @@
 """JSON over HTTP to one URL that may be slow, refuse, break off or be away for a while.
 
-What may pass (429, 5xx, time-outs, lost connections, answers that cannot be read) is tried again for as long as an
-outage may last, and each attempt that failed is counted; what only the user can mend (401, 404) is given up at once.
-While nothing but failures comes back the endpoint is down: one request at a time then asks whether it is there again,
-and all others wait for that.
+Failures that may pass (429, 5xx, time-outs, lost connections, unreadable answers) are retried for `retry_seconds`, and
+each failed attempt is counted; failures that only the user can repair (401, 404) end the request at once. After several
+failures in a row the endpoint counts as down: one request at a time then tries again, and all others wait for it.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is asked of an endpoint, and how long it is borne with. `RewardError` names a wrong one."""
+    """How many requests an endpoint gets, and how long it may fail. `RewardError` names a wrong value."""
 
     request_seconds: float = 120  # for one request, from its first byte to the answer's last
     retry_seconds: float = 300  # for which a request, or the endpoint as a whole, may go on failing
@@ -133,7 +132,7 @@ class Endpoint:
         return self._failures >= DOWN_AFTER
 
     def _note(self, failed: _Failed | None, now: float) -> None:
-        """Keep account of the endpoint as a whole."""
+        """Count failures in a row over all requests, and warn when the endpoint goes down or is back."""
         if failed is None or not failed.again:
             if self._down:
                 _log.warning("%s answers again after %.0f s", self.shown_url, now - self._failing_since)
@@ -149,7 +148,7 @@ class Endpoint:
         self._resume_at = max(self._resume_at, now + max(pause, failed.pause))
 
     def _down_for(self, arrived: float, now: float) -> float:
-        """Seconds of the outage that a request which `arrived` then has waited through; 0 where there is none."""
+        """Return how long a request that came in at `arrived` has waited in an outage, in seconds; 0 without one."""
         return now - max(arrived, self._failing_since) if self._down else 0.0
 
     async def _attempt(self, content: bytes, read: Callable[[Any], Answer], arrived: float) -> Answer:
@@ -164,7 +163,7 @@ class Endpoint:
             return await self._post(content, read)
 
     def _refuse_if_lost(self, arrived: float) -> None:
-        """One that has waited through the whole of `retry_seconds` need not find out for itself."""
+        """Give up without another attempt where the request has waited for all of `retry_seconds` already."""
         waited = self._down_for(arrived, time.monotonic())
         if waited >= self._limits.retry_seconds:
             raise GaveUp(
@@ -216,12 +215,12 @@ class Endpoint:
 
 
 def _delay(failing_for: float) -> float:
-    """About as long again as it has been failing: exponential, with jitter so that requests do not march in step."""
+    """Return seconds to wait: as long as it has failed so far (exponential), with jitter to spread the requests."""
     return random.uniform(0.5, 1.0) * min(max(failing_for, FIRST_DELAY), LONGEST_DELAY)
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """Seconds that the server asks to be left alone, 0 where it asks for nothing; it writes a number or a date."""
+    """Return the seconds of the server's Retry-After header, a number or a date; 0 without one."""
     text = response.headers.get("Retry-After", "").strip()
     seconds = 0.0
     with contextlib.suppress(ValueError, TypeError, OverflowError):

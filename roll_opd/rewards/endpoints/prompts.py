@@ -104,7 +104,7 @@ def check_template(template: str, where: str) -> None:
 
 
 def filled(template: str, sample: RewardSample) -> str | None:
-    """The question about `sample`; None where it lacks what the template names (a ground truth, a row's key)."""
+    """Return the question about `sample`; None where it lacks what the template names (a ground truth, a row's key)."""
     values = {place: _value(place, sample) for place in set(_PLACE.findall(template))}
     if None in values.values():
         return None

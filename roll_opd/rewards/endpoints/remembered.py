@@ -26,7 +26,7 @@ class Remembered(Generic[Answer]):
         self._asked: dict[str, _Asked[Answer]] = {}
 
     async def get(self, question: str, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """The answer to `question`, from `ask()` where it is not known. What that raises all who wait for it get."""
+        """Return the answer to `question`, from `ask()` if it is not known; all who wait get what that raises."""
         if not self._size:
             return await ask()
         if question in self._known:

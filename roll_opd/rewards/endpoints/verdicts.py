@@ -62,7 +62,7 @@ def by_json(keys: Sequence[str], low: float, high: float) -> ReadVerdict:
 
 
 def _said(text: str) -> str:
-    """What follows the thoughts of a judge that thinks; nothing where it was cut off in them."""
+    """Return the text after the judge's thinking; nothing where the text ends within it."""
     _, end, said = text.rpartition("</think>")
     if not end and "<think>" in said:
         return ""
@@ -70,7 +70,7 @@ def _said(text: str) -> str:
 
 
 def _scaled(written: Any, low: float, high: float) -> float | None:
-    """`written` from low..high to 0..1; None where it is no number between them and no word of `WORDS`."""
+    """Return `written` from low..high to 0..1; None where it is no number between them and no word of `WORDS`."""
     if isinstance(written, str):
         written = WORDS.get(written.strip().lower(), written)
     if isinstance(written, bool):
@@ -85,7 +85,7 @@ def _scaled(written: Any, low: float, high: float) -> float | None:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, in order; what stands inside of one is not looked at on its own."""
+    """Yield the JSON objects in a text, in order; not those inside of another one."""
     decoder = json.JSONDecoder()
     position = text.find("{")
     while position >= 0:

@@ -14,7 +14,7 @@ _LOADING = threading.Lock()
 
 
 def is_language(text: str, language: str) -> bool:
-    """Return whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False where nothing can be told."""
+    """Return whether `text` is in `language` (ISO 639-1, "zh" for each Chinese script); False where it cannot tell."""
     with _LOADING:
         detector_factory.init_factory()
     factory: Any = detector_factory._factory  # set by `init_factory`

@@ -40,7 +40,7 @@ def no_forbidden_words(text: str, forbidden_words: list[str]) -> bool:
 
 
 def count_word(text: str, word: str) -> int:
-    """How often `word` stands in `text` on its own, whatever its case."""
+    """Return how often `word` stands in `text` on its own, whatever its case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.lower())}(?!\w)", text.lower()))
 
 

@@ -4,6 +4,7 @@ Nothing here limits its own time: it runs in `processes`.
 """
 
 import re
+from typing import cast
 
 from latex2sympy2_extended.latex2sympy2 import (
     ConversionConfig,
@@ -12,9 +13,10 @@ from latex2sympy2_extended.latex2sympy2 import (
     normalize_latex,
 )
 from math_verify import verify
-from sympy import Basic, Derivative, EmptySet, FiniteSet, I, Intersection, Interval, N, Reals, Set, Union, simplify
+from sympy import Basic, Derivative, EmptySet, Expr, FiniteSet, I, Intersection, Interval, N, Reals, Set, Union
 from sympy.logic.boolalg import Boolean
 from sympy.matrices import MatrixBase
+from sympy.simplify.simplify import simplify
 
 from roll_opd.rewards.mathematics.structure import brackets_inside, split_outside
 
@@ -29,7 +31,7 @@ _CUP, _CAP = re.compile(r"\\cup(?![A-Za-z])"), re.compile(r"\\cap(?![A-Za-z])")
 
 
 def same_expression(gold: str, answer: str) -> bool:
-    """Whether two expressions, equations or matrices are the same."""
+    """Return whether two expressions, equations or matrices are the same."""
     golds, answers = _read(gold), _read(answer)
     if isinstance(golds, Set) != isinstance(answers, Set):
         return False
@@ -43,7 +45,7 @@ def same_expression(gold: str, answer: str) -> bool:
 
 
 def same_set(gold: str, answer: str) -> bool:
-    """Whether two sets of numbers, written as intervals, inequalities and unions of them, are the same."""
+    """Return whether two sets of numbers, written as intervals, inequalities and unions of them, are the same."""
     golds, answers = _set(gold), _set(answer)
     if golds is None or answers is None:
         return same_expression(gold, answer)
@@ -73,7 +75,7 @@ def _read(text: str) -> Basic | MatrixBase:
 
 
 def _apart(gold: Basic, answer: Basic) -> bool | None:
-    """Whether two numbers differ; None where either is no number, or they are too close to say."""
+    """Return whether two numbers differ; None where either is no number, or they are too close to say."""
     if gold.free_symbols or answer.free_symbols:
         return None
     exact = gold.doit(), answer.doit()
@@ -113,7 +115,7 @@ def _set(text: str) -> Set | None:
     if inside is not None and text.startswith(("\\{", "{")):
         return FiniteSet(*map(_read, ends))
     if len(ends) == 2:
-        low, high = map(_read, ends)
+        low, high = (cast(Expr, _read(end)) for end in ends)  # of anything else there is no interval
         left_open, right_open = text[0] == "(", text[-1] == ")"
         if bool(low > high) or (low.is_infinite and not left_open) or (high.is_infinite and not right_open):
             raise ValueError(f"{text} is no interval")

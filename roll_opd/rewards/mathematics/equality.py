@@ -43,7 +43,7 @@ class Algebra(Protocol):
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of a plain text that is an integer, a decimal or a quotient of two; None for others."""
+    """Return the exact value of a plain text that is an integer, a decimal or a quotient of two; None for others."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
@@ -58,14 +58,14 @@ def as_number(text: str) -> Fraction | None:
 
 
 def number_in(text: str) -> Fraction | None:
-    """The number of an answer that is one, as people write it: with a unit, thousands commas or a percent sign."""
+    """Return the number in an answer written as people do: with a unit, thousands commas or a percent sign."""
     if len(text) > MAX_EXPRESSION:
         return None
     return as_number(split_unit(plain(text))[0].rstrip("%"))
 
 
 def same_answer(gold: str, answer: str, algebra: Algebra) -> bool:
-    """Whether `answer` is `gold`; both as people write them."""
+    """Return whether `answer` is `gold`; both as people write them."""
     gold, answer = plain(gold), plain(answer)
     if not gold or not answer:
         return False
@@ -116,7 +116,7 @@ def _same(gold: str, answer: str, algebra: Algebra) -> bool:
 
 
 def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra) -> bool:
-    """Whether each of either is in the other: order and repetition do not count."""
+    """Return whether each of either is in the other: order and repetition do not count."""
     same = [[_same_single(gold, answer, algebra) for answer in answers] for gold in golds]
     return all(map(any, same)) and all(map(any, zip(*same, strict=True)))
 
@@ -206,7 +206,7 @@ def _value(sides: Sequence[str]) -> str:
 
 
 def _is_of_sets(text: str) -> bool:
-    """Whether it is a union, an intersection or a difference."""
+    """Return whether it is a union, an intersection or a difference."""
     return len(split_outside(text, _OF_SETS)) > 1
 
 
@@ -215,7 +215,7 @@ def _in_braces(text: str) -> bool:
 
 
 def _is_set(members: Sequence[str]) -> bool:
-    """Whether these are intervals, inequalities and their unions."""
+    """Return whether these are intervals, inequalities and their unions."""
     return all(
         _is_of_sets(part)
         or _RELATION.search(part)

@@ -44,7 +44,7 @@ _END = re.compile(r"</?\w|<\||\n|\.\s+[A-Z]|\.?\**\s*$|,?\s+(?:because|since|as|
 
 
 def final_answer(text: str, numeric: bool = True) -> str | None:
-    """The final answer of `text`, None where it has none; `numeric`: a number is sought."""
+    """Return the final answer of `text`, None where it has none; `numeric`: a number is sought."""
     text = text[-MAX_TEXT:]
     _, thought, text = text.rpartition("</think>")
     if not thought and "<think>" in text:  # cut off while it was thinking
@@ -59,7 +59,7 @@ def final_answer(text: str, numeric: bool = True) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """The inside of the last box, joined to the boxes before it that it is in one list with."""
+    """Return the inside of the last box, joined to the boxes before it that it is in one list with."""
     inside: list[str] = []
     following = len(text)  # where the box after this one begins
     for box in reversed(list(_BOX.finditer(text))):
@@ -72,7 +72,7 @@ def boxed(text: str) -> str | None:
 
 
 def _end_of_group(text: str, begin: int) -> int | None:
-    """Where the braces that open at `begin` have closed, or the end of a word without braces; None: they do not."""
+    """Return the end of the braces that open at `begin`, or of a word without braces; None where they stay open."""
     if begin >= len(text):
         return None
     if text[begin] != "{":

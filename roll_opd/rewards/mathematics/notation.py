@@ -108,7 +108,7 @@ _MILLIONS = re.compile(rf"(?<=[\d}}])\s*({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])
 
 
 def plain(text: str) -> str:
-    """`text` without what does not change its meaning: wrappers, spaces, synonyms, thousands separators."""
+    """Return `text` without what does not change its meaning: wrappers, spaces, synonyms, thousands separators."""
     if _BARE.fullmatch(text):  # as most answers are
         return text
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
@@ -130,7 +130,7 @@ def plain(text: str) -> str:
 
 
 def exact(text: str) -> str:
-    """A plain text with its decimals, mixed and repeating numbers as fractions in LaTeX."""
+    """Return a plain text with its decimals, mixed and repeating numbers as fractions in LaTeX."""
     text = _REPEATING.sub(lambda found: _latex(_repeating(*found.groups())), text)
     text = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", text)
     text = _MIXED.sub(_mixed, text)

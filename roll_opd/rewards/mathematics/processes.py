@@ -82,7 +82,7 @@ class _Process:
             )
 
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> str | None:
-        """The reply; empty where the process has ended; None, and the process is ended, where time ran out."""
+        """Return the reply; empty where the process has ended; None, and the process is ended, where time ran out."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps([question, gold, answer, seconds]).encode() + b"\n")
@@ -122,7 +122,7 @@ class Pool:
         threading.Thread(target=self._add, daemon=True).start()
 
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """The reply, and the seconds that it took.
+        """Return the reply, and the seconds that it took.
 
         The first question's time begins with the start of the first process, so that it too is over in time; half of
         it is left for the question.
@@ -174,7 +174,7 @@ class Pool:
 
 
 def _serve() -> None:
-    """A process's whole life: read a question, answer `true` or `false`."""
+    """Return a process's whole life: read a question, answer `true` or `false`."""
     import resource
     import signal
 

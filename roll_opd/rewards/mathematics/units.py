@@ -81,7 +81,7 @@ class Unit:
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """An answer's value and its unit; the unit is None where there is none, or one that says nothing."""
+    """Return an answer's value and its unit; the unit is None where there is none, or one that says nothing."""
     prefix = _PREFIX.match(text)
     if prefix:  # "$3 per hour" is "3 $ per hour"
         value = prefix[1] + text[prefix.end() :]
@@ -100,7 +100,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _can_have(value: str, written: str, unit: Unit, apart: bool) -> bool:
-    """Whether what is `written` after a value is its unit, and not the rest of a formula."""
+    """Return whether what is `written` after a value is its unit, and not the rest of a formula."""
     if written.startswith(("$", "\\$", "€", "£")):
         return True
     if written.startswith("^\\circ"):

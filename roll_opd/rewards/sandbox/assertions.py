@@ -1,4 +1,4 @@
-"""Takes the expected values out of assertion code, so that a program never meets what it has to produce.
+"""Take the expected values out of assertion code, so that a program never sees what it has to produce.
 
 `assert f(1) == [2]` becomes `_seen(0, f(1))` inside, and `[2]` stays outside, where what was seen is compared. That
 works for comparisons of anything with a literal, anywhere in the code: in a `test_` or `check` function, joined by
@@ -60,7 +60,7 @@ class Check:
     expected: tuple[Expectation, ...]
 
     def passes(self, seen: Any) -> bool:
-        """`seen`: pairs of an expectation's number and a value as the supervisor writes it; untrusted."""
+        """Return whether `seen` (untrusted pairs of an expectation's number and a written value) is as expected."""
         reached = set()
         for pair in seen if isinstance(seen, list) else ():
             if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
@@ -75,14 +75,14 @@ class Check:
 
 
 def hide_expected(code: str) -> Check:
-    """Raises SyntaxError for code that is not Python."""
+    """Return assertion code without its expected values, and these apart. SyntaxError where it is not Python."""
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
     return Check(ast.unparse(tree), tuple(hider.expected))
 
 
 def _has_members(node: ast.expr) -> bool:
-    """Whether what is looped over is surely not empty: a literal, a range of literals, or these numbered or zipped."""
+    """Return whether a loop surely has members: a literal, a range of literals, or these numbered or zipped."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in ("enumerate", "zip", "reversed", "sorted"):
             return bool(node.args) and all(map(_has_members, node.args))

@@ -42,7 +42,7 @@ PRIVATE = ("cmdline", "config.gz", "key-users", "keys", "locks", "sched_debug", 
 
 
 def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) -> list[str]:
-    """`packages`: files and directories that programs may import. `SandboxError` where there is no bubblewrap."""
+    """Return the command; `packages` are files and directories to import. `SandboxError` if bubblewrap is missing."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(f"code_sandbox: bubblewrap (bwrap) is not installed; {HOW_TO_GET_IT}")
@@ -66,13 +66,13 @@ def isolated_command(limits: Limits, packages: Sequence[Path], seccomp_fd: int) 
 
 
 def bare_command(directory: str, packages: Sequence[Path]) -> list[str]:
-    """The same supervisor without any wall, at work in `directory`."""
+    """Return the command for the same supervisor without any isolation, with `directory` to work in."""
     folders = dict.fromkeys(str(path.parent) for path in packages)
     return [sys.executable, *FLAGS, "-c", START, str(INSIDE.parent), directory, *folders]
 
 
 def _masked_proc() -> Iterator[str]:
-    """What of /proc is about the whole machine and no program's business. Where the worker is root, the sandbox's user
+    """Yield options that hide the files of /proc about the whole machine. Where the worker is root, the sandbox's user
     is root to /proc as well, although without any capability: it must find nothing there that is for root only.
     """
     for entry in sorted(os.scandir("/proc"), key=lambda entry: entry.name):
@@ -86,7 +86,7 @@ def _masked_proc() -> Iterator[str]:
 
 
 def _root() -> Iterator[str]:
-    """The files that an interpreter needs, under /python, where any installation finds its own library."""
+    """Yield options for the files that an interpreter needs, under /python, where it finds its own library."""
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     yield from ("--ro-bind", "/usr/lib", "/usr/lib")

@@ -9,7 +9,7 @@ from roll_opd.rewards.sandbox.assertions import Check, Expectation
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> Check:
-    """`wrapped`: the answer is a list of the answer. Raises ValueError for arguments that cannot be written as code."""
+    """Return the check of one call. `wrapped`: the answer may stand in a list of one. ValueError for odd arguments."""
     wanted = plain(answer)
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
     written = ", ".join(repr(plain(argument)) for argument in arguments)
@@ -18,14 +18,14 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
 
 
 def is_wrapped(answers: Sequence[Any]) -> bool:
-    """Whether a row has every answer in a list of one, as APPS does. With other lists of one in it, a row would have
-    some answer that is no such list.
+    """Return whether every answer of a row is a list of one, as in APPS. Where such lists were the answers themselves,
+    some answer of the row would be no such list.
     """
     return all(isinstance(answer, tuple | list) and len(answer) == 1 for answer in answers)
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it, so that tuples are lists and the keys of mappings are texts. ValueError for others."""
+    """Return `value` as JSON has it: tuples as lists, keys as texts. ValueError for what JSON does not have."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -35,8 +35,8 @@ class Case:
 
 
 def read_cases(row: Mapping[str, Any], response: str = "") -> tuple[Case, ...]:
-    """The cases under a row's `test_cases` (or `input_output`, as APPS has it): a list, or a JSON string of one.
-    Raises `BadCases`.
+    """Return the cases in a row's `test_cases` (or APPS's `input_output`), a list or a JSON string of one; raises
+    `BadCases`.
     """
     written = row.get("test_cases")
     if written is None:
@@ -64,7 +64,7 @@ def needs_program(cases: Sequence[Case]) -> bool:
 
 
 def _function(row: Mapping[str, Any]) -> str:
-    """The function that cases of input and output call, "" where there is none: they run the program."""
+    """Return the function that cases of input and output call, "" where there is none: they run the program."""
     name = row.get("fn_name") or row.get("test_case_function")
     if name in (None, "", "None"):
         return ""
@@ -75,7 +75,7 @@ def _function(row: Mapping[str, Any]) -> str:
 
 
 def _pairs(written: Mapping[str, Any]) -> Any:
-    """{"inputs": [...], "outputs": [...]} as a list of cases."""
+    """Return {"inputs": [...], "outputs": [...]} as a list of cases."""
     inputs, outputs = written.get("inputs"), written.get("outputs")
     if inputs is None and outputs is None:
         return [written]
@@ -150,13 +150,13 @@ def _check(code: str, item: Mapping[str, Any], row: Mapping[str, Any]) -> Check:
 
 
 def _uncalled_test(tree: ast.Module) -> str | None:
-    """A class of tests, or a coroutine, that the code defines and does not use: any program would pass it."""
+    """Return the name of a test class or coroutine that the code defines and never uses: any program would pass it."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
-        is_test = isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test_")
-        if isinstance(node, ast.ClassDef):
-            is_test = any(getattr(item, "name", "").startswith("test_") for item in node.body)
-        if is_test and node.name not in used:
+        if not isinstance(node, ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        named = node.body if isinstance(node, ast.ClassDef) else [node]
+        if node.name not in used and any(getattr(item, "name", "").startswith("test_") for item in named):
             return node.name
     return None
 

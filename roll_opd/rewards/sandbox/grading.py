@@ -1,4 +1,4 @@
-"""The verdict on one case, made outside from what the sandbox gave back."""
+"""Grade one case, outside the sandbox, from what the sandbox gave back."""
 
 import re
 
@@ -22,8 +22,8 @@ _XCPU, _KILL = -24, -9
 _NUMBER = re.compile(r"(-?[0-9]+)(?:\.([0-9]*))?")
 
 
-def judge(case: Case, outcome: Outcome) -> str:
-    """One of the reasons above."""
+def grade(case: Case, outcome: Outcome) -> str:
+    """Return how a case ended: one of the reasons above."""
     if outcome.exit_code is None:
         return outcome.ended if outcome.ended in (TIME, MEMORY, OUTPUT, PROCESSES, DISK) else REFUSED
     report = read_report(outcome.report)
@@ -47,8 +47,9 @@ def _failure(exit_code: int, error: object) -> str:
 
 
 def same_output(output: bytes, expected: str) -> bool:
-    """Whether the lines are the same words, or numbers of the same value; spaces around and between them and empty
-    lines at both ends do not count.
+    """Return whether the lines are the same words, or numbers of the same value.
+
+    Spaces around and between words and empty lines at both ends do not count.
     """
     lines = output.decode("utf-8", "replace").strip().split("\n")
     wanted = expected.strip().split("\n")

@@ -11,7 +11,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def files_of_packages(names: Sequence[str]) -> tuple[Path, ...]:
-    """The files and directories beside each other in site-packages that `names`, as pip knows them, consist of, with
+    """Return the files and directories in site-packages that the packages `names` (as pip knows them) consist of, with
     those that they require. Raises `RewardError` for one that is not installed here.
     """
     found: dict[str, Path] = {}

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roll_opd.rewards.sandbox.cases import Case
-from roll_opd.rewards.sandbox.grading import NOT_RUN, PASSED, REFUSED, TIME, judge
+from roll_opd.rewards.sandbox.grading import NOT_RUN, PASSED, REFUSED, TIME, grade
 from roll_opd.rewards.sandbox.process import Sandbox
 from roll_opd.rewards.sandbox.settings import Limits, SandboxError
 
@@ -19,7 +19,7 @@ class Pool:
     """`size` sandboxes ready at any time. `run` may be called from any thread."""
 
     def __init__(self, limits: Limits, size: int, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Returns when a first program has run; raises `SandboxError` where none can."""
+        """Start the sandboxes, and wait until a first program has run; raises `SandboxError` where none can."""
         self._limits, self._size, self._unsafe, self._packages = limits, size, unsafe, packages
         self._ready: queue.Queue[Sandbox | SandboxError] = queue.Queue()
         self._wanted: queue.Queue[bool] = queue.Queue()
@@ -34,9 +34,9 @@ class Pool:
             raise
 
     def run(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
-        """A reason for each case. Unless `all_cases`, the first failure ends the program; a time limit always does.
+        """Return how each case ended. Unless `all_cases`, the first failure ends the program; a time limit always does.
 
-        `REFUSED` where this program breaks its sandbox, and another does not; `SandboxError` where others do too.
+        `REFUSED` where only this program breaks its sandbox; raises `SandboxError` where others break theirs, too.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -69,7 +69,7 @@ class Pool:
             for case in cases:
                 check = None if case.check is None else case.check.code
                 outcome = sandbox.run(case.program(program), case.stdin, check)
-                reasons.append(REFUSED if outcome is None else judge(case, outcome))
+                reasons.append(REFUSED if outcome is None else grade(case, outcome))
                 if reasons[-1] in (TIME, REFUSED) or (reasons[-1] != PASSED and not all_cases):
                     break
         finally:
@@ -77,7 +77,7 @@ class Pool:
         return reasons + [NOT_RUN] * (len(cases) - len(reasons))
 
     def _take_ready(self) -> Sandbox:
-        """Those that were killed while they waited are nobody's fault; the one after them has to start."""
+        """Take a sandbox; skip those that died while they waited, unless all have."""
         for _ in range(self._size):
             with suppress(SandboxError):
                 return self._take()
@@ -96,7 +96,7 @@ class Pool:
         return sandbox
 
     def _keep(self) -> None:
-        """The one thread that starts sandboxes, because the kernel ends them with the thread that did."""
+        """Start sandboxes, all in this one thread: the kernel ends a sandbox with the thread that started it."""
         while self._wanted.get():
             try:
                 self._ready.put(Sandbox(self._limits, self._unsafe, self._packages))

@@ -28,7 +28,7 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case left: nothing in it is to be trusted but `ended` and `exit_code`."""
+    """What one case left. Only `ended` and `exit_code` can be trusted; the program may have written all else."""
 
     ended: str  # "ended", or the limit that was broken
     exit_code: int | None  # negative: the signal; None: it was killed for breaking a limit
@@ -40,8 +40,8 @@ class Sandbox:
     """A supervisor that starts. It serves one program, then `close` ends everything in it."""
 
     def __init__(self, limits: Limits, unsafe: bool = False, packages: Sequence[Path] = ()) -> None:
-        """Raises `SandboxError` where there is none to start. The thread that makes it must outlive it: the kernel ends
-        the sandbox with that thread, which is how nothing stays when the worker is killed.
+        """Start it; raises `SandboxError` where that fails. The thread that makes it must outlive it: the kernel ends
+        the sandbox with that thread, so that nothing is left when the worker is killed.
         """
         self._limits = limits
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -56,7 +56,7 @@ class Sandbox:
         os.set_blocking(self._requests, False)
 
     def wait_until_ready(self) -> None:
-        """Before the first `run`. Raises `SandboxError` where it did not start."""
+        """Wait until it can `run`. Raises `SandboxError` where it did not start."""
         if self._frame(time.monotonic() + START_SECONDS) != READY or self._process.poll() is not None:
             self._errors.seek(0)
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"

@@ -8,12 +8,12 @@ _THOUGHT = "</think>"
 
 
 def answer_of(response: str) -> str:
-    """What follows the thinking."""
+    """Return what follows the thinking."""
     return response.rpartition(_SOLUTION)[2].rpartition(_THOUGHT)[2]
 
 
 def program_of(response: str) -> str | None:
-    """The last fenced Python block of the answer; None where there is none, or an empty one."""
+    """Return the last fenced Python block of the answer; None where there is none, or an empty one."""
     last = None
     for language, code in _blocks(answer_of(response)):
         if language in _PYTHON:
@@ -22,9 +22,9 @@ def program_of(response: str) -> str | None:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(language in lower case, code) of each block between two lines that start with a fence.
+    """Yield (language in lower case, code) of each block between two lines that start with a fence.
 
-    By lines, in time linear in the text: a regular expression would go back and forth over what a model wrote.
+    It goes by lines, in time linear in the text; a regular expression could go back and forth over it.
     """
     language: str | None = None
     code: list[str] = []

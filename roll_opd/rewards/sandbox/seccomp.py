@@ -109,7 +109,7 @@ Step = tuple[int, int, "str | int", "str | int"]  # code, k, where to jump if tr
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """The filter for a machine such as `x86_64`; None is this one. Raises KeyError for others than ARCHITECTURES."""
+    """Return the filter for a machine such as `x86_64`; None is this one. KeyError for others than ARCHITECTURES."""
     column, arch = ARCHITECTURES[machine or platform.machine()]
     steps: list[Step] = [
         (_LOAD, _ARCH, 0, 0),

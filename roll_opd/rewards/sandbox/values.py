@@ -15,7 +15,7 @@ class Unreadable(ValueError):
 
 
 def read_report(report: bytes) -> dict[str, Any]:
-    """The object in a report, {} where there is none."""
+    """Return the object in a report, {} where there is none."""
     try:
         found = json.loads(report)
     except (ValueError, RecursionError):
@@ -24,7 +24,7 @@ def read_report(report: bytes) -> dict[str, Any]:
 
 
 def read_value(written: Any) -> Any:
-    """Raises `Unreadable`."""
+    """Return the value that a program's process wrote; raises `Unreadable`."""
     if written is None or isinstance(written, bool):
         return written
     try:

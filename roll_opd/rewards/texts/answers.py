@@ -37,12 +37,12 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`, and precedes a `<think>` that never ended."""
+    """Return what follows the last `</think>`, and precedes a `<think>` that never ended."""
     return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The inside of the last `\boxed{...}` (or `\fbox`, `\box`) whose braces balance; None where there is none."""
+    r"""Return the inside of the last `\boxed{...}` (`\fbox`, `\box`) whose braces balance; None where there is none."""
     opened: list[tuple[int, int]] = []  # start of the command, or -1 for a bare brace; where its inside begins
     start, inside = -1, None
     for brace in _BRACE.finditer(text):
@@ -58,19 +58,19 @@ def last_boxed(text: str) -> str | None:
 
 
 def announced(text: str) -> list[str]:
-    """What follows each "the answer is", "Answer:", "答案是" or `<answer>`, to the line's end; the last first."""
+    """Return what follows each "the answer is", "Answer:", "答案是" or `<answer>`, to its line's end, last first."""
     marks = [mark.end() for mark in _MARK.finditer(text)][-MARKS_LOOKED_AT:]
     tails = [text[end : end + REACH].lstrip() for end in reversed(marks)]
     return [tail.partition("\n")[0].partition("</answer>")[0].strip() for tail in tails]
 
 
 def last_line(text: str) -> str:
-    """The last line of `text` that is not blank, its last characters where it is long; empty where there is none."""
+    """Return the last line of `text` that is not blank, or its last characters if it is long; empty without one."""
     return text.rstrip().rpartition("\n")[2].strip()[-REACH:]
 
 
 def final_answer(text: str) -> str:
-    """The final answer of `text`; empty where it has none."""
+    """Return the final answer of `text`; empty where it has none."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -78,12 +78,12 @@ def final_answer(text: str) -> str:
 
 
 def undecorated(text: str) -> str:
-    r"""`text` without Markdown's stars and LaTeX's dollars, braces and commands for type, such as `\text`."""
+    r"""Return `text` without Markdown's stars and LaTeX's dollars, braces and commands for type, such as `\text`."""
     return _DECORATION.sub("", text).strip()
 
 
 def without_punctuation(text: str) -> str:
-    """`text` without punctuation; -5, 1.5 and 50% keep their signs, 1,000 becomes 1000."""
+    """Return `text` without punctuation; -5, 1.5 and 50% keep their signs, 1,000 becomes 1000."""
     return _SIGN.sub(lambda sign: sign["kept"] or ("" if sign["dropped"] else " "), text)
 
 
@@ -98,7 +98,7 @@ NORMALIZATIONS: dict[Normalization, Callable[[str], str]] = {
 
 
 def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)) -> str:
-    """`text` after each of the normalisations named in `how`, in the order of the table."""
+    """Return `text` after each of the normalisations named in `how`, in the order of the table."""
     for name, normalize in NORMALIZATIONS.items():
         if name in how:
             text = normalize(text)
@@ -106,13 +106,13 @@ def normalized(text: str, how: Collection[Normalization] = tuple(NORMALIZATIONS)
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two short answers are the same words and numbers, decoration, case, articles and punctuation aside."""
+    """Return whether two answers have the same words and numbers, but for decoration, case, articles, punctuation."""
     one, other = (normalized(undecorated(text)) for text in (one, other))
     return bool(one) and one == other
 
 
 def several(ground_truth: str) -> tuple[str, ...]:
-    """The acceptable answers that a ground truth names: those of a JSON list, else itself."""
+    """Return the acceptable answers that a ground truth names: those of a JSON list, else itself."""
     if ground_truth.lstrip().startswith("["):
         try:
             listed = json.loads(ground_truth)

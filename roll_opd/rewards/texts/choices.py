@@ -43,7 +43,7 @@ _REFUSED = re.compile(
 
 
 def options_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Letter -> text of a row's `options` or `choices`: a list, a mapping, or `{"label": [...], "text": [...]}`."""
+    """Return letter -> text of a row's `options` or `choices`, a list, mapping or `{"label": [...], "text": [...]}`."""
     found = row.get("options") or row.get("choices")
     if isinstance(found, Mapping) and isinstance(found.get("text"), Sequence) and not isinstance(found["text"], str):
         labels = found.get("label") or [chr(ord("A") + index) for index in range(len(found["text"]))]
@@ -61,7 +61,7 @@ def _without_letter(option: str) -> str:
 
 
 def right_choices(ground_truth: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """The letters that a ground truth names; None where it names none."""
+    """Return the letters that a ground truth names; None where it names none."""
     named = [_named_by(answer, options) for answer in answers.several(ground_truth)]
     return frozenset().union(*named) if all(named) else None
 
@@ -78,7 +78,7 @@ def _named_by(answer: str, options: Mapping[str, str]) -> frozenset[str]:
 
 
 def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
-    """Whether a ground truth that may also be a short answer of its own ("DNA", "E. coli") names an option."""
+    """Return whether a ground truth that may also be a short answer of its own ("DNA", "E. coli") names an option."""
     if options:
         return right_choices(ground_truth, options) is not None
     boxed = answers.last_boxed(ground_truth)
@@ -86,7 +86,7 @@ def is_choice(ground_truth: str, options: Mapping[str, str]) -> bool:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None, bool]:
-    """The letters that a response chooses, None where it chooses none, and whether a box says so.
+    """Return the letters that a response chooses, None where it chooses none, and whether a box says so.
 
     The last box decides; without one that names an option, the last sentence that announces an answer; without
     that, the last line.
@@ -104,7 +104,7 @@ def chosen(text: str, options: Mapping[str, str]) -> tuple[frozenset[str] | None
 
 
 def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """What an answer chooses; None where it chooses nothing, empty where it offers a choice ("A or B")."""
+    """Return what an answer chooses; None where it chooses nothing, empty where it offers a choice ("A or B")."""
     letters = letters_at_start(answer)
     if letters and _BARE.fullmatch(answers.undecorated(answer)):
         return letters
@@ -112,7 +112,7 @@ def _read(answer: str, options: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def letters_at_start(text: str) -> frozenset[str] | None:
-    """The letters of the choice that `text` begins with; None where it begins with none, empty for "A or B"."""
+    """Return the letters of the choice that `text` begins with; None where it begins with none, empty for "A or B"."""
     text = answers.undecorated(text)
     if _SPACED.fullmatch(text):
         return frozenset(text.split())
@@ -141,19 +141,19 @@ def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
 
 
 def _is_a_word(run: str, text: str, end: int) -> bool:
-    """Whether "A" or "I" is the article or the pronoun, as the word after it tells."""
+    """Return whether "A" or "I" is the article or the pronoun, as the word after it tells."""
     after = _WORD_AFTER.match(text, end)
     return run in ("A", "I") and after is not None and after[1].lower() not in _AFTER_ANSWER
 
 
 def _with_text(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """The one option whose text is `text`; None where none is, or several are."""
+    """Return the one option whose text is `text`; None where none is, or several are."""
     same = [letter for letter, option in options.items() if answers.same_text(text, option)]
     return frozenset(same) if len(same) == 1 else None
 
 
 def _said_right(text: str) -> frozenset[str] | None:
-    """The last letter of which the text says that it "is correct"."""
+    """Return the last letter of which the text says that it "is correct"."""
     said = [right[1] for right in _IS_RIGHT.finditer(answers.undecorated(text))]
     return frozenset(said[-1]) if said else None
 

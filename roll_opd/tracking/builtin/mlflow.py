@@ -57,7 +57,7 @@ class MlflowTracker:
 
 
 def _name(name: str) -> str:
-    """A name that MLflow takes: `pass@4` becomes `pass_at_4`."""
+    """Return a name that MLflow takes: `pass@4` becomes `pass_at_4`."""
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 

@@ -27,7 +27,7 @@ PRELUDE = "".join(f"from {name} import *\n" for name in STARS) + "".join(
 
 
 def load_module():
-    """The module that a program becomes, with the names that it finds. It is made once, before any fork: a child that
+    """Return the module in which a program runs, with the names that it finds. Made once, before any fork: a child that
     filled it would touch, and so copy, the memory of every name.
     """
     module = types.ModuleType("__main__")
@@ -37,7 +37,7 @@ def load_module():
 
 
 def confine(limits):
-    """The limits of this process and of what it starts."""
+    """Set the limits of this process and of what it starts."""
     memory, disk, cpu = limits["memory_mb"] << 20, limits["disk_mb"] << 20, limits["cpu_seconds"]
     for what, soft, hard in (
         (resource.RLIMIT_CORE, 0, 0),
@@ -54,8 +54,8 @@ def confine(limits):
 
 
 def play(module, program, check, limits, report_end, exit=os._exit, write=os.write):
-    """The program as `module`, then the check; never returns. Where there is a check the program is a module that
-    somebody imports, so that what stands under `__name__ == "__main__"` does not wait for an input.
+    """Run the program as `module`, then the check; never returns. With a check the program counts as imported,
+    so that its code under `__name__ == "__main__"` does not run and wait for an input.
     """
     confine(limits)
     random.seed(0)
@@ -93,7 +93,7 @@ def play(module, program, check, limits, report_end, exit=os._exit, write=os.wri
 
 
 def plain(value, depth=0):
-    """A value as JSON that keeps its type's family; [] for what cannot be told. The other half is values.py."""
+    """Return a value as JSON that keeps its type's family; [] for what cannot be told. The other half is values.py."""
     if depth > 100:
         return []
     if value is None or isinstance(value, bool | str):

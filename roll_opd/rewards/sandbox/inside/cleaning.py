@@ -52,7 +52,7 @@ def empty(directory):
 
 
 def _remove_content(top):
-    """Without paths and without recursion, for which a tree can be too deep: what lies in a directory's directories
+    """Remove it without paths and recursion, for which a tree can be too deep: what lies in a directory's directories
     is moved up before it goes.
     """
     while names := os.listdir(top):
@@ -73,7 +73,7 @@ def _remove_content(top):
 
 
 def _is_directory(name, parent):
-    """Made accessible where it is one."""
+    """Return whether it is a directory; one is made accessible."""
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         return False
     os.chmod(name, 0o700, dir_fd=parent)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 
 def read_exactly(end, count):
-    """`count` bytes, fewer where the pipe ends before."""
+    """Return `count` bytes, fewer where the pipe ends before."""
     parts = bytearray()
     while len(parts) < count:
         part = os.read(end, min(count - len(parts), 1 << 20))
@@ -45,6 +45,6 @@ def drain(end, into, room):
 
 
 def close(end):
-    """A pipe that may be closed already."""
+    """Close a pipe; it may be closed already."""
     with suppress(OSError):
         os.close(end)

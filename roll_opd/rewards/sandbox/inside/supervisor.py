@@ -61,7 +61,7 @@ def serve(requests, replies, directory):
 
 
 def run(request, module, directory, requests):
-    """One case: (wait status or None where it was killed, why, standard output, report)."""
+    """Run one case; return (wait status or None where it was killed, why, standard output, report)."""
     limits = request["limits"]
     stdin = request["stdin"].encode("utf-8", "surrogatepass")
     (input_end, feed), (out, output_end), (seen, report_end) = os.pipe(), os.pipe(), os.pipe()

@@ -71,8 +71,8 @@ def watch(child, limits, directory, stdin, feed, out, seen, requests):
 
 
 def is_late(child, seconds, wall_seconds):
-    """Whether the wall time is over. What the child waited for a CPU does not count: a busy machine is no fault of
-    its own. That ends at `PATIENCE` times the wall time.
+    """Return whether the wall time is over. The child's waiting for a CPU does not count, on a busy
+    machine, up to `PATIENCE` times the wall time.
     """
     if seconds <= wall_seconds:
         return False
@@ -85,7 +85,7 @@ def is_late(child, seconds, wall_seconds):
 
 
 def broken_limit(limits, directory):
-    """Which limit all processes of the case together break.
+    """Return which limit all processes of the case together break.
 
     The kernel's own limits hold for one process each, that of processes not at all for root's, and none for the number
     of files.
@@ -113,7 +113,7 @@ def broken_limit(limits, directory):
 
 
 def usage(pid):
-    """(threads, pages resident, ticks of CPU time) of a process with the children that it has waited for."""
+    """Return (threads, pages resident, ticks of CPU time) of a process with the children that it has waited for."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # the third of proc_pid_stat(5) and what follows
