@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.extensions import Registry, defaults
+from roll_opd.frozen import FrozenDict
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
+from roll_opd.algorithms.table import algorithm, loss_facts
 from roll_opd.config import check_files, check_layouts, check_objective, check_values, parts
-from roll_opd.config.algorithms import algorithm, expand, loss_facts, pipeline_problem
 from roll_opd.config.check_packages import unavailable
 from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.frozen import FrozenDict
+from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.legacy_roll import vision_problem
 from roll_opd.config.load import LoadedConfig, load_config, write_yaml
 from roll_opd.config.plan import (
@@ -43,10 +43,11 @@ from roll_opd.config.schema import (
     Top,
     shared,
 )
-from roll_opd.config.secrets import without_secrets
 from roll_opd.config.trackers import read_trackers
 from roll_opd.data.preview import count_rows, first_tags
+from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
+from roll_opd.tracking.secrets import without_secrets
 
 TITLES = {
     "pure": "pure on-policy distillation",
@@ -110,7 +111,7 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
     if pure is not None:
         return None
     for keys in SUPERVISED.values():
-        is_meant = values.get("algorithm_type") == keys.pipeline or not keys.own_keys.isdisjoint(values)
+        is_meant = values.get("algorithm_type") == keys.algorithm or not keys.own_keys.isdisjoint(values)
         if is_meant or (keys.role not in ROLLOUT_ROLES and keys.role in values):
             return keys
     return None
@@ -367,22 +368,20 @@ class _Planner:
 
     def _rows(self, top: Supervised, args: DataArgs, path: str, training: DataArgs | None = None) -> DataPlan | None:
         data = check_files.read_data(args, path, top, top.sequence_length, self.diagnostics, training)
-        return data and check_files.with_answers(data, top, top.pipeline, "sequence_length")
+        return data and check_files.with_answers(data, top, top.schema, "sequence_length")
 
     def _supervised_objective(self, top: Supervised) -> ObjectivePlan:
-        diagnostics, pipeline = self.diagnostics, top.pipeline
-        name = top.algorithm_type or pipeline
-        objective = ObjectivePlan(policy_loss=pipeline, paired=top.answers == 2, kl_loss="k2", gamma=0.0)
+        diagnostics, name = self.diagnostics, top.algorithm_type or top.algorithm
+        objective = ObjectivePlan(paired=top.answers == 2, kl_loss="k2", gamma=0.0)
         try:
             row = algorithm(name)
             loss = POLICY_LOSSES.located(row.policy_loss)
         except AlgorithmError as error:
             diagnostics.problem("algorithm_type", str(error))
             return objective
-        if row.schema != pipeline:
-            diagnostics.problem(
-                "algorithm_type", f"{name} learns from rows of schema {row.schema}, and this pipeline reads {pipeline}"
-            )
+        if row.schema != top.schema:
+            reads = f"and this pipeline reads {top.schema}"
+            diagnostics.problem("algorithm_type", f"{name} learns from rows of schema {row.schema}, {reads}")
         for key, sentence in top.refusals().items():
             diagnostics.block(key, sentence)
         arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
 from roll_opd.config.roles import Role, Roles
 from roll_opd.config.schema import DataArgs, Run, Section
@@ -19,6 +18,7 @@ from roll_opd.data.files import find_files
 from roll_opd.data.preview import first_tags
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import TEMPLATES
+from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.hf.tokenizer_files import has_tokenizer, largest_token_id, tokenizer_difference
 from roll_opd.paths import find_path

@@ -3,42 +3,16 @@
 Refuses what would teach nothing or something else than it says, and names what has no effect.
 """
 
+from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.divergences import DIVERGENCES
 from roll_opd.algorithms.kl import KL_LOSSES, KL_PENALTIES
-from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, advantage_defaults
+from roll_opd.algorithms.registry import ADVANTAGES, advantage_defaults
+from roll_opd.algorithms.table import advantage_facts, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.algorithms import advantage_facts, loss_facts
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import INSTEAD, KL_PENALTIES_LATER, LATER, PURE_FIXED
-from roll_opd.config.schema import CriticKeys, Top, keys_of
+from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, Top, keys_of
 
-# keys of the teachers' part beside its coefficients
-OPD_ONLY = (
-    "opd_objective",
-    "opd_use_policy_gradient",
-    "opd_divergence",
-    "opd_topk",
-    "opd_topk_source",
-    "opd_jsd_beta",
-    "opd_skew_alpha",
-)
-# keys of the reward's part of the advantage, which pure distillation does not have
-REWARD_ONLY = (
-    "lambd",
-    "whiten_rewards",
-    "whiten_advantages",
-    "norm_mean_type",
-    "norm_std_type",
-    "reward_clip",
-    "advantage_clip",
-    "kl_loss_coef",
-    "kl_penalty",
-    "target_kl",
-    "kl_horizon",
-    "entropy_loss_coef",
-    "critic_epochs",
-    "value_clip",
-)
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
 
 
@@ -154,7 +128,7 @@ def check_groups(top: Top, mode: str, responses: int, agentic: bool, diagnostics
 
 
 def _check_pure(top: Top, diagnostics: Diagnostics) -> None:
-    for key in REWARD_ONLY:
+    for key in (*keys_of(ReinforcementKeys).keys() - PURE_FIXED, *keys_of(CriticKeys).keys() - PURE_FIXED):
         if _given(top, key) is not None:
             diagnostics.ignore(key)
     wrong = [
@@ -181,7 +155,7 @@ def _text(value: object) -> str:
 
 def check_distillation(top: Top, mode: str, diagnostics: Diagnostics) -> None:
     """Refuse combinations of the teachers' part that teach nothing or something else than they say."""
-    written = [key for key in OPD_ONLY if key in top.written]
+    written = [key for key in ("opd_use_policy_gradient", *keys_of(DistillationKeys)) if key in top.written]
     if mode == "rl":
         for key in written:
             diagnostics.ignore(key)
@@ -230,66 +204,3 @@ def check_topk(top: Top, vocab_size: int, diagnostics: Diagnostics) -> None:
         diagnostics.problem(
             "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"
         )
-
-
-def check_combination(
-    *,
-    policy_loss: str,
-    advantage: str | None,
-    kl_loss: str | None = None,
-    reference: bool = False,
-    critic: bool = False,
-    teachers: bool = False,
-    loss_agg_mode: str | None = None,
-    expert_data_ratio: float = 0.0,
-    opd_objective: str = "sampled",
-) -> list[str]:
-    """Return a sentence for each thing that is mathematically empty or wrong about a combination; none if it is sound.
-
-    A user's own functions without facts are taken to be what their user says.
-    """
-    facts = loss_facts(policy_loss)
-    name = f"policy loss {policy_loss}"
-    wrong = []
-    if not facts.reads_advantages and teachers and opd_objective == "sampled":
-        wrong.append(
-            f"{name} reads no advantages, so the teachers' term, which is part of them, would teach nothing; use"
-            " importance_sampling or ppo"
-        )
-    elif not facts.reads_advantages and advantage is not None:
-        wrong.append(f"{name} reads no advantages, so advantage {advantage} would change nothing; remove it")
-    if facts.reads_advantages and advantage is None:
-        wrong.append(f"{name} is a multiple of advantages, and without an advantage function it is 0; name one")
-    if advantage == "on_policy_distill" and not teachers:
-        wrong.append("advantage on_policy_distill is the teachers' term alone, and without a teacher it is 0; add one")
-    if (advantage == "gae") != critic:
-        wrong.append(
-            "advantage gae reads the values of a critic, and there is none; use use_critic or another advantage"
-            if advantage == "gae"
-            else f"a critic's values are read by advantage gae only, and the advantage is {advantage}; use no critic"
-        )
-    if kl_loss in ("k1", "kl"):
-        wrong.append(
-            f"{kl_loss} as a KL loss has the gradient of log π alone: it carries nothing of the reference policy, and"
-            " its expectation is 0; use k2, whose gradient is that of the reverse KL"
-        )
-    if kl_loss is not None and not reference:
-        wrong.append(f"a KL loss ({kl_loss}) is measured against a reference policy, and there is none; add reference")
-    if facts.needs == "pairs":
-        if not reference:
-            wrong.append(f"{name} compares with a reference policy, and there is none; add reference")
-        if loss_agg_mode not in (None, "seq-mean-token-mean"):
-            wrong.append(
-                f"{name} is one number a pair; loss_agg_mode {loss_agg_mode} would weigh pairs by their length; use"
-                " seq-mean-token-mean"
-            )
-    if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
-        wrong.append(
-            f"{name} is made of an expert's part and the student's own, and with expert_data_ratio"
-            f" {expert_data_ratio:g} one of them is empty; choose one between 0 and 1"
-        )
-    if expert_data_ratio and critic:
-        wrong.append("nobody sampled demonstrations, so a critic has no values to learn from them; use no critic")
-    if policy_loss in POLICY_LOSSES.builtin and facts.needs != "demonstrations" and expert_data_ratio:
-        wrong.append(f"{name} would take demonstrations for the student's own samples; use mix or mix_chord")
-    return wrong

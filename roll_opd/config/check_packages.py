@@ -4,11 +4,11 @@ from pathlib import Path
 
 from roll_opd.algorithms.kl import KL_PENALTIES
 from roll_opd.algorithms.registry import ADVANTAGES
-from roll_opd.config.algorithms import loss_facts
+from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.trackers import lacking
 from roll_opd.megatron.supported import unsupported
 from roll_opd.rewards.registry import REWARDS
+from roll_opd.tracking.registry import lacking
 
 
 def unavailable(plan: RunPlan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from roll_opd.config.algorithms import loss_facts
+from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import CorrectionPlan, TokenFilterPlan
 from roll_opd.config.schema import ImportanceWeight, Section, TokenFilter, Top

@@ -1,6 +1,6 @@
 """Shows a `RunPlan`: a text for people and a dict for programs. Used by `roll-opd plan`."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from roll_opd.config.device_mapping import short_devices
@@ -12,15 +12,14 @@ from roll_opd.config.plan import (
     RunPlan,
     TeacherPlan,
     TrainPlan,
-    plain,
 )
-from roll_opd.config.schema import CriticKeys, ObjectiveKeys, Section
+from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
+from roll_opd.frozen import thaw
 
-# keys of the objective that its formulas show
-SHOWN = {
+SHOWN = {  # keys of the objective that its formulas show
+    *keys_of(DistillationKeys),
     *("gamma", "lambd", "whiten_rewards", "whiten_advantages", "norm_mean_type", "norm_std_type", "reward_clip"),
-    *("advantage_clip", "pg_clip", "pg_clip_low", "pg_clip_high", "opd_objective", "opd_divergence", "opd_topk"),
-    *("opd_topk_source", "opd_jsd_beta", "opd_skew_alpha", "opd_kl_discount"),
+    *("advantage_clip", "pg_clip", "pg_clip_low", "pg_clip_high", "opd_kl_discount"),
 }
 OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 
@@ -42,8 +41,8 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "routing": routing(plan),
         "rewards": {reward.domain: _reward(reward) for reward in plan.rewards},
         "batch": _batch(plan),
-        "objective": plain(plan.objective),
-        "environments": plain(plan.agentic),
+        "objective": thaw(asdict(plan.objective)),
+        "environments": thaw(plan.agentic),
         "warnings": list(plan.warnings),
     }
 
@@ -75,7 +74,7 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
     return {
         "worker": reward.terms[0].worker,
         "terms": {term.name: {"worker": term.worker, "weight": term.weight} for term in reward.terms},
-        "tags": plain(reward.tags),
+        "tags": thaw(reward.tags),
         "world_size": reward.world_size,
         "on_error": reward.on_error,
         "query_filter": _filter(reward.query_filter),

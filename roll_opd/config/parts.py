@@ -7,12 +7,11 @@ from typing import Any
 
 from roll_opd.algorithms.kl import KL_PENALTIES
 from roll_opd.algorithms.registry import POLICY_LOSSES
+from roll_opd.algorithms.table import ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.algorithms import ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.config.check_objective import has_norm_levels
 from roll_opd.config.check_values import micro_batch
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.legacy_roll import SCHEDULES
 from roll_opd.config.plan import (
     CriticPlan,
@@ -28,27 +27,21 @@ from roll_opd.config.plan import (
 from roll_opd.config.roles import Role
 from roll_opd.config.schema import (
     CriticKeys,
+    DistillationKeys,
     GeneratingArgs,
     ObjectiveKeys,
     OptimizerKeys,
+    ReinforcementKeys,
     Run,
     SamplingKeys,
     Top,
     Worker,
+    keys_of,
     shared,
 )
+from roll_opd.frozen import FrozenDict
 
 JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
-# what pure distillation does not have of the objective: nothing of the reward's part is on
-OF_THE_TEACHERS = ("pg_clip", "pg_clip_low", "pg_clip_high", "opd_kl_discount", "ppo_epochs")
-OF_A_DIVERGENCE = (
-    "opd_objective",
-    "opd_divergence",
-    "opd_topk",
-    "opd_topk_source",
-    "opd_jsd_beta",
-    "opd_skew_alpha",
-)
 
 
 def environment(top: Run, worker: Worker | None = None) -> FrozenDict:
@@ -187,10 +180,9 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
     policy_loss = top.policy_loss or ("importance_sampling" if pure else "ppo")
     reads_clips = policy_loss in POLICY_LOSSES.builtin and loss_facts(policy_loss).reads_pg_clip
     read = correction.read(top)
+    has_divergence = mode != "rl" and top.opd_objective != "sampled"
     keys = shared(ObjectiveKeys, top)
-    off = keys.keys() - {*OF_THE_TEACHERS, *OF_A_DIVERGENCE} if pure else set()
-    if mode == "rl" or top.opd_objective == "sampled":
-        off |= {*OF_A_DIVERGENCE}
+    off = {*(keys_of(ReinforcementKeys) if pure else ()), *(() if has_divergence else keys_of(DistillationKeys))}
     plan = ObjectivePlan(
         **{key: value for key, value in keys.items() if key not in off},
         policy_loss=policy_loss,
@@ -198,7 +190,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         dual_clip=clips["dual_clip"],
         loss_agg_mode=top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
         loss_normaliser=float(response),
-        opd_vocab_size=None if OF_A_DIVERGENCE[0] in off else vocab_size,
+        opd_vocab_size=vocab_size if has_divergence else None,
         correction=read,
         # a correction is of the weights that sampled, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,

@@ -5,10 +5,9 @@ immutable, picklable and free of torch. Where a type inherits a class of `schema
 Lengths are in tokens, counts of prompts and sequences are global (over all ranks) unless a name says otherwise.
 """
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.schema import (
     CheckpointKeys,
     CriticKeys,
@@ -22,6 +21,7 @@ from roll_opd.config.schema import (
     RunKeys,
     SamplingKeys,
 )
+from roll_opd.frozen import FrozenDict
 
 
 @dataclass(frozen=True)
@@ -368,12 +368,3 @@ class RunPlan(RunKeys, RolloutKeys):
         """Return every inference role by name: the student's engines, and judges that run here."""
         roles = (self.rollout, *(reward.engine for reward in self.rewards))
         return {role.name: role for role in roles if role}
-
-
-def plain(value: Any) -> Any:
-    """Return a part of a plan as plain data for JSON."""
-    if hasattr(value, "__dataclass_fields__"):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -7,12 +7,12 @@ from typing import Any
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.check_files import shared_tags
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.read import LOCAL_JUDGE
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, shared
 from roll_opd.extensions import arguments
+from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.registry import REWARDS, reward_arguments
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself

@@ -152,9 +152,7 @@ class TrainingArgs(OptimizerKeys):
         "constant", "learning rate after the warm-up"
     )
     lr_scheduler_kwargs: SchedulerArgs | None = key(None, "its arguments")
-    max_grad_norm: NotNegative | None = key(
-        None, "norm at which gradients are clipped, before the top-level key; 0: none"
-    )
+    max_grad_norm: NotNegative | None = key(None, "norm of clipping, before the top-level key; 0: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +162,7 @@ class DataArgs(Section):
     ignored = roll.IGNORED_DATA_ARGS
     file_name: Texts = key((), "files (JSONL, Parquet), directories or patterns")
     dataset_dir: str | None = key(None, "a directory in which they are looked for, too")
-    domain_interleave_probs: dict[str, NotNegative] = key(
-        {}, "share of the draws by reward domain or tag; the sum is 1"
-    )
+    domain_interleave_probs: dict[str, NotNegative] = key({}, "share of the draws by domain or tag; sum 1")
     interleave_probs: Probabilities = key((), "share of the draws of each entry of file_name; the sum is 1")
     template: str | None = key(None, "how a prompt becomes text; without it the tokenizer's own chat template")
     messages: Name | None = key(None, "column of the prompt, as messages or text")
@@ -180,12 +176,10 @@ class DataArgs(Section):
 class SamplingKeys(Section):
     """What the distribution is that tokens are sampled from."""
 
-    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = key(
-        1.0, "sample from this share of the mass"
-    )
+    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = key(1.0, "share of the mass")
     top_k: Annotated[int, Field(ge=-1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
     temperature: NotNegative = key(1.0, "divides the logits; 0: greedy")
-    repetition_penalty: Annotated[float, BeforeValidator(_number), Field(gt=0)] = key(1.0, "vLLM's; 1: none")
+    repetition_penalty: AboveZero = key(1.0, "vLLM's; 1: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,9 +290,7 @@ class ImportanceWeight(Section):
     """`is_weight`. A bound of null is none."""
 
     enabled: bool = key(False, "weigh the policy loss with train / infer probabilities")
-    method: Literal["tis", "icepop"] = key(
-        "tis", "truncate weights above, or leave out tokens outside both bounds", OURS
-    )
+    method: Literal["tis", "icepop"] = key("tis", "truncate weights, or mask tokens outside", OURS)
     weight_type: Level = key("token", "over what a weight is taken")
     lower_bound: NotNegative | None = key(None, "of icepop; not written: 0.2", OURS)
     upper_bound: AboveZero | None = key(None, "not written: 1.2 of tis, 5 of icepop")
@@ -389,9 +381,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     pretrain: str | None = key(None, "the model of roles that name none")
     global_template: str | None = key(None, "the template of all rows whose tag has none")
     tag_to_template: dict[str, str] = key({}, "the template of rows by tag", OURS)
-    algorithm_type: str | None = key(
-        None, "a row of algorithms, or a dotted path: what is not written follows it", TRINITY
-    )
+    algorithm_type: str | None = key(None, "a row of algorithms: what is not written follows it", TRINITY)
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = key(None, "how tokens become one loss; without it the loss's own, else seq-mean-token-mean")
@@ -399,12 +389,11 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveKeys(Section):
-    """What is optimised; the formulas are in `roll_opd.algorithms`.
+class ReinforcementKeys(Section):
+    """The reward's part of the objective.
 
     Rewards are normalised by `norm_mean_type` and `norm_std_type`, then clipped; advantages are whitened over the
-    batch, then clipped; the teachers' term is added after that. In pure distillation nothing of the reward's part
-    exists, and all of it is off.
+    batch, then clipped; the teachers' term is added after that. In pure distillation all of it is off.
     """
 
     gamma: Fraction = key(1.0, "discount of later rewards")
@@ -420,10 +409,12 @@ class ObjectiveKeys(Section):
     entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
     target_kl: AboveZero | None = key(None, "KL towards which the coefficient of the token-level KL adapts")
     kl_horizon: Positive = key(10000, "samples in which it changes by a fifth at most")
-    pg_clip: NotNegative = key(0.2, "how far ratios may be from 1")
-    pg_clip_low: NotNegative | None = key(None, "the same downwards; without it pg_clip")
-    pg_clip_high: NotNegative | None = key(None, "the same upwards; without it pg_clip")
-    # how the teachers teach
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationKeys(Section):
+    """How the teachers teach."""
+
     opd_objective: Literal["sampled", "topk", "full"] = key(
         "sampled",
         "from sampled tokens as an advantage; from a top-k or the whole vocabulary as a part of the loss",
@@ -433,12 +424,19 @@ class ObjectiveKeys(Section):
     opd_topk: Positive = key(64, "tokens of topk", OURS)
     opd_topk_source: Literal["teacher", "student"] = key("teacher", "whose most likely tokens these are", OURS)
     opd_jsd_beta: Fraction = key(0.5, "the teacher's weight in the mixture of jsd", OURS)
-    opd_skew_alpha: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)] = key(
-        0.1, "of the skewed divergences: how much of the first argument is mixed into the second", OURS
+    opd_skew_alpha: Annotated[NotNegative, Field(lt=1)] = key(
+        0.1, "of the skewed divergences: share of the mixture", OURS
     )
-    opd_kl_discount: Fraction = key(
-        0.0, "discount of later tokens' reverse KL in an advantage; 0: a token's own alone", OURS
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveKeys(ReinforcementKeys, DistillationKeys):
+    """What is optimised; the formulas are in `roll_opd.algorithms`."""
+
+    pg_clip: NotNegative = key(0.2, "how far ratios may be from 1")
+    pg_clip_low: NotNegative | None = key(None, "the same downwards; without it pg_clip")
+    pg_clip_high: NotNegative | None = key(None, "the same upwards; without it pg_clip")
+    opd_kl_discount: Fraction = key(0.0, "discount of later tokens' reverse KL; 0: a token's own alone", OURS)
     ppo_epochs: Positive = key(1, "passes over a step's samples")
 
 
@@ -481,9 +479,7 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     adv_estimator: str | None = key(None, "how rewards become advantages; without it gae")
     advantage_fn: str | None = key(None, "the same: a name of algorithms, a registered one or a dotted path", TRINITY)
     advantage_fn_args: dict[str, Any] = key({}, "its arguments", TRINITY)
-    policy_loss: str | None = key(
-        None, "name of the policy loss; without it ppo, in pure distillation importance_sampling", OURS
-    )
+    policy_loss: str | None = key(None, "the policy loss; without it ppo, pure: importance_sampling", OURS)
     policy_loss_fn: str | None = key(None, "the same: a name of algorithms, a registered one or a dotted path", TRINITY)
     policy_loss_fn_args: dict[str, Any] = key({}, "its arguments", TRINITY)
     use_pg_clip_range: bool | None = key(None, "false: pg_clip alone counts")
@@ -505,9 +501,7 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     val_env_manager: dict[str, Any] | None = key(None, "the same for validation; planned, not yet run")
     reward_normalization: dict[str, Any] | None = key(None, "of environments' rewards; planned, not yet run")
     # change what is learned, and are not available yet where they are on
-    opsd_mode: bool = key(
-        False, "not available yet: teach from the student's own weights with a solution in the prompt"
-    )
+    opsd_mode: bool = key(False, "not available yet: the student teaches itself, with a solution in the prompt")
     infer_correction: bool = key(False, "ROLL's older form of train_infer_correction; write that")
     opd_token_kld_clip: Number | None = key(None, "not available yet: bound of a token's reverse KL")
     pg_variant: str | None = key(None, "ROLL's older name of a policy loss")
@@ -551,8 +545,10 @@ class Supervised(Run):
     pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
     title: ClassVar[str]  # for people
     role: ClassVar[str]  # the section of what learns
+    algorithm: ClassVar[str]  # the row of `algorithms.table` whose loss it learns with
     own_keys: ClassVar[frozenset[str]] = frozenset()  # a configuration with one of these means this pipeline
-    answers: ClassVar[int] = 1  # sequences a row
+    schema: ClassVar[str] = "sft"  # what a row holds: a name of `data.answers.SCHEMAS`
+    answers: ClassVar[int] = 1  # sequences a row, which stay together
     has_reference: ClassVar[bool] = False  # whether the loss compares with a frozen policy
     loss_arguments: ClassVar[tuple[str, ...]] = ()  # keys that are arguments of the policy loss
 
@@ -580,6 +576,7 @@ class Sft(Supervised, PromptColumns):
     pipeline = "sft"
     title = "supervised fine-tuning"
     role = "sft_train"
+    algorithm = "sft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -589,6 +586,8 @@ class Dpo(Supervised):
     pipeline = "dpo"
     title = "direct preference optimization"
     role = "actor_train"
+    algorithm = "dpo"
+    schema = "dpo"
     own_keys = frozenset({"chosen_key", "rejected_key", "beta", "label_smoothing", "ipo", "use_reference_model"})
     answers = 2
     has_reference = True
@@ -597,9 +596,7 @@ class Dpo(Supervised):
     chosen_key: Name | None = key(None, "column of the better answer")
     rejected_key: Name | None = key(None, "column of the worse answer")
     beta: AboveZero | None = key(None, "how much log-prob a preference is worth; without it 0.1")
-    label_smoothing: Annotated[float, BeforeValidator(_number), Field(ge=0, lt=0.5)] | None = key(
-        None, "share of preferences taken to be the wrong way round"
-    )
+    label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "share of preferences taken to be wrong")
     ipo: bool = key(False, "not available yet: the loss of IPO")
     use_reference_model: bool = key(True, "false is not available")
 

@@ -3,9 +3,6 @@
 ROLL's form is one tracker and its arguments. Several trackers take a mapping of tracker name to arguments.
 """
 
-import sys
-from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 from roll_opd.config.errors import Diagnostics
@@ -86,17 +83,3 @@ def _check(name: str, args: dict[str, Any], path: str, diagnostics: Diagnostics)
 
 def _takes_arguments(name: str) -> bool:
     return _users_own(name) or (name in TRACKERS.builtin and bool(arguments(TRACKERS.find(name), GIVEN_BY_US)))
-
-
-def lacking(names: Iterable[str]) -> list[str]:
-    """Return a sentence for each tracker whose packages or module are not installed here."""
-    sentences = []
-    for name in names:
-        builtin = name in TRACKERS.builtin
-        modules = TRACKERS.facts(name).packages if builtin else (name.partition(".")[0],) if _users_own(name) else ()
-        absent = [module for module in modules if sys.modules.get(module) is None and find_spec(module) is None]
-        if not absent:
-            continue
-        remedy = f"run `pip install 'roll_opd[{name}]'`" if builtin else "put it on PYTHONPATH"
-        sentences.append(f"track_with: {name} needs {', '.join(absent)}, which is not installed; {remedy}")
-    return sentences

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_opd.config.plan import Mode, RewardPlan, TeacherPlan
+from roll_opd.config.plan import RewardPlan, TeacherPlan
 from roll_opd.data.rows import DataError
 
 
@@ -17,7 +17,7 @@ class TagRows:
 
 
 def check_coverage(
-    mode: Mode,
+    mode: str,
     teachers: Sequence[TeacherPlan],
     rewards: Sequence[RewardPlan],
     training: Mapping[str, TagRows],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll_opd.config.frozen import FrozenDict
+from roll_opd.frozen import FrozenDict
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
 from roll_opd.data.files import RowFile
 from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, WHOLE_TOO_LONG, FileReport
 from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.templates import NoChatTemplate, PromptText, render_answer, render_prompt, tokenize
+from roll_opd.frozen import FrozenDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

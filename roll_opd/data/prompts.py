@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.answers import columns_of, parse_answered
 from roll_opd.data.coverage import TagRows
@@ -19,6 +18,7 @@ from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_r
 from roll_opd.data.report import EXAMPLES_PER_KIND, TOO_LONG, WHOLE_TOO_LONG, DataReport
 from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.templates import TEMPLATES
+from roll_opd.frozen import FrozenDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

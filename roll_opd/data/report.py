@@ -5,7 +5,7 @@ few of each kind named as `file:line`. No row is lost in silence.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from roll_opd.config.frozen import FrozenDict
+from roll_opd.frozen import FrozenDict
 
 EXAMPLES_PER_KIND = 3  # bad rows named for each kind in each file; the rest are only counted
 FILES_NAMED = 10  # files whose bad rows are listed; the rest are only counted

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.config.frozen import FrozenDict, freeze
+from roll_opd.frozen import FrozenDict, freeze
 
 DEFAULT_TAG = "math_rule"  # of a row without a tag, as in ROLL
 

@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.frozen import thaw
 from roll_opd.config.plan import ModelPlan
+from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.plugin import BACKEND, DIE_WITH_PARENT, PLUGIN_NAME
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from roll_opd.config.frozen import thaw
 from roll_opd.config.plan import MegatronPlan
+from roll_opd.frozen import thaw
 from roll_opd.megatron.bridge import Bridge, bridge_for
 from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead

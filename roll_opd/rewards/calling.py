@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from roll_opd.config.frozen import FrozenDict
+from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.interface import (
     TIMEOUT,
     Failure,

@@ -1,7 +1,9 @@
 """Find a tracker's class by what `track_with` names: a registered name, or a dotted path of the user's own."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 from roll_opd.extensions import Registry
@@ -72,3 +74,17 @@ def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:
 def as_list(texts: Sequence[str] | str) -> list[str]:
     """Return `texts` as a list; one text counts as a list of one."""
     return [texts] if isinstance(texts, str) else list(texts)
+
+
+def lacking(names: Iterable[str]) -> list[str]:
+    """Return a sentence for each tracker whose packages or module are not installed here."""
+    sentences = []
+    for name in names:
+        builtin = name in TRACKERS.builtin
+        modules = TRACKERS.facts(name).packages if builtin else (name.partition(".")[0],) if "." in name else ()
+        absent = [module for module in modules if sys.modules.get(module) is None and find_spec(module) is None]
+        if not absent:
+            continue
+        remedy = f"run `pip install 'roll_opd[{name}]'`" if builtin else "put it on PYTHONPATH"
+        sentences.append(f"track_with: {name} needs {', '.join(absent)}, which is not installed; {remedy}")
+    return sentences

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import ray
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import RewardPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.interface import TIMEOUT, Failure, Score, Scored
 from roll_opd.tracking.rewards import scoring_metrics
 from roll_opd.workers.errors import RunError

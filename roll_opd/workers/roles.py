@@ -9,11 +9,11 @@ import numpy as np
 import ray
 
 from roll_opd.cluster.group import WorkerGroup
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TrainResult, TrainSample
+from roll_opd.frozen import FrozenDict
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.learner import Learner

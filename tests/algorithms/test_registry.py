@@ -22,7 +22,7 @@ from roll_opd.algorithms.registry import (
     register_advantage,
     register_policy_loss,
 )
-from roll_opd.config.algorithms import algorithm
+from roll_opd.algorithms.table import algorithm
 
 
 def test_importing_the_registry_needs_no_torch() -> None:

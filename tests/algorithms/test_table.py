@@ -2,8 +2,9 @@
 
 import pytest
 
+from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import policy_loss_defaults
-from roll_opd.config.algorithms import ALGORITHMS, check_combination, merged_arguments
+from roll_opd.algorithms.table import ALGORITHMS, merged_arguments
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -13,8 +14,8 @@ def test_every_row_is_sound(name: str) -> None:
         policy_loss=row.policy_loss,
         advantage=row.advantage,
         kl_loss=row.kl_loss,
-        reference=row.use_reference,
-        critic=row.use_critic,
+        reference=row.kl_loss is not None,
+        critic=row.advantage == "gae",
         teachers=name == "on_policy_distill",
         expert_data_ratio=row.expert_data_ratio,
     )

@@ -239,7 +239,7 @@ def test_a_key_is_either_read_or_ignored() -> None:
 
 def test_engine_options_are_those_of_the_installed_dataclasses() -> None:
     """Read from the sources; here from the imported classes themselves."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     for engine, taker in (("Megatron", TransformerConfig), ("vLLM", AsyncEngineArgs)):

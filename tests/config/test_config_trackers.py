@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.config.secrets import without_secrets
-from roll_opd.config.trackers import GIVEN_BY_US, lacking
+from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.extensions import arguments
-from roll_opd.tracking.registry import TRACKERS
+from roll_opd.tracking.registry import TRACKERS, lacking
+from roll_opd.tracking.secrets import without_secrets
 
 Plan = Callable[..., RunPlan]
 

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from data_assets import write
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.data.files import open_file
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.report import FILES_NAMED, DataReport
 from roll_opd.data.rows import EMPTY, NO_PROMPT, NOT_AN_OBJECT, NOT_JSON, WRONG_TYPE, DataError, Row, parse_row
+from roll_opd.frozen import FrozenDict
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 

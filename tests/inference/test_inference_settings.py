@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import ModelPlan
+from roll_opd.frozen import FrozenDict
 from roll_opd.inference import plugin, settings
 
 STUDENT = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"

@@ -14,7 +14,7 @@ import pytest
 from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
-from roll_opd.config.frozen import freeze
+from roll_opd.frozen import freeze
 from roll_opd.workers.reward_pool import RewardPool
 
 STEPS = 3

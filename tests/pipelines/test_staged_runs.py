@@ -12,7 +12,7 @@ from runs import Run
 from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
-from roll_opd.config.algorithms import ALGORITHMS
+from roll_opd.algorithms.table import ALGORITHMS
 from roll_opd.workers.roles import Teacher
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience
+from roll_opd.frozen import FrozenDict
 from roll_opd.rollout.selection import Selection, by_reward
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))

@@ -1,126 +1,31 @@
-"""The algorithms as data: a row an `algorithm_type`, and what it says where the user writes nothing.
+"""Fills in what the row of an `algorithm_type` says, so that nothing behind it knows of rows; Trinity-RFT's keys."""
 
-Names and flags are Trinity-RFT's. The functions that a row names, their defaults and what else there is to know of them
-are in `roll_opd.algorithms`. `expand` fills a row in, so that nothing behind it knows of rows.
-"""
-
-import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.algorithms.registry import (
     ADVANTAGES,
     POLICY_LOSSES,
-    AdvantageFacts,
     AlgorithmError,
-    PolicyLossFacts,
     advantage_defaults,
     policy_loss_defaults,
 )
+from roll_opd.algorithms.table import (
+    EXPERT_DATA_RATIO,
+    FUNCTION_ALIASES,
+    KL_LOSS_COEF,
+    Algorithm,
+    advantage_facts,
+    algorithm,
+    loss_facts,
+    merged_arguments,
+)
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.frozen import FrozenDict
 from roll_opd.config.legacy_roll import PG_VARIANTS
 from roll_opd.config.schema import Top, changed
 
-ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """What an `algorithm_type` means where a user writes nothing else.
-
-    `advantage` and `policy_loss` are built-in names, registered names or dotted paths.
-    """
-
-    policy_loss: str
-    advantage: str | None = None  # None: the loss reads no advantages
-    policy_loss_args: Mapping[str, object] = field(default_factory=FrozenDict)
-    advantage_args: Mapping[str, object] = field(default_factory=FrozenDict)
-    schema: str = "experience"  # what a row of data holds; rows with answers have a pipeline of that name
-    repeat: int | None = 2  # responses a prompt; None: there is no rollout to repeat, or any number will do
-    kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
-    expert_data_ratio: float = 0.0  # share of demonstrations in an update
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "sft": Algorithm("sft", schema="sft", repeat=None, kl_loss=None),
-    "ppo": Algorithm("ppo", "gae", repeat=1),
-    "grpo": Algorithm("ppo", "grpo"),
-    "reinforceplusplus": Algorithm("ppo", "reinforceplusplus"),
-    "rloo": Algorithm("ppo", "rloo"),
-    "opmd": Algorithm("opmd", "opmd"),
-    "asymre": Algorithm("opmd", "asymre", kl_loss=None),
-    "dpo": Algorithm("dpo", schema="dpo"),
-    "topr": Algorithm("topr", "reinforce"),
-    "cispo": Algorithm("cispo", "grpo"),
-    "gspo": Algorithm("gspo", "grpo"),
-    "sapo": Algorithm("sapo", "grpo"),
-    "mix": Algorithm("mix", "grpo", repeat=8, expert_data_ratio=0.5),
-    "mix_chord": Algorithm("mix_chord", "grpo", repeat=8, expert_data_ratio=0.5),
-    "raft": Algorithm("sft", repeat=None, kl_loss=None),
-    "sppo": Algorithm("sppo", "opmd", kl_loss=None),
-    "rec": Algorithm("rec", "rec"),
-    "multi_step_grpo": Algorithm("ppo", "step_wise_grpo", repeat=8),
-    "on_policy_distill": Algorithm("importance_sampling", "on_policy_distill", repeat=8, kl_loss=None),
-}
-KL_LOSS_COEF = 0.001  # where a row has a KL loss
-EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations
-
-# Trinity-RFT's names -> ours
-FUNCTION_ALIASES = {"ppo": "gae"}  # of its advantage_fn
-ARGUMENT_ALIASES: dict[str, tuple[str, ...]] = {
-    "clip_range": ("clip_low", "clip_high"),
-    "clip_range_low": ("clip_low",),
-    "clip_range_high": ("clip_high",),
-    "clip_ratio_c": ("dual_clip",),
-    "lam": ("lambd",),
-}
 OF_THE_LOSS = ("loss_agg_mode",)  # given among a loss's arguments in Trinity-RFT, a key of its own here
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
-
-
-def algorithm(name: str) -> Algorithm:
-    """Return the row of this name, or a user's own by its dotted path. Raises `AlgorithmError`."""
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        known = f"known are {', '.join(sorted(ALGORITHMS))}, or a dotted path such as mypackage.MINE"
-        raise AlgorithmError(f"unknown algorithm {name!r}; {known}")
-    try:
-        found = vars(importlib.import_module(module_name)).get(attribute)
-    except ImportError as error:
-        raise AlgorithmError(f"algorithm {name}: the module {module_name} cannot be imported: {error}") from error
-    if not isinstance(found, Algorithm):
-        raise AlgorithmError(f"algorithm {name}: {module_name} has no Algorithm named {attribute}")
-    return found
-
-
-def loss_facts(name: str | None) -> PolicyLossFacts:
-    """Return what is known of a policy loss; of one that cannot be found here, what holds for most."""
-    try:
-        return POLICY_LOSSES.facts(name) if name else PolicyLossFacts()
-    except AlgorithmError:
-        return PolicyLossFacts()
-
-
-def advantage_facts(name: str | None) -> AdvantageFacts:
-    """Return what is known of an advantage; of one that cannot be found here, what holds for most."""
-    try:
-        return ADVANTAGES.facts(name) if name else AdvantageFacts()
-    except AlgorithmError:
-        return AdvantageFacts()
-
-
-def merged_arguments(given: Mapping[str, object], defaults: Mapping[str, object]) -> tuple[FrozenDict, tuple[str, ...]]:
-    """Return what a user gave merged over a function's defaults, and the names that the function does not have."""
-    ours: dict[str, object] = {}
-    for name in sorted(given, key=lambda name: len(ARGUMENT_ALIASES.get(name, ())) != 2):  # clip_range before its ends
-        for own in ARGUMENT_ALIASES.get(name, (name,)):
-            ours[own] = given[name]
-    unknown = tuple(name for name in given if not {*ARGUMENT_ALIASES.get(name, (name,))} <= {*defaults})
-    return FrozenDict({**defaults, **ours}), unknown
 
 
 def pipeline_problem(values: Mapping[str, Any], diagnostics: Diagnostics) -> str | None:
