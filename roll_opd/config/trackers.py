@@ -10,6 +10,7 @@ from roll_opd.config.legacy_roll import DOTTED
 from roll_opd.config.schema import Run
 from roll_opd.extensions import argument_problems, arguments
 from roll_opd.tracking.registry import TRACKERS
+from roll_opd.tracking.secrets import is_secret
 
 TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and some of ours
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from
@@ -77,7 +78,8 @@ def _check(name: str, args: dict[str, Any], path: str, diagnostics: Diagnostics)
     """Return the arguments of a tracker, checked; those of a user's own class are its own business."""
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
-            diagnostics.problem(f"{path}.{argument}", problem.replace("argument;", f"argument of tracker {name};"))
+            told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
+            diagnostics.problem(f"{path}.{argument}", told.replace("argument;", f"argument of tracker {name};"))
     return args
 
 

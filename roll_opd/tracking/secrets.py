@@ -11,7 +11,7 @@ def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     return _without(values, frozenset(_secrets(values)))
 
 
-def _is_secret(key: Any) -> bool:
+def is_secret(key: Any) -> bool:
     return str(key).lower().endswith(SECRETS)
 
 
@@ -19,7 +19,7 @@ def _secrets(value: Any, secret: bool = False) -> Iterator[str]:
     """Yield the texts under secret keys."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _secrets(item, secret or _is_secret(key))
+            yield from _secrets(item, secret or is_secret(key))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _secrets(item, secret)
@@ -32,7 +32,7 @@ def _without(value: Any, secrets: frozenset[str]) -> Any:
         return isinstance(item, str) and item in secrets
 
     if isinstance(value, Mapping):
-        kept = {key: item for key, item in value.items() if not (_is_secret(key) or hidden(item))}
+        kept = {key: item for key, item in value.items() if not (is_secret(key) or hidden(item))}
         return {key: _without(item, secrets) for key, item in kept.items()}
     if isinstance(value, list | tuple):
         return [_without(item, secrets) for item in value if not hidden(item)]

@@ -13,7 +13,6 @@ from roll_opd.config.plan import (
     Layout,
     MegatronPlan,
     MicroBatchLimits,
-    Mode,
     ModelPlan,
     RewardPlan,
     RewardTerm,
@@ -66,7 +65,7 @@ def test_a_domain_that_a_row_names_must_be_that_of_its_tag(tmp_path: Path, token
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])
-def test_covered_prompts_pass(mode: Mode) -> None:
+def test_covered_prompts_pass(mode: str) -> None:
     teachers = () if mode == "rl" else (TEACHER,)
     training = {"math": ANSWERED, "code": LACKING}  # a user's own worker may do without an answer
     check_coverage(mode, teachers, (MATH, CODE), training, training, NEEDING)
@@ -75,7 +74,7 @@ def test_covered_prompts_pass(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])
-def test_what_nobody_scores_is_refused(mode: Mode) -> None:
+def test_what_nobody_scores_is_refused(mode: str) -> None:
     teachers = () if mode == "rl" else (TEACHER,)
     with pytest.raises(DataError) as refused:
         training, validation = {"poem": ANSWERED, "math": LACKING}, {"song": ANSWERED, "math": LACKING}
