@@ -400,6 +400,11 @@ class RunPlan:
         return self.teachers if self.objective.opd_objective == "sampled" else ()
 
     @property
+    def rewards_are_monitored(self) -> bool:
+        """Whether rewards validate and are logged, and nothing is learned from them."""
+        return self.mode == "pure"
+
+    @property
     def answers_per_prompt(self) -> int:
         """Sampled ones, or those of a row."""
         return self.rollout.sampling.n if self.rollout else 2 if self.objective.paired else 1

@@ -2,6 +2,8 @@
 
 SIGKILL gives a parent no chance to stop its children, so the child watches: a daemon thread ends the process
 as soon as the kernel has handed it to another parent. For vLLM's engine core and other helper processes.
+
+`cluster.process_reaper` serves the same purpose one level above: it ends what a killed driver has started on its node.
 """
 
 import os

@@ -46,7 +46,9 @@ class MegatronEngine:
     def _build(self) -> tuple[list[torch.nn.Module], Bridge]:
         return build_model(self.plan, trainable=self.trainable)
 
-    def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> dict[int, np.ndarray] | None:
+    def compute_logprobs(
+        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float
+    ) -> dict[int, np.ndarray] | None:
         """Score every token after the prompt.
 
         Args:
@@ -57,10 +59,10 @@ class MegatronEngine:
             On the ranks that speak for their data-parallel group: sequence number -> f32 [T-P], for that group's
             share. None on the others.
         """
-        found = self.score(sequences, temperature)
+        found = self.compute_targets(sequences, temperature)
         return None if found is None else {number: values["logprobs"] for number, values in found.items()}
 
-    def score(
+    def compute_targets(
         self,
         sequences: Sequence[tuple[np.ndarray, int]],
         temperature: float,
@@ -73,14 +75,14 @@ class MegatronEngine:
         """Score every token after the prompt, and whatever else a distillation objective needs, in one pass.
 
         Args:
-            sequences, temperature: as for `logprobs`.
+            sequences, temperature: as for `compute_logprobs`.
             topk: also give this many most likely tokens.
             ids: also give the log-probs of these tokens, integer [T-P, K] a sequence.
             hidden: also give the final hidden states.
             vocab_size: `topk` and `ids` are over the first so many tokens of the vocabulary; None: over all.
 
         Returns:
-            As `logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K] and
+            As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K] and
             `topk_logprobs` f32 [T-P, K] (for `topk` or `ids`), `hidden` [T-P, E] (see `data.arrays`).
         """
         columns = [{} if ids is None else {"topk_ids": row} for row in (ids or [None] * len(sequences))]

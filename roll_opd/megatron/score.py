@@ -56,7 +56,7 @@ def _scored(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature:
     """Log-probs of all rows, on every rank."""
     sequences = [(np.array(row["tokens"], dtype=np.int64), row["prompt_length"]) for row in rows]
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, engine.logprobs(sequences, temperature))
+    dist.all_gather_object(shares, engine.compute_logprobs(sequences, temperature))
     merged = {number: values for share in shares if share for number, values in share.items()}
     return [merged[number] for number in range(len(rows))]
 

@@ -53,8 +53,8 @@ def frozen(job: Job, root: Path) -> None:
     sequences = cases.sequences_for(job["model"])
     for name, (rows, tokens, temperature) in cases.PASSES.items():
         engine.plan = replace(plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))
-        write_arrays(root / f"{job['name']}-{name}.npz", engine.logprobs(sequences, temperature))
-    write_arrays(root / f"{job['name']}-lonely.npz", engine.logprobs(sequences[:1], 1.0))
+        write_arrays(root / f"{job['name']}-{name}.npz", engine.compute_logprobs(sequences, temperature))
+    write_arrays(root / f"{job['name']}-lonely.npz", engine.compute_logprobs(sequences[:1], 1.0))
     save_hf(engine, root / f"{job['name']}.hf")
 
 
@@ -172,11 +172,11 @@ def distil(job: Job, root: Path) -> None:
             sequences = [(samples[step][n].tokens, samples[step][n].prompt_length) for n in numbers]
             full = objective.opd_objective == "full"
             wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": cases.VOCABULARY}
-            for place, values in everything(engine.score(sequences, cases.TEMPERATURE, **wanted)).items():
+            for place, values in everything(engine.compute_targets(sequences, cases.TEMPERATURE, **wanted)).items():
                 del values["logprobs"]
                 views[step][numbers[place]][name] = TeacherTargets(coefficient, values)
         ids = [views[3][n][name].arrays["topk_ids"] for n in numbers]
-        again = everything(engine.score(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
+        again = everything(engine.compute_targets(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
         for place, values in again.items():
             if not np.array_equal(values["topk_logprobs"], views[3][numbers[place]][name].arrays["topk_logprobs"]):
                 raise RuntimeError("the same tokens have other log-probs when they are asked for")
