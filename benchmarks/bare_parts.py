@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
-from roll_opd.workers.samples import train_samples
 
 CLOSE_SECONDS = 20
 
@@ -40,7 +39,7 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
         engines = [stack.enter_context(engine) for engine in _engines(plan, log)]
         student = [stack.enter_context(rank) for rank in _ranks(plan, plan.student, log)]
         teacher = [stack.enter_context(rank) for rank in _ranks(plan, plan.teachers[0].worker, log)]
-        _together([*engines, *student, *teacher], "ready")
+        _call_all([*engines, *student, *teacher], "ready")
         _transfer(student, engines, version=0)
         return [_step(plan, source, step, engines, student, teacher) for step in range(1, plan.max_steps + 1)]
 
@@ -48,19 +47,22 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
 def _step(
     plan: RunPlan, source: Any, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
 ) -> dict[str, float]:
+    # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
+    from roll_opd.workers.megatron import train_samples
+
     temperature, objective, seconds = plan.rollout.sampling.temperature, plan.objective, {}
     seconds["generate"], experiences = _sample(plan, source, engines)
     sequences = [(e.tokens, e.prompt_length) for e in experiences]
-    seconds["teacher"], scores = _together(teacher, "logprobs", sequences, temperature)
-    name, scores = plan.teachers[0].name, _merged(scores)
-    experiences = [replace(e, teacher_logprobs={name: scores[i]}) for i, e in enumerate(experiences)]
+    seconds["teacher"], logprobs = _call_all(teacher, "compute_logprobs", sequences, temperature)
+    name, logprobs = plan.teachers[0].name, _merged(logprobs)
+    experiences = [replace(e, teacher_logprobs={name: logprobs[i]}) for i, e in enumerate(experiences)]
     if objective.recompute_old_logprobs:
-        seconds["old_logprobs"], old = _together(student, "logprobs", sequences, temperature)
+        seconds["old_logprobs"], old = _call_all(student, "compute_logprobs", sequences, temperature)
         old = _merged(old)
         experiences = [replace(e, old_logprobs=old[i]) for i, e in enumerate(experiences)]
     samples, size = train_samples(experiences, plan.teachers, objective), plan.student.mini_batch_sequences
     batches = [samples[start : start + size] for start in range(0, len(samples), size)] * objective.ppo_epochs
-    seconds["train"] = sum(_together(student, "update", batch, objective, temperature)[0] for batch in batches)
+    seconds["train"] = sum(_call_all(student, "update", batch, objective, temperature)[0] for batch in batches)
     seconds["weight_sync"] = _transfer(student, engines, version=step)
     tokens = sum(e.response_length for e in experiences)
     return {**seconds, "step": sum(seconds.values()), "tokens": float(tokens)}
@@ -68,7 +70,7 @@ def _step(
 
 def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
     """Draw the step's prompts and answer them on the engines, spread as the pipeline spreads them."""
-    from roll_opd.rollout.scheduler import experience_of, sample_seed
+    from roll_opd.rollout.batch import experience_of, sample_seed
 
     drawn, n = source.position, plan.rollout.sampling.n
     asked = [(p, i, s) for i, p in enumerate(source.take(plan.rollout_batch_size)) for s in range(n)]
@@ -91,12 +93,12 @@ def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
 
 def _transfer(student: list, engines: list, version: int) -> float:
     """Export the student's weights, then load them into every engine; the hop between the processes is not timed."""
-    exported, answers = _together(student, "weights")
-    loaded, _ = _together(engines, "load", next(buckets for buckets in answers if buckets), version)
+    exported, answers = _call_all(student, "weights")
+    loaded, _ = _call_all(engines, "load", next(buckets for buckets in answers if buckets), version)
     return exported + loaded
 
 
-def _together(processes: Sequence["Part"], command: str, *arguments: Any) -> tuple[float, list]:
+def _call_all(processes: Sequence["Part"], command: str, *arguments: Any) -> tuple[float, list]:
     """Call all processes at once; return the slowest one's seconds and everyone's answers."""
     for process in processes:
         process.send(command, *arguments)
@@ -111,7 +113,6 @@ def _merged(answers: Sequence[dict | None]) -> dict:
 
 def _prompt_source(plan: RunPlan) -> Any:
     """The prompts in the order in which the pipeline draws them."""
-    # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
     from roll_opd.data.prompts import open_prompts
     from roll_opd.data.source import PromptSource
     from roll_opd.data.templates import load_tokenizer
@@ -194,8 +195,8 @@ def _ranks(plan: RunPlan, worker: MegatronPlan, log: Path) -> list:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
     parts = []
     for rank, device in enumerate(worker.devices):
-        mine = {"RANK": rank, "WORLD_SIZE": len(worker.devices), **meeting}
-        environment = {**_shared_environment(plan, (device,)), **worker.env, **mine}
+        group = {"RANK": rank, "WORLD_SIZE": len(worker.devices), **meeting}
+        environment = {**_shared_environment(plan, (device,)), **worker.env, **group}
         parts.append(_start(log, serve_rank, worker.name, environment, worker, plan))
     return parts
 
@@ -211,7 +212,11 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
 
     kind = MegatronTrainer if isinstance(worker, TrainPlan) else MegatronEngine
     engine: Any = kind(worker, seed=plan.seed, deterministic=plan.deterministic)
-    calls = {"ready": lambda: None, "logprobs": engine.logprobs, "weights": lambda: list(weight_buckets(engine))}
+    calls = {
+        "ready": lambda: None,
+        "compute_logprobs": engine.compute_logprobs,
+        "weights": lambda: list(weight_buckets(engine)),
+    }
     if kind is MegatronTrainer:
         calls["update"] = engine.update
     while command := _received(pipe):

@@ -1,6 +1,6 @@
 """The `roll-opd` command: a table of subcommands, each importing what it needs only when called.
 
-Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted.
+Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted, 1 anything else.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -39,6 +40,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.build import load_plan
     from roll_opd.config.describe import to_json, to_text
     from roll_opd.config.errors import ConfigError
+from roll_opd.config.schema import SUPERVISED
 
     try:
         plan = load_plan(arguments.config_path, arguments.config_name, arguments.overrides, runnable=False)
@@ -47,6 +49,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         return USER_ERROR
     print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan), flush=True)
     return 0
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("entry", choices=ENTRIES, help="which of the entries examples/start_*_pipeline.py to run")
+    add_config_arguments(parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from roll_opd.pipelines.launch import launch
+
+    return launch(arguments, **ENTRIES[arguments.entry])
 
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +80,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return examine_and_report()
 
 
+ENTRIES: dict[str, dict[str, Any]] = {  # as the arguments of `load_plan`
+    "distill": {"pure": True},
+    "rlvr": {"pure": False},
+    **{name: {"pipeline": name} for name in SUPERVISED},
+}
 COMMANDS: dict[str, Command] = {
     "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
+    "run": Command("train: plan, check and run a configuration to its end", _run_arguments, _run),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
     "doctor": Command("say what is installed, what will be used and what is broken", lambda parser: None, _doctor),
 }

@@ -1,39 +1,70 @@
-"""A worker group: the ranks of one Megatron role, called together."""
+"""Groups of Ray actors, called together. Roles reach their processes through these and know nothing of Ray."""
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import ray
 
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan
+from roll_opd.data.compact import Compact
+
+Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
 
 
-class WorkerGroup:
-    """Every rank of one role, one process a device."""
+class ActorGroup:
+    """The actors of one role."""
+
+    def __init__(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
+        self.actors = tuple(actors)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` on every actor with the same arguments; return what each answered, in their order.
+
+        A `Compact` argument is put into the object store once, for all of them. The first failure is raised at once:
+        the other actors may be waiting for the failed one in a collective.
+        """
+        shared = [_shared(value) for value in args]
+        named = {name: _shared(value) for name, value in kwargs.items()}
+        return await asyncio.gather(*[getattr(actor, method).remote(*shared, **named) for actor in self.actors])
+
+    async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Yield what the generator `method` of one actor yields. Leaving early (use `aclosing`) cancels it."""
+        remote = getattr(self.actors[actor], method).options(num_returns="streaming").remote(*args)
+        ended = False
+        try:
+            async for reference in remote:
+                yield await reference
+            ended = True
+        finally:
+            if not ended:
+                ray.cancel(remote)
+
+    def end(self) -> None:
+        """End every actor at once; one that is left to itself tidies up for seconds."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+class WorkerGroup(ActorGroup):
+    """Every rank of one Megatron role, one process a device."""
 
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
         """Start one `actor` (a Ray actor class) a device of `plan`; `setup` makes them a process group."""
         self.plan = plan
-        self._ranks = []
+        ranks = []
         for rank, device in enumerate(plan.devices):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
             options = placement.options((device,), {**env, **plan.env, **variables})
-            self._ranks.append(actor.options(**options).remote())
+            ranks.append(actor.options(**options).remote())
+        super().__init__(ranks)
 
     async def setup(self, **arguments: Any) -> None:
         """Rendezvous at rank 0 and build the engine on every rank."""
-        address, port = await self._ranks[0].address.remote()
+        address, port = await self.actors[0].address.remote()
         await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` on every rank with the same arguments; return what each answered, by rank.
 
-        The first failure is raised at once: the other ranks may be waiting for the failed one in a collective.
-        """
-        return await asyncio.gather(*[getattr(rank, method).remote(*args, **kwargs) for rank in self._ranks])
-
-    def end(self) -> None:
-        """End every rank at once; one that is left to itself tidies up for seconds."""
-        for rank in self._ranks:
-            ray.kill(rank)
+def _shared(value: Any) -> Any:
+    return ray.put(value) if isinstance(value, Compact) else value

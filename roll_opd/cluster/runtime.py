@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -27,18 +28,18 @@ def ray_cluster(devices_per_node: int) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the run: nobody else should go first
-    # Tokens stay on; that they are is not news to the reader of every run
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the run: no other process goes first
+    # authentication stays on; its notice would be printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    common = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "logging_level": "warning"}
+    common: dict[str, Any] = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "logging_level": "warning"}
     with guarded():
         if os.environ.get("RAY_ADDRESS"):
             ray.init(**common)
         else:
             for counted in ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms"):
-                os.environ.setdefault(counted, "0")  # nobody reads what Ray counts about a cluster of one run
+                os.environ.setdefault(counted, "0")  # the metrics of a cluster of one run are never read
             cores = max(os.cpu_count() or 1, devices_per_node)
-            resources = {SLOT: devices_per_node}
+            resources = {SLOT: float(devices_per_node)}
             ray.init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
         try:
             yield

@@ -63,3 +63,14 @@ class Experience:
     def response_tokens(self) -> np.ndarray:
         """int64 [T-P]."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def student_logprobs(self) -> np.ndarray:
+        """f32 [T-P], from the training engine, or from the inference engine where that has not computed them."""
+        return present(self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs)
+
+
+def present(array: np.ndarray | None) -> np.ndarray:
+    """Return an optional array that an earlier stage has filled in."""
+    assert array is not None
+    return array

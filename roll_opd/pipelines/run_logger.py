@@ -1,4 +1,4 @@
-"""What a run tells: console, trackers, and the JSON lines of its directory."""
+"""Writes a step's metrics and samples to console, trackers and the JSON lines of the run directory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -34,7 +34,7 @@ OF_THE_OBJECTIVE = (
 
 
 class RunLogger:
-    """Takes what happens in a step to everyone who wants to know. Its `clock` times the steps."""
+    """Writes what happens in a run to console, trackers and files. Its `clock` times the steps."""
 
     def __init__(
         self,
@@ -99,12 +99,10 @@ class RunLogger:
             self._console.step(step, row)
 
     def skipped(self, samples: Sequence[Experience | TrainSample]) -> Path:
-        """Write down, whole, the mini-batch of an update that was skipped; returns the file."""
+        """Write the whole mini-batch of an update that was skipped; return the file."""
         step = self._done + 1
-        if isinstance(samples[0], Experience):
-            rows = self._samples(step, samples)
-        else:
-            rows = [self._given_sample(step, sample) for sample in samples]
+        rows = self._samples(step, [sample for sample in samples if isinstance(sample, Experience)])
+        rows += [self._supervised_sample(step, sample) for sample in samples if isinstance(sample, TrainSample)]
         self._run.append_jsonl(SKIPPED_SAMPLES, [{**row, "not_finite": not_finite(row)} for row in rows])
         return self._run.path / SKIPPED_SAMPLES
 
@@ -113,7 +111,7 @@ class RunLogger:
         self._console.finish(write_summary(self._run, seed=self._plan.seed))
         self.note(f"Run directory: {self._run.path}")
 
-    def _given_sample(self, step: int, sample: TrainSample) -> dict:
+    def _supervised_sample(self, step: int, sample: TrainSample) -> dict:
         return {
             "step": step,
             "prompt": self._tokenizer.decode(sample.tokens[: sample.prompt_length]),
@@ -126,6 +124,7 @@ class RunLogger:
         }
 
     def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
+        """Return the rows of samples, with what the update weighted their tokens with: see `rollout.advantages`."""
         teachers, objective = self._plan.advantage_teachers, self._plan.objective
         rewards = token_level_rewards(experiences, teachers, objective)
         weights = advantages(experiences, teachers, objective.opd_kl_discount)
@@ -170,7 +169,7 @@ class RunLogger:
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Name of an array -> where on the action mask it is NaN or infinite, which JSON has no numbers for."""
+    """Return, by array, where on the action mask it is NaN or infinite, which JSON has no numbers for."""
     arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
     for name, value in row.get("teacher_logprobs", {}).items():
         arrays[f"teacher_logprobs.{name}"] = value
@@ -180,7 +179,7 @@ def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
         for name, array in arrays.items()
         if array.shape == acted.shape
     }
-    return {name: found for name, found in places.items() if found}
+    return {name: positions for name, positions in places.items() if positions}
 
 
 def _prompt_ids(batch: Batch) -> dict[str, list[str]]:

@@ -4,53 +4,38 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
-from roll_opd.data.source import PromptSource
 from roll_opd.data.training import TrainSample, supervised_samples
-from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
-from roll_opd.pipelines.held_out import loss_of, validation_due
-from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
+from roll_opd.pipelines.supervised_eval import supervised_loss
 from roll_opd.workers.supervised import SupervisedStudent
 
 
-async def run_sft(
-    plan: RunPlan,
-    source: PromptSource,
-    held_out: list[Prompt],
-    record: RunLogger,
-    checkpoints: Checkpoints,
-    resume: Checkpoint | None,
-) -> None:
-    """Train from the first step, or from the one after `resume`, to `plan.max_steps`."""
-    clock, objective = record.clock, plan.objective
-    record.note("Starting the student ...")
-    student, _ = await start_supervised(plan, Placement(plan.num_nodes, plan.devices_per_node))
-    unseen = _samples(held_out)
-    if resume:
-        await student.load(resume.path)
-        clock.lap()  # start-up belongs to no step
-    else:
-        record.start(await _validate(student, unseen, plan) if unseen else {})
+async def train(run: Run) -> None:
+    """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
+    plan, source = run.plan, run.source
+    run.logger.note("Starting the student ...")
+    student, _ = await start_supervised(plan, run.placement)
+    held_out = _samples(run.held_out)
 
-    for step in range(resume.step + 1 if resume else 1, plan.max_steps + 1):
+    async def validate() -> dict[str, float]:
+        return await _validate(student, held_out, plan)
+
+    await run.restore(student.load)
+    await run.log_start(validate)
+
+    for step in run.steps:
         rows = source.take(plan.rollout_batch_size)
         samples = _samples(rows)
-        with clock.phase("train"):
-            _, loss, metrics = await student.learn(samples, objective)
+        with run.clock.phase("train"):
+            _, loss, metrics = await student.learn(samples, plan.objective)
         metrics |= {"sft/loss": loss, "sft/tokens": float(sum(len(sample.action_mask) for sample in samples))}
-        if unseen and validation_due(plan, step):
-            with clock.phase("validate"):
-                metrics |= await _validate(student, unseen, plan)
-        if checkpoints.due(step):
-            with clock.phase("checkpoint"):
-                await checkpoints.write(step, student.save, source.state_dict())
-        record.log(step, {"ids": [row.id for row in rows]}, metrics)
-        if checkpoints.due(step):
-            checkpoints.commit(step)  # after the record: a checkpoint's run has all its steps on record
-    student.group.end()
+        metrics |= await run.validation(step, validate)
+        async with run.checkpoint(step, student.save):
+            run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
+    student.end()
 
 
 def _samples(rows: Sequence[Prompt]) -> list[TrainSample]:
@@ -58,7 +43,7 @@ def _samples(rows: Sequence[Prompt]) -> list[TrainSample]:
 
 
 async def _validate(student: SupervisedStudent, samples: Sequence[TrainSample], plan: RunPlan) -> dict[str, float]:
-    """The loss on held-out rows, and their perplexity: exp of the mean over all answer tokens."""
-    logprobs = await student.score(samples)
+    """Return the loss on held-out rows, and their perplexity: exp of the mean over all answer tokens."""
+    logprobs = await student.compute_logprobs(samples)
     perplexity = float(np.exp(-np.concatenate(logprobs).mean(dtype=np.float64)))
-    return {"val/loss": loss_of(samples, logprobs, plan.objective), "val/perplexity": perplexity}
+    return {"val/loss": supervised_loss(samples, logprobs, plan.objective), "val/perplexity": perplexity}

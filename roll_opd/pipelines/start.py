@@ -1,4 +1,4 @@
-"""Brings a plan's roles to life on the cluster."""
+"""Starts the Ray workers of a plan and makes roles of them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -9,25 +9,24 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from roll_opd.cluster.group import WorkerGroup
+from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
-from roll_opd.rollout.scheduler import FrozenModels
 from roll_opd.workers.critic import Critic
 from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import CriticWorker, LogprobWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import FrozenModel, Sampler, Student, Teacher
+from roll_opd.workers.roles import FrozenModel, FrozenModels, Sampler, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.supervised import SupervisedStudent
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Everyone who takes part in a run."""
+class RunWorkers:
+    """The roles of a run that rolls out, except its rewards."""
 
     student: Student
     sampler: Sampler
@@ -35,24 +34,28 @@ class Cast:
     critic: Critic | None
 
     async def learn(
-        self, plan: RunPlan, experiences: list[Experience], step: int
+        self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Update the student and, beside it, the critic; in its first steps the critic alone.
+        """Update the student and, beside it, the critic; return what `Student.learn` does, with the critic's metrics.
 
-        Returns what `Student.learn` does, with the critic's metrics.
+        Where `student_learns` is False, the critic learns alone.
         """
-        student = (experiences, plan.teachers, plan.objective, plan.rollout.sampling.temperature, step - 1)
-        if self.critic is None:
-            return await self.student.learn(*student)
-        if step <= self.critic.plan.warmup_steps:
+        if self.critic and not student_learns:
             return experiences, await self.critic.learn(experiences)
-        (learned, metrics), of_critic = await asyncio.gather(
-            self.student.learn(*student), self.critic.learn(experiences)
-        )
+        assert plan.rollout is not None
+        temperature = plan.rollout.sampling.temperature
+        student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
+        if self.critic is None:
+            return await student
+        (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
         return learned, metrics | of_critic
 
+    async def send_weights(self, version: int) -> None:
+        """Give the student's weights to the inference engines, as `version`."""
+        await self.sampler.update_weights(await self.student.weights(), version)
+
     async def save(self, directory: Path) -> None:
-        """Write the state of everyone who learns."""
+        """Write the state of student and critic."""
         await self.student.save(directory)
         if self.critic:
             await self.critic.save(directory / CRITIC)
@@ -64,20 +67,21 @@ class Cast:
             await self.critic.load(directory / CRITIC)
 
     async def end(self) -> None:
-        """End the processes of all but the reward_pools."""
+        """End the processes."""
         await self.sampler.end()
         for role in (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers):
             if role:
                 role.group.end()
 
 
-async def assemble(plan: RunPlan, placement: Placement) -> Cast:
-    """Start every role but the reward_pools, all at once, and wait until all are ready for the plan's objective."""
-    return await instruct(await start(plan, placement), plan)
+async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
+    """Start every role but the rewards, all at once, and wait until all are up and ready for the plan's objective."""
+    return await configure_objective(await start_unconfigured(plan, placement), plan)
 
 
-async def start(plan: RunPlan, placement: Placement) -> Cast:
-    """Start every role but the reward_pools, all at once, and wait until all are up."""
+async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
+    """Start every role but the rewards, all at once, and wait until all are up."""
+    assert plan.rollout is not None
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     teachers = tuple(
         Teacher(t.worker.name, _frozen(plan, t.worker, placement), _vocab_size(t.worker), t) for t in plan.teachers
@@ -90,19 +94,19 @@ async def start(plan: RunPlan, placement: Placement) -> Cast:
         start_sampler(plan, plan.rollout, placement),
         *_setups(plan, student, *teachers, reference, critic),
     )
-    return Cast(student, sampler, FrozenModels(teachers, reference=reference), critic)
+    return RunWorkers(student, sampler, FrozenModels(teachers, reference=reference), critic)
 
 
-async def instruct(cast: Cast, plan: RunPlan) -> Cast:
-    """Give the roles what the plan's objective asks of them."""
-    objective, student, frozen_models = plan.objective, cast.student, cast.frozen_models
+async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
+    """Give the roles what the plan's objective needs of them beyond sampled log-probs."""
+    objective, student, frozen_models = plan.objective, workers.student, workers.frozen_models
     if objective.opd_objective == "full":
         for teacher in frozen_models.teachers:
             await student.load_teacher_head(teacher)
     if objective.opd_objective != "sampled":
         proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
         frozen_models = replace(frozen_models, targets_for=objective, student=student if proposes else None)
-    return replace(cast, frozen_models=frozen_models)
+    return replace(workers, frozen_models=frozen_models)
 
 
 async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, FrozenModel | None]:
@@ -115,19 +119,21 @@ async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[Supervi
 
 async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:
     """Start the engines of `rollout`."""
-    actors = []
+    actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
+    actors: list[Any] = []
     for engine in range(rollout.engines):
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
-        actors.append(RolloutWorker.options(**placement.options(devices, env)).remote())
+        actors.append(actor_class.options(**placement.options(devices, env)).remote())
     await asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
-    return Sampler(actors)
+    return Sampler(ActorGroup(actors))
 
 
 @asynccontextmanager
 async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Placement) -> AsyncIterator[Sampler]:
-    """A teacher on the student's inference devices, to see how well it answers itself."""
+    """Have a teacher on the student's inference devices inside the block, to see how well it answers itself."""
+    assert plan.rollout is not None
     rollout = replace(plan.rollout, name=teacher.name, model=teacher.worker.model)
     sampler = await start_sampler(plan, rollout, placement)
     try:
@@ -137,13 +143,14 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
 
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
-    """Start the reward workers, which need no device, and the engines of reward_pools that run here."""
+    """Start the reward workers, which need no device, and the engines of language models that judge here."""
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
-    hire = RewardWorker.options(**options).remote
+    actor_class: Any = RewardWorker
+    spawn = actor_class.options(**options).remote
 
     async def begin(reward: RewardPlan) -> RewardPool:
         sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
-        pool = RewardPool(reward, hire, plan.student.model.path, sampler)
+        pool = RewardPool(reward, spawn, plan.student.model.path, sampler)
         await pool.start()
         return pool
 

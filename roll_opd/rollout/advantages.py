@@ -3,7 +3,7 @@
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
     A_t                 = A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k}
 
-The sums over teachers are over those that scored the sample. In pure distillation there is no external part.
+The sums over teachers are over those that read the sample. In pure distillation there is no external part.
 """
 
 import math
@@ -33,18 +33,19 @@ def external_advantages(
 
     That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
-    not adapted. What is left out counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
-    and all but one are left out, that one's reward is 0 before the whitening. RunError for a sample that no reward
+    not adapted. What is excluded counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
+    and all but one are excluded, that one's reward is 0 before the whitening. RunError for a sample that no reward
     worker scored.
     """
     kl_coef = objective.init_kl_coef if kl_coef is None else kl_coef
     counted = [experience for experience in experiences if not experience.excluded]
-    found = iter(_advantages(counted, _bereft(experiences, objective), objective, kl_coef) if counted else ())
-    return [_nothing_of(e, kl_coef) if e.excluded else next(found) for e in experiences]
+    uncompared = _reduced_to_one(experiences, objective)
+    filled = iter(_advantages(counted, uncompared, objective, kl_coef) if counted else ())
+    return [_without_advantage(e, kl_coef) if e.excluded else next(filled) for e in experiences]
 
 
-def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
-    """Groups of several whose one remaining sample has lost those that it would be compared with."""
+def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
+    """Return the groups in which exclusions have left one sample with nothing to compare it with."""
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
@@ -54,15 +55,20 @@ def _bereft(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[
     }
 
 
-def _nothing_of(experience: Experience, kl_coef: float) -> Experience:
-    """A sample that nobody learns from."""
+def _without_advantage(experience: Experience, kl_coef: float) -> Experience:
+    """Mark a sample as one that is not learned from."""
     zeros = np.zeros(experience.response_length)
-    nothing = {"advantages": zeros, "returns": zeros, "loss_mask": zeros.astype(bool)}
-    return replace(experience, **nothing, metrics={**experience.metrics, "kl_coef": kl_coef})
+    return replace(
+        experience,
+        advantages=zeros,
+        returns=zeros,
+        loss_mask=zeros.astype(bool),
+        metrics={**experience.metrics, "kl_coef": kl_coef},
+    )
 
 
 def _advantages(
-    experiences: Sequence[Experience], bereft: set[str], objective: ObjectivePlan, kl_coef: float
+    experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan, kl_coef: float
 ) -> list[Experience]:
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
@@ -72,15 +78,15 @@ def _advantages(
 
     function = advantage(objective.adv_estimator, objective.advantage_args)
     normalised = function(RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_args)
-    if bereft:
-        alone_B = torch.tensor([group in bereft for group in groups])
+    if uncompared:
+        alone_B = torch.tensor([group in uncompared for group in groups])
         means_B = torch.where(alone_B, rewards_B, normalised.mean)
         normalised = Normalised.of(rewards_B, means_B, torch.where(alone_B, 1.0, normalised.scale))
     rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
     critic = objective.adv_estimator == "gae"
-    found = token_advantages(
+    tokens = token_advantages(
         rewards_M,
         mask_M,
         lengths,
@@ -101,21 +107,26 @@ def _advantages(
                 **experience.metrics,
                 "reward_mean": float(normalised.mean[number]),
                 "reward_scale": float(normalised.scale[number]),
-                "token_reward_mean": found.reward_mean,
-                "token_reward_scale": found.reward_scale,
-                "advantage_mean": found.mean,
-                "advantage_scale": found.scale,
+                "token_reward_mean": tokens.reward_mean,
+                "token_reward_scale": tokens.reward_scale,
+                "advantage_mean": tokens.mean,
+                "advantage_scale": tokens.scale,
                 "kl_coef": kl_coef,
             },
         )
         for number, (experience, advantages, returns) in enumerate(
-            zip(experiences, found.advantages_M.split(lengths), found.returns_M.split(lengths), strict=True)
+            zip(experiences, tokens.advantages_M.split(lengths), tokens.returns_M.split(lengths), strict=True)
         )
     ]
 
 
+def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
+    """Return the token-level KL's coefficient in the first step of a run; `saved` is the one of its checkpoint."""
+    return saved if saved and objective.target_kl else objective.init_kl_coef
+
+
 def next_kl_coef(kl_coef: float, metrics: Mapping[str, float], objective: ObjectivePlan, *, samples: int) -> float:
-    """The token-level KL's coefficient in the next step: another one where `target_kl` says what the KL is to be."""
+    """Return the token-level KL's coefficient in the next step; it moves the KL to `target_kl` where there is one."""
     if objective.target_kl is None:
         return kl_coef
     kl = metrics.get("critic/reference_kl", math.nan)
@@ -127,34 +138,38 @@ def next_kl_coef(kl_coef: float, metrics: Mapping[str, float], objective: Object
 def token_level_rewards(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
 ) -> list[np.ndarray]:
-    """f64 [T-P] a sample, 0 off the action mask."""
+    """Return token rewards, f64 [T-P] a sample, 0 off the action mask."""
     rewards = [-penalty for penalty in _penalties(experiences, teachers)]
-    for experience, mine in zip(experiences, rewards, strict=True):
+    for experience, reward in zip(experiences, rewards, strict=True):
         if objective.init_kl_coef and not experience.demonstration:
-            mine -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
+            reward -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
         if experience.advantages is not None and not experience.excluded and experience.action_mask.any():
-            mine[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
+            reward[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
     return rewards
 
 
 def advantages(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], opd_kl_discount: float
 ) -> list[np.ndarray]:
-    """f64 [T-P] a sample, 0 off the action mask and of demonstrations: what its update was weighted with."""
+    """Return what a sample's update was weighted with, f64 [T-P], 0 off the action mask and of demonstrations.
+
+    The audit of an update, in f64 and for metrics and records; the update itself computes it in f32, in
+    `megatron.trainer`.
+    """
     penalties = _penalties(experiences, teachers)
     lengths = [len(penalty) for penalty in penalties]
     penalty_M = torch.from_numpy(np.concatenate(penalties)) if penalties else torch.zeros(0)
-    taught = discounted_to_go(penalty_M, lengths, opd_kl_discount).split(lengths)
+    to_go = discounted_to_go(penalty_M, lengths, opd_kl_discount).split(lengths)
     return [
-        np.where(e.action_mask, (0.0 if e.advantages is None else e.advantages) - teacher.numpy(), 0.0)
-        for e, teacher in zip(experiences, taught, strict=True)
+        np.where(e.action_mask, (0.0 if e.advantages is None else e.advantages) - penalty.numpy(), 0.0)
+        for e, penalty in zip(experiences, to_go, strict=True)
     ]
 
 
 def advantage_metrics(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
 ) -> dict[str, float]:
-    """`critic/rewards` (Σ of a sample's token rewards) and `critic/advantages` (of action tokens): mean, max, min.
+    """Return `critic/rewards` (Σ of a sample's token rewards), `critic/advantages` (of action tokens): mean, max, min.
 
     Of samples that are learned from. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean
     over samples of token means.
@@ -162,7 +177,7 @@ def advantage_metrics(
     experiences = [experience for experience in experiences if not experience.excluded]
     rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
     every = advantages(experiences, teachers, objective.opd_kl_discount)
-    acted = [mine[e.action_mask] for e, mine in zip(experiences, every, strict=True)]
+    acted = [weights[e.action_mask] for e, weights in zip(experiences, every, strict=True)]
     kinds = ("mean", "max", "min")
     return {
         **statistics("critic/rewards", rewards, kinds),
@@ -180,18 +195,18 @@ def _reference_metrics(experiences: Sequence[Experience], objective: ObjectivePl
 
 
 def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[np.ndarray]:
-    """Σ opd_kl_coef · reverse_kl, f64 [T-P] a sample, 0 off the action mask."""
+    """Return Σ opd_kl_coef · reverse_kl, f64 [T-P] a sample, 0 off the action mask."""
     if not experiences:
         return []
     mask_M = np.concatenate([e.action_mask for e in experiences])
-    student = [e.rollout_logprobs if e.old_logprobs is None else e.old_logprobs for e in experiences]
+    student = [e.student_logprobs for e in experiences]
     student_M = np.concatenate(student).astype(np.float64)
     penalty_M = np.zeros(len(mask_M))
     for teacher in teachers:
-        # whom a teacher did not score, it finds as good as the student did
-        scored = [e.teacher_logprobs.get(teacher.name, own) for e, own in zip(experiences, student, strict=True)]
-        penalty_M += teacher.opd_kl_coef * (student_M - np.concatenate(scored))
-    ends = np.cumsum([len(own) for own in student])
+        # a sample that the teacher has not read contributes no penalty
+        read = [e.teacher_logprobs.get(teacher.name, own) for e, own in zip(experiences, student, strict=True)]
+        penalty_M += teacher.opd_kl_coef * (student_M - np.concatenate(read))
+    ends = np.cumsum([len(logprobs) for logprobs in student])
     return np.split(np.where(mask_M, penalty_M, 0.0), ends[:-1])
 
 
@@ -205,7 +220,7 @@ def _reward(experience: Experience) -> float:
 
 
 def _reference_kl(experience: Experience, kl_penalty: str) -> Tensor:
-    """Estimates of KL(student || reference), f64 [T-P], 0 off the action mask."""
+    """Return estimates of KL(student || reference), f64 [T-P], 0 off the action mask."""
     student, reference = (
         torch.tensor(x, dtype=torch.float64) for x in (experience.old_logprobs, experience.ref_logprobs)
     )
@@ -213,8 +228,5 @@ def _reference_kl(experience: Experience, kl_penalty: str) -> Tensor:
 
 
 def _action_logprobs(experiences: Sequence[Experience]) -> list[Tensor]:
-    """Of each sample's action tokens, from the training engine where it has spoken already."""
-    return [
-        torch.tensor((e.rollout_logprobs if e.old_logprobs is None else e.old_logprobs)[e.action_mask])
-        for e in experiences
-    ]
+    """Return the student's log-probs of each sample's action tokens."""
+    return [torch.tensor(e.student_logprobs[e.action_mask]) for e in experiences]

@@ -1,6 +1,6 @@
 """Demonstrations as experiences, and their place among the student's samples of a step.
 
-Nobody samples, reward_pools or scores them: the loss reads their tokens alone.
+They are not sampled, and have neither rewards nor log-probs by frozen models: the loss reads their tokens alone.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from roll_opd.data.prompts import Prompt
 
 
 def demonstration_experiences(rows: Sequence[Prompt], first_draw: int) -> list[Experience]:
-    """One experience a row; `first_draw` rows were drawn before in the run, which makes the ids unique."""
+    """Return one experience a row; `first_draw` rows were drawn before in the run, which makes the ids unique."""
     return [_experience_of(row, first_draw + position) for position, row in enumerate(rows)]
 
 
@@ -35,11 +35,11 @@ def _experience_of(row: Prompt, draw: int) -> Experience:
     )
 
 
-def mixed(own: Sequence[Experience], demonstrations: Sequence[Experience], updates: int) -> list[Experience]:
-    """Both in one list whose `updates` equal parts, one after another, have equal shares of each."""
+def mixed(sampled: Sequence[Experience], demonstrations: Sequence[Experience], updates: int) -> list[Experience]:
+    """Return both in one list whose `updates` equal parts, one after another, have equal shares of each."""
     both: list[Experience] = []
     for update in range(updates):
-        for samples in (own, demonstrations):
-            share = len(samples) // updates
-            both += samples[update * share : (update + 1) * share]
+        for samples in (sampled, demonstrations):
+            size = len(samples) // updates
+            both += samples[update * size : (update + 1) * size]
     return both

@@ -17,20 +17,20 @@ from roll_opd.algorithms.corrections import (
     ratio_within,
 )
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, present
 from roll_opd.rollout.advantages import advantages
 
 _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}
 
 
 def mismatch_of(experiences: Sequence[Experience]) -> Mismatch:
-    """The samples whose log-probs the training engine has computed, end to end; f64."""
-    scored = [experience for experience in experiences if experience.old_logprobs is not None]
+    """Return the samples whose log-probs the training engine has computed, end to end; f64."""
+    computed = [experience for experience in experiences if experience.old_logprobs is not None]
     return Mismatch(
-        _joined([e.old_logprobs for e in scored], np.float64),
-        _joined([e.rollout_logprobs for e in scored], np.float64),
-        _joined([e.action_mask for e in scored], np.bool_),
-        tuple(e.response_length for e in scored),
+        _joined([present(e.old_logprobs) for e in computed], np.float64),
+        _joined([present(e.rollout_logprobs) for e in computed], np.float64),
+        _joined([e.action_mask for e in computed], np.bool_),
+        tuple(e.response_length for e in computed),
     )
 
 
@@ -39,8 +39,8 @@ def corrected(
 ) -> list[Experience]:
     """Fill in `loss_mask` and `importance_weights`, from `old_logprobs`, which all must have, and `rollout_logprobs`.
 
-    Every rule sees all action tokens, whatever the others leave out. A token without finite log-probs stays, with a
-    weight of NaN: left out, it would hide what is wrong.
+    Every rule sees all action tokens, whatever the others mask. A token without finite log-probs stays, with a weight
+    of NaN: masked, it would hide what is wrong.
     """
     plan = objective.correction
     assert plan is not None
@@ -65,7 +65,7 @@ def corrected(
 
 
 def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """`rollout/mismatch/*`, see `mismatch_metrics`, and what a correction did: `rollout/correction/*`."""
+    """Return `rollout/mismatch/*`, see `mismatch_metrics`, and what a correction did: `rollout/correction/*`."""
     return {
         **{f"rollout/mismatch/{name}": value for name, value in mismatch_metrics(mismatch_of(experiences)).items()},
         **_correction_metrics([e for e in experiences if e.importance_weights is not None]),
@@ -73,9 +73,9 @@ def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def _correction_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Share of the action tokens that are left out, and the mean weight of the others."""
+    """Return the share of the action tokens that are masked, and the mean weight of the others."""
     acted = sum(int(e.action_mask.sum()) for e in experiences)
-    kept = np.concatenate([np.zeros(0), *[e.importance_weights[e.loss_mask] for e in experiences]])
+    kept = np.concatenate([np.zeros(0), *[present(e.importance_weights)[e.loss_mask] for e in experiences]])
     if not acted:
         return {}
     metrics = {"rollout/correction/masked_rate": 1 - len(kept) / acted}

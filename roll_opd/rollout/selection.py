@@ -10,10 +10,10 @@ from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience
 
-Keeps = Callable[[Sequence[Experience]], bool]
+GroupFilter = Callable[[Sequence[Experience]], bool]  # whether a group, whose samples have their rewards, passes
 
 
-def by_reward(rewards: Sequence[RewardPlan]) -> Keeps | None:
+def group_filter(rewards: Sequence[RewardPlan]) -> GroupFilter | None:
     """Return the test that a group must pass, or None where no reward domain has a filter.
 
     A domain's `query_filter` sees the rewards of the whole group, its `response_filter` each one alone; one response
@@ -23,12 +23,12 @@ def by_reward(rewards: Sequence[RewardPlan]) -> Keeps | None:
     if not any(one for both in filters.values() for one in both):
         return None
 
-    def keeps(group: Sequence[Experience]) -> bool:
+    def passes(group: Sequence[Experience]) -> bool:
         scores = [experience.reward for experience in group if experience.reward is not None]
         query, response = filters.get(group[0].domain, (None, None))
         return not scores or (_passes(query, scores) and all(_passes(response, [score]) for score in scores))
 
-    return keeps
+    return passes
 
 
 def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
@@ -36,36 +36,34 @@ def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
 
 
 class Selection:
-    """Takes samples as they are scored; knows when the first `wanted` groups that pass are certain."""
+    """Takes samples as they come; knows when the first `wanted` groups that pass are certain."""
 
-    def __init__(self, groups: int, n: int, wanted: int, keeps: Keeps | None) -> None:
-        self._missing = [n] * groups
-        self._samples: list[list[Experience | None]] = [[None] * n for _ in range(groups)]
-        self._kept: list[bool | None] = [None] * groups  # None: not all of its samples are there
-        self._n, self._wanted, self._keeps = n, wanted, keeps
+    def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
+        self._samples: list[dict[int, Experience]] = [{} for _ in range(groups)]  # by number in the group
+        self._passed: list[bool | None] = [None] * groups  # None: not all of its samples are there
+        self._n, self._wanted, self._filter = n, wanted, group_filter
 
-    def add(self, index: int, experience: Experience) -> None:
-        """Take sample `index % n` of group `index // n`."""
-        group = index // self._n
-        self._samples[group][index % self._n] = experience
-        self._missing[group] -= 1
-        if not self._missing[group]:
-            self._kept[group] = self._keeps is None or self._keeps(self._samples[group])
+    def add(self, number: int, experience: Experience) -> None:
+        """Take sample `number % n` of group `number // n`."""
+        group, sample = divmod(number, self._n)
+        self._samples[group][sample] = experience
+        if len(self._samples[group]) == self._n:
+            self._passed[group] = self._filter is None or self._filter(self._in_order(group))
 
     @property
     def used(self) -> int:
         """Groups, from the first on, that are decided and needed; those behind them are as if never drawn."""
-        passed = 0
-        for group, kept in enumerate(self._kept):
-            if kept is None or passed == self._wanted:
+        count = 0
+        for group, passed in enumerate(self._passed):
+            if passed is None or count == self._wanted:
                 return group
-            passed += kept
-        return len(self._kept)
+            count += passed
+        return len(self._passed)
 
     @property
     def chosen(self) -> list[int]:
         """Numbers of the groups to learn from, at most `wanted`, ascending."""
-        return [group for group in range(self.used) if self._kept[group]]
+        return [group for group in range(self.used) if self._passed[group]]
 
     @property
     def enough(self) -> bool:
@@ -75,8 +73,11 @@ class Selection:
     @property
     def generated_tokens(self) -> int:
         """Action tokens of the `used` groups."""
-        return sum(int(sample.action_mask.sum()) for group in self._samples[: self.used] for sample in group)
+        return sum(int(e.action_mask.sum()) for group in self._samples[: self.used] for e in group.values())
 
     def experiences(self) -> list[Experience]:
-        """All samples of the chosen groups, in order."""
-        return [sample for group in self.chosen for sample in self._samples[group]]
+        """Return all samples of the chosen groups, in order."""
+        return [experience for group in self.chosen for experience in self._in_order(group)]
+
+    def _in_order(self, group: int) -> list[Experience]:
+        return [self._samples[group][sample] for sample in range(self._n)]

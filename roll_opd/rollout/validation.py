@@ -1,47 +1,25 @@
-"""How often a sampler answers held-out prompts correctly, by the reward_pools' word."""
+"""How often a sampler answers held-out prompts correctly, by their rewards."""
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
-from roll_opd.rollout.pending_rewards import PendingRewards
-from roll_opd.rollout.scheduler import FrozenModels, roll_out
-from roll_opd.tracking.clock import PhaseClock
+from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.tracking.metrics import validation_metrics
 from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import Sampler
 
 VALIDATION_DRAW = 2**31  # draws of validation samples start here, far from those of training
 
 
-async def validate(
-    prompts: Sequence[Prompt],
-    sampler: Sampler,
-    sampling: SamplingPlan,
-    reward_pools: Sequence[RewardPool],
-    *,
-    seed: int,
-    chunk_samples: int,
-    clock: PhaseClock,
-) -> dict[str, float]:
-    """Return the metrics of `validation_metrics` for `sampling.n` answers a prompt."""
-    pending_rewards = PendingRewards(reward_pools)
-    with clock.phase("validate"):
-        selection = await roll_out(
-            prompts,
-            sampler,
-            sampling,
-            FrozenModels(),
-            pending_rewards,
-            first_draw=VALIDATION_DRAW,
-            seed=seed,
-            chunk_samples=chunk_samples,
-            clock=clock,
-        )
-        answers = await pending_rewards.answered(selection.experiences())
-    return validation_metrics([_by_main_reward(answer, reward_pools) for answer in answers], sampling.n)
+async def validate(rollout: Rollout, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Return the metrics of `validation_metrics` for `rollout.sampling.n` answers a prompt."""
+    rewards = PendingRewards(rollout)
+    async with aclosing(roll_out(rollout, prompts, rewards, VALIDATION_DRAW)) as samples:
+        by_number = {number: experience async for number, experience in samples}
+    answers = await rewards.added_to([by_number[number] for number in range(len(by_number))])
+    return validation_metrics([_by_main_reward(e, rollout.reward_pools) for e in answers], rollout.sampling.n)
 
 
 def _by_main_reward(answer: Experience, reward_pools: Sequence[RewardPool]) -> Experience:

@@ -1,7 +1,7 @@
-"""Messages between processes have a price each: what comes shortly after one another travels together."""
+"""Coalesces items that arrive shortly after one another into one message, for each message has a price."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -12,41 +12,41 @@ BURST_SECONDS = 0.1
 
 async def coalesced(
     items: AsyncGenerator[Item, None], seconds: float = BURST_SECONDS, chunk: int | None = None
-) -> AsyncIterator[list[Item]]:
-    """Yield what comes, in order, no item later than `seconds` after it came, and at once what completes a `chunk`.
+) -> AsyncGenerator[list[Item], None]:
+    """Yield the items in order, in lists: none later than `seconds` after it came, and each full `chunk` at once.
 
     What `items` raises is raised after what it had yielded.
     """
-    come: list[Item] = []
-    something, now = asyncio.Event(), asyncio.Event()
+    arrived: list[Item] = []
+    some_arrived, flush = asyncio.Event(), asyncio.Event()
 
     async def collect() -> None:
         count = 0
         async with aclosing(items):
             async for item in items:
-                come.append(item)
+                arrived.append(item)
                 count += 1
-                something.set()
+                some_arrived.set()
                 if chunk and count % chunk == 0:
-                    now.set()
+                    flush.set()
 
     def ended(_: asyncio.Task) -> None:
-        something.set()
-        now.set()
+        some_arrived.set()
+        flush.set()
 
     collecting = asyncio.create_task(collect())
     collecting.add_done_callback(ended)
     try:
-        while not collecting.done() or come:
-            await something.wait()
+        while not collecting.done() or arrived:
+            await some_arrived.wait()
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(now.wait(), seconds)
+                await asyncio.wait_for(flush.wait(), seconds)
             if not collecting.done():
-                something.clear()
-                now.clear()
-            if come:
-                burst = come.copy()
-                come.clear()
+                some_arrived.clear()
+                flush.clear()
+            if arrived:
+                burst = arrived.copy()
+                arrived.clear()
                 yield burst
         collecting.result()
     finally:

@@ -6,25 +6,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from roll_opd.config.plan import CriticPlan
-from roll_opd.data.experience import Experience
-from roll_opd.data.training import TrainResult
+from roll_opd.data.experience import Experience, present
+from roll_opd.data.training import ValueSample
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.errors import RunError
-from roll_opd.workers.learner import Learner
+from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
 from roll_opd.workers.roles import gathered
-from roll_opd.workers.samples import value_samples
+
+OF_THE_CRITIC = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
 
 
 @dataclass
 class Critic(Learner):
-    """The model that says what a state is worth."""
+    """The model that estimates the value of each state."""
 
     plan: CriticPlan
 
-    async def values(self, experiences: Sequence[Experience]) -> list[Experience]:
+    async def compute_values(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Fill in `values`. RunError when they cannot be a working model's."""
         values = await gathered(self.group, "values", experiences)
-        wrong = sum(int((~np.isfinite(piece)).sum()) for piece in values)
+        wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
         if wrong:
             raise RunError(
                 f"{self.plan.name}: {wrong} values are not finite; look at its model, or lower learning_rate"
@@ -32,52 +33,60 @@ class Critic(Learner):
         return [replace(e, values=v) for e, v in zip(experiences, values, strict=True)]
 
     async def learn(self, experiences: Sequence[Experience]) -> dict[str, float]:
-        """Run all updates of one step on samples with `values` and `returns`; returns `critic/*` metrics."""
-        results = []
+        """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
+        updates = []
         size = self.plan.mini_batch_sequences
         for _ in range(self.plan.epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]
-                results.append(await self._update("update", value_samples(batch)))
-                self._check_applied(results[-1], batch)
-        return _update_metrics(results) | value_metrics(experiences)
+                updates.append(await self._update("update", value_samples(batch)))
+                self._check_applied(updates[-1], batch)
+        return _update_metrics(updates) | value_metrics(experiences)
+
+
+def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
+    """Return one `ValueSample` an experience; each has its values and returns."""
+    return [
+        ValueSample(
+            tokens=e.tokens,
+            prompt_length=e.prompt_length,
+            action_mask=e.action_mask & (not e.excluded),
+            old_values=present(e.values),
+            returns=present(e.returns).astype(np.float32),
+        )
+        for e in experiences
+    ]
 
 
 def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """`critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
+    """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
 
     That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, less than 0 for a
-    worse one. It is left out where all returns are the same.
+    worse one. It is missing where all returns are the same.
     """
-    experiences = [experience for experience in experiences if not experience.excluded]
-    values = _of_actions(experiences, [e.values for e in experiences])
-    returns = _of_actions(experiences, [e.returns for e in experiences])
+    counted = [experience for experience in experiences if not experience.excluded]
+    values = _of_actions(counted, [present(e.values) for e in counted])
+    returns = _of_actions(counted, [present(e.returns) for e in counted])
     kinds = ("mean", "max", "min")
     metrics = {**statistics("critic/values", values, kinds), **statistics("critic/returns", returns, kinds)}
-    if len(returns) and (spread := float(returns.var())) > 0:
-        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    if len(returns) and (variance := float(returns.var())) > 0:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / variance
     return metrics
 
 
 def _of_actions(experiences: Sequence[Experience], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """f64 [K] of [T-P] each."""
+    """Join arrays [T-P] each to f64 [K], the values of action tokens."""
     kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
 
 
-def _update_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:
-    """Metrics of a step's updates (each the list of its ranks' results): means over tokens or updates."""
-
-    def total(name: str) -> float:
-        return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
-
-    tokens = total("tokens") or 1.0
+def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Return metrics of a step's updates: means over tokens or updates."""
+    tokens = total(updates, "tokens") or 1.0
     return {
-        "critic/loss": total("weighted_loss") / len(results),
-        "critic/vpred": total("values") / tokens,
-        "critic/error": total("squared_error") / tokens,
-        "critic/clipfrac": total("clipped") / tokens,
-        "critic/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in results])),
-        "critic/lr": results[-1][0].learning_rate,
-        "critic/skipped_updates": float(sum(not ranks[0].applied for ranks in results)),
+        "critic/loss": total(updates, "weighted_loss") / len(updates),
+        "critic/vpred": total(updates, "values") / tokens,
+        "critic/error": total(updates, "squared_error") / tokens,
+        "critic/clipfrac": total(updates, "clipped") / tokens,
+        **optimizer_metrics(updates, OF_THE_CRITIC),
     }

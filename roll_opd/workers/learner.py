@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
+import numpy as np
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.plan import TrainPlan
@@ -14,6 +14,10 @@ from roll_opd.data.training import TrainResult
 from roll_opd.workers.errors import SkippedUpdates
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
+
+OF_THE_ACTOR = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
+
+Update = Sequence[TrainResult]  # of one optimizer update, by rank
 
 
 @dataclass
@@ -33,13 +37,17 @@ class Learner:
         """Put back what `save` wrote."""
         await self.group.call("load", directory)
 
-    async def _update(self, method: str, samples: Sequence[Any], *args: Any) -> list[TrainResult]:
-        """Run one optimizer update from one mini-batch; returns what each rank says of it."""
-        return await self.group.call(method, ray.put(Compact(samples)), *args)
+    def end(self) -> None:
+        """End the processes."""
+        self.group.end()
 
-    def _check_applied(self, ranks: Sequence[TrainResult], samples: Sequence[Any]) -> None:
+    async def _update(self, method: str, samples: Sequence[Any], *args: Any) -> list[TrainResult]:
+        """Make one optimizer update from one mini-batch; return each rank's result."""
+        return await self.group.call(method, Compact(samples), *args)
+
+    def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
         """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""
-        self._skipped = 0 if ranks[0].applied else self._skipped + 1
+        self._skipped = 0 if update[0].applied else self._skipped + 1
         if self._skipped >= SKIPS_ALLOWED:
             raise SkippedUpdates(
                 f"{self._skipped} updates in a row of {self.plan.name} had log-probs, a loss or a gradient that were"
@@ -47,3 +55,15 @@ class Learner:
                 " for what is not finite in the samples of the last one",
                 samples,
             )
+
+
+def total(updates: Sequence[Update], name: str) -> float:
+    """Return the sum `name` over all ranks and updates; 0 where no rank reports it."""
+    return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
+
+
+def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = OF_THE_ACTOR) -> dict[str, float]:
+    """Return, under `names`, the gradient norm (mean over updates), the learning rate and the updates skipped."""
+    grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
+    skipped = float(sum(not update[0].applied for update in updates))
+    return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))

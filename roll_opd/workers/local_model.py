@@ -1,8 +1,9 @@
-"""A model in vLLM engines of the run's own, asked as one at an endpoint is: for a judge that runs here."""
+"""A model in vLLM engines of the run's own, asked as one at an endpoint is: for a language model that judges here."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -10,8 +11,9 @@ import ray
 
 from roll_opd.config.plan import RolloutPlan
 from roll_opd.data.compact import Compact
+from roll_opd.data.templates import load_tokenizer
 from roll_opd.rewards.interface import RewardError
-from roll_opd.workers.rollout import Request
+from roll_opd.workers.roles import Request
 
 
 class LocalModel:
@@ -19,10 +21,8 @@ class LocalModel:
 
     def __init__(self, plan: RolloutPlan, engines: Sequence[ray.actor.ActorHandle]) -> None:
         """`engines` are `RolloutWorker`s of `plan`, whose sampling settings hold; they take turns."""
-        from roll_opd.data.templates import load_tokenizer
-
         self._plan = plan
-        self._tokenizer = load_tokenizer(plan.model.path)
+        self._tokenizer: Any = load_tokenizer(plan.model.path)
         if not self._tokenizer.chat_template:
             raise RewardError(
                 f"{plan.name}: the tokenizer of {plan.model.path} has no chat template, so it cannot be asked; judge"
@@ -31,14 +31,16 @@ class LocalModel:
         self._turns = cycle(engines)
 
     async def __call__(self, messages: Sequence[Mapping[str, str]], errors: Counter[str]) -> str:
-        """Raises what the engine does, such as ValueError for a question that is too long for it; as it does, without
-        the process it happened in. RewardError, which ends the run, where the engine is gone.
+        """Return the answer to `messages`.
+
+        Raises what the engine does, such as ValueError for a question that is too long for it, without the process it
+        happened in. RewardError, which ends the run, where the engine is gone.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         tokens = np.array(self._tokenizer(text, add_special_tokens=False).input_ids)
         request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # the same question, the same answer
-        engine = next(self._turns)
-        stream = engine.generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)
+        generate: Any = next(self._turns).generate
+        stream = generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)
         try:
             async for answers in stream:
                 ((_, completion),) = await answers

@@ -1,4 +1,8 @@
-"""Ray actors around the Megatron engines: one rank each. Import Megatron only inside, where the process is theirs."""
+"""Ray actors around the Megatron engines, one rank each, and what the student's ranks make of experiences.
+
+Megatron is imported inside the methods, for it belongs into the actors' processes: the driver, which imports this
+module to start them, may be a machine without it.
+"""
 
 import os
 import socket
@@ -12,8 +16,7 @@ import ray
 from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import TrainSample, ValueSample
-from roll_opd.workers.samples import train_samples
+from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
 
 
 class _Rank:
@@ -22,7 +25,7 @@ class _Rank:
     _engine: Any
 
     def address(self) -> tuple[str, int]:
-        """This node's address and a free port: where rank 0's process group will listen."""
+        """Return this node's address and a free port: where rank 0's process group will listen."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
@@ -37,16 +40,18 @@ class _Rank:
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
-    def logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> Compact:
-        """Log-probs of every response token; see `MegatronEngine.compute_logprobs`, whose answer it is."""
+    def compute_logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> Compact:
+        """Return what `MegatronEngine.compute_logprobs` does."""
         return Compact(self._engine.compute_logprobs(sequences, temperature))
 
-    def score(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **wanted: Any) -> Compact:
-        """Log-probs and what else is `wanted`; see `MegatronEngine.compute_targets`, whose answer it is."""
+    def compute_targets(
+        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **wanted: Any
+    ) -> Compact:
+        """Return what `MegatronEngine.compute_targets` does."""
         return Compact(self._engine.compute_targets(sequences, temperature, **wanted))
 
     def output_head(self) -> list[ray.ObjectRef] | None:
-        """A reference to the whole output embedding from one rank; None elsewhere."""
+        """Return a reference to the whole output embedding from one rank; None elsewhere."""
         head = self._engine.output_head()
         return None if head is None else [ray.put(head)]
 
@@ -56,8 +61,30 @@ class LogprobWorker(_Rank):
     """A rank of a frozen model."""
 
 
+class _LearningRank(_Rank):
+    """What every rank of a model that learns has."""
+
+    def save(self, directory: Path) -> None:
+        """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
+        from roll_opd.megatron.checkpoint import save_state
+
+        save_state(self._engine, directory / "state")
+        self._save_hf(directory / "hf")
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        from roll_opd.megatron.checkpoint import load_state
+
+        load_state(self._engine, directory / "state")
+
+    def _save_hf(self, directory: Path) -> None:
+        from roll_opd.megatron.export import save_hf
+
+        save_hf(self._engine, directory)
+
+
 @ray.remote
-class TrainWorker(_Rank):
+class TrainWorker(_LearningRank):
     """A rank of the student that learns."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
@@ -74,42 +101,29 @@ class TrainWorker(_Rank):
         temperature: float,
         step: int,
     ) -> Compact:
-        """One optimizer update from one mini-batch; see `MegatronTrainer.update`, whose answer it is."""
+        """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does."""
         samples = train_samples(experiences, teachers, objective)
-        return Compact(self._engine.update(samples, objective, temperature, step))
+        # the engine counts the steps that were made before: a schedule such as chord_mu's begins at 0
+        return Compact(self._engine.update(samples, objective, temperature, step - 1))
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
-        """Take in what a teacher's `output_head` gave."""
+        """Take in what a teacher's `output_head` returned."""
         self._engine.load_teacher_head(name, ray.get(head[0]))
 
-    def fit(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Compact:
-        """One optimizer update from rows that brought their answers; see `MegatronTrainer.update`."""
+    def update_supervised(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Compact:
+        """Make one optimizer update from rows that brought their answers; return what `MegatronTrainer.update` does."""
         return Compact(self._engine.update(samples, objective, temperature=1.0))
 
     def weights(self) -> list[ray.ObjectRef] | None:
-        """All weights under Hugging Face names, as references to `WeightBucket`s, from rank 0; None elsewhere."""
+        """Return references to `WeightBucket`s, all weights under Hugging Face names, from rank 0; None elsewhere."""
         from roll_opd.megatron.export import weight_buckets
 
         references = [ray.put(bucket) for bucket in weight_buckets(self._engine)]
         return references or None
 
-    def save(self, directory: Path) -> None:
-        """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
-        from roll_opd.megatron.checkpoint import save_state
-        from roll_opd.megatron.export import save_hf
-
-        save_state(self._engine, directory / "state")
-        save_hf(self._engine, directory / "hf")
-
-    def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
-        from roll_opd.megatron.checkpoint import load_state
-
-        load_state(self._engine, directory / "state")
-
 
 @ray.remote
-class CriticWorker(_Rank):
+class CriticWorker(_LearningRank):
     """A rank of the critic."""
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
@@ -119,23 +133,62 @@ class CriticWorker(_Rank):
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
     def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> Compact:
-        """Values of the states before every response token; see `MegatronCritic.values`, whose answer it is."""
+        """Return what `MegatronCritic.values` does: of the states before every response token."""
         return Compact(self._engine.values(sequences))
 
     def update(self, samples: Sequence[ValueSample]) -> Compact:
-        """One optimizer update from one mini-batch; see `MegatronCritic.update`, whose answer it is."""
+        """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
         return Compact(self._engine.update(samples))
 
-    def save(self, directory: Path) -> None:
-        """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
-        from roll_opd.megatron.checkpoint import save_state
+    def _save_hf(self, directory: Path) -> None:
         from roll_opd.megatron.critic import save_critic_hf
 
-        save_state(self._engine, directory / "state")
-        save_critic_hf(self._engine, directory / "hf")
+        save_critic_hf(self._engine, directory)
 
-    def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
-        from roll_opd.megatron.checkpoint import load_state
 
-        load_state(self._engine, directory / "state")
+def train_samples(
+    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+) -> list[TrainSample]:
+    """Return one `TrainSample` an experience.
+
+    Where the teachers' part is an advantage, they are merged into two numbers a token (see algorithms.opd); where it is
+    a part of the loss, each comes along with its targets, and the numbers are 0.
+    """
+    sampled = objective.opd_objective == "sampled"
+    coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
+    # a coefficient of 0 takes part: what is not finite then still shows, as 0 times it is NaN
+    of_advantages = {name: np.float32(value if sampled else 0) for name, value in coefficients.items()}
+    samples = []
+    for experience in experiences:
+        mask, by_teacher = experience.action_mask, experience.teacher_logprobs
+        targets = {} if sampled else experience.teacher_targets
+        total = np.float32(sum(of_advantages[name] for name in by_teacher))
+        with np.errstate(invalid="ignore"):
+            weighted = sum(
+                (of_advantages[name] * logprobs for name, logprobs in by_teacher.items()),
+                np.zeros(len(mask), np.float32),
+            )
+        samples.append(
+            TrainSample(
+                tokens=experience.tokens,
+                prompt_length=experience.prompt_length,
+                action_mask=mask if experience.loss_mask is None else experience.loss_mask,
+                advantages=_advantages(experience),
+                opd_coefficients=total * mask.astype(np.float32),
+                # where, not a product: what lies under the mask may be infinite
+                opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
+                old_logprobs=experience.old_logprobs,
+                ref_logprobs=experience.ref_logprobs,
+                importance_weights=experience.importance_weights,
+                reward=0.0 if experience.excluded else experience.reward,
+                teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in targets.items()},
+                demonstration=experience.demonstration,
+            )
+        )
+    return samples
+
+
+def _advantages(experience: Experience) -> np.ndarray:
+    if experience.advantages is None:  # pure distillation, or a demonstration
+        return np.zeros(experience.response_length, np.float32)
+    return experience.advantages.astype(np.float32)

@@ -14,12 +14,14 @@ import ray
 from roll_opd.config.plan import RewardPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.data.templates import load_tokenizer
 from roll_opd.rewards.calling import Caller, weighted
 from roll_opd.rewards.interface import RewardSample, Scored
+from roll_opd.rewards.registry import resolve
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.local_model import LocalModel
 
-# `max_concurrency` limits the calls; a call that nothing can end keeps its thread, and must keep no other from one
+# `max_concurrency` limits the calls. A call that cannot be ended keeps its thread, and the others need theirs.
 MOST_THREADS = 10_000
 # A batch's calls go one after another, and grow, while each is quick: side by side, in threads of one interpreter, they
 # would only take turns. After a slower one, or this long, the others go side by side.
@@ -32,10 +34,11 @@ class Answer:
     """Some samples' scores."""
 
     scores: list[tuple[int, Scored]]  # with their places in the batch
-    hung: bool  # calls that nothing can end still run in this process: it should be replaced
+    hung: bool  # calls that cannot be ended still run in this process: it should be replaced
 
 
-@ray.remote(max_concurrency=MOST_THREADS)  # its limits are the plan's, and `alive` is to wait for nothing
+# The plan limits the calls, and `alive` must never wait.
+@ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
 class RewardWorker:
     """One process of a reward domain."""
 
@@ -45,10 +48,10 @@ class RewardWorker:
     _tokenizer: Any
 
     async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
-        """Find the rewards, and load the tokenizer that turns responses into text. `engines` are the judge's."""
-        from roll_opd.data.templates import load_tokenizer
-        from roll_opd.rewards.registry import resolve
+        """Find the rewards, and load the tokenizer that turns responses into text.
 
+        `engines` are those of the language model that judges.
+        """
         self._plan = plan
         threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=plan.domain)
         judge = {plan.terms[0].name: (LocalModel(plan.engine, engines),)} if plan.engine else {}
@@ -66,35 +69,37 @@ class RewardWorker:
         self._tokenizer = load_tokenizer(model_path)
 
     async def alive(self) -> None:
-        """Says that the process still takes part."""
+        """Return: the answer shows that the process still takes part."""
 
     async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
-        """Yield `Answer`s as the scores come, those of a burst together."""
-        async with aclosing(coalesced(self._pieces(self._samples(experiences)))) as answers:
+        """Yield `Answer`s as the scores come, those that come together in one."""
+        async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
-                scores = [scored for piece in burst for scored in piece]
+                scores = [scored for call in burst for scored in call]
                 yield Compact(Answer(scores, hung=any(caller.hung for caller in self._callers.values())))
 
-    async def _pieces(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
-        """As many samples a call as it takes to have all of them under way at once, where that is possible; more where
+    async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
+        """Call the rewards with all samples; yield each call's scores.
+
+        A call has as many samples as it takes to have all of them under way at once, where that is possible; more where
         the reward is so quick that the call itself would cost as much.
         """
         needed = -(-len(samples) // self._plan.max_concurrency)
         calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
-        start, wanted, is_quick, alone_until = 0, needed, True, time.monotonic() + ALONE_SECONDS
+        start, wanted, is_quick, one_by_one_until = 0, needed, True, time.monotonic() + ALONE_SECONDS
         try:
             while start < len(samples):
                 size = min(wanted, self._plan.batch_size)
                 calls.add(asyncio.create_task(self._call(start, samples[start : start + size])))
                 start += size
-                if is_quick and time.monotonic() < alone_until:
+                if is_quick and time.monotonic() < one_by_one_until:
                     done, calls = await asyncio.wait(calls, timeout=QUICK_SECONDS)
                     is_quick = bool(done)
                     wanted = 2 * size if is_quick else needed
                     for call in done:
                         yield call.result()
-            for coming in asyncio.as_completed(calls):
-                yield await coming
+            for next_call in asyncio.as_completed(calls):
+                yield await next_call
         finally:
             for task in calls:
                 task.cancel()

@@ -1,15 +1,16 @@
-"""The reward workers of one domain as the driver sees them: samples go in as they are finished, verdicts come out.
+"""The reward workers of one domain as the driver sees them: samples go in as they are finished, results come out.
 
-A worker holds no more samples than it can have under way; the others wait here, so that they go to whoever is free
-first and nothing is lost with a worker that dies.
+A worker holds no more samples than it can have under way; the others wait here, so that they go to the worker that is
+free first and nothing is lost with a worker that dies.
 """
 
 import asyncio
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ray
 
@@ -25,21 +26,22 @@ from roll_opd.workers.roles import Sampler
 
 DIED = "worker_died"
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
-SIGN_SECONDS = 60.0  # without news, a worker is asked whether it is there; as long again it may take to say so
+# a worker that has sent nothing for so long is asked whether it is alive, and has as long again to answer
+ALIVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What becomes of one sample's reward."""
+    """One sample's reward, or why there is none."""
 
     domain: str
-    reward: float | None  # None: the reward cannot judge it, or failed on it and it is left out
+    reward: float | None  # None: the reward cannot judge the sample, or failed and the sample is excluded
     parts: Mapping[str, float] = field(default_factory=FrozenDict)
     reason: str = ""
-    excluded: bool = False  # it failed, and nobody is to learn from the sample
+    excluded: bool = False  # the reward failed, and the sample is left out of learning
 
-    def of(self, experience: Experience) -> Experience:
-        """The sample with its verdict."""
+    def added_to(self, experience: Experience) -> Experience:
+        """Return the sample with its reward."""
         return replace(
             experience,
             reward=self.reward,
@@ -53,8 +55,8 @@ class RewardResult:
 @dataclass(eq=False)
 class _Job:
     experience: Experience
-    verdict: asyncio.Future[RewardResult]
-    came: float
+    result: asyncio.Future[RewardResult]
+    submitted: float
     deaths: int = 0
 
 
@@ -62,8 +64,8 @@ class _Job:
 class _Worker:
     actor: ray.actor.ActorHandle
     in_hand: int = 0
-    leaves: bool = False  # it gets no more samples, and is replaced when it has none
-    alone: bool = False  # it has one that may kill it, and gets no other beside it
+    retiring: bool = False  # it gets no more samples, and is replaced when it has none
+    isolated: bool = False  # it has a sample that may kill it, and gets no other beside it
 
 
 class RewardPool:
@@ -72,18 +74,18 @@ class RewardPool:
     def __init__(
         self,
         plan: RewardPlan,
-        hire: Callable[[], ray.actor.ActorHandle],
+        spawn: Callable[[], ray.actor.ActorHandle],
         model_path: str,
         sampler: Sampler | None = None,
     ) -> None:
-        """`hire` starts a worker's process; `model_path` is where the tokenizer is; `sampler` is of `plan.engine`."""
+        """`spawn` starts a worker's process; `model_path` is where the tokenizer is; `sampler` is of `plan.engine`."""
         self.plan = plan
-        self._hire, self._model_path, self._sampler = hire, model_path, sampler
+        self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._dispatch_is_due = False
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
         self._reset()
 
     async def start(self) -> None:
@@ -92,7 +94,7 @@ class RewardPool:
 
     def submit(self, experience: Experience) -> "asyncio.Future[RewardResult]":
         """Have a sample scored. The future holds RunError where that fails and `on_error` is `stop`; cancel it where
-        nobody waits for it any more.
+        the result is not needed any more.
         """
         job = _Job(experience, asyncio.get_running_loop().create_future(), time.monotonic())
         if self._broken:
@@ -101,13 +103,13 @@ class RewardPool:
         if not self._dispatch_is_due:  # samples that come together go together
             self._dispatch_is_due = True
             asyncio.get_running_loop().call_soon(self._dispatch)
-        return job.verdict
+        return job.result
 
-    def lap(self) -> dict[str, float]:
-        """`scoring_metrics` of what was scored since the last lap, in validation too."""
-        found = scoring_metrics(self.plan.domain, self._errors, self._latencies, self._queued, self._restarts)
+    def drain_metrics(self) -> dict[str, float]:
+        """Return `scoring_metrics` of what was scored since the last call, in validation too, and start anew."""
+        metrics = scoring_metrics(self.plan.domain, self._errors, self._latencies, self._queued, self._restarts)
         self._reset()
-        return found
+        return metrics
 
     async def end(self) -> None:
         """End the workers at once, and the judge's engines."""
@@ -122,30 +124,30 @@ class RewardPool:
 
     def _reset(self) -> None:
         self._errors: Counter[str] = Counter()
-        self._latencies: list[float] = []  # s from the sample's end to its verdict
-        self._queued: list[int] = []  # samples that still wait when everybody has been given what they can take
+        self._latencies: list[float] = []  # s from the sample's end to its result
+        self._queued: list[int] = []  # samples that still wait when every worker has as many as it can take
         self._restarts = 0
 
     def _dispatch(self) -> None:
-        """Give what waits to those who have room, in equal shares."""
+        """Give the waiting samples to the workers that have room, in equal shares."""
         self._dispatch_is_due = False
-        free = [worker for worker in self._workers if not worker.leaves and not worker.alone]
+        free = [worker for worker in self._workers if not worker.retiring and not worker.isolated]
         free.sort(key=lambda worker: worker.in_hand)
         for number, worker in enumerate(free):
             head = self._head()
             if head is None:
                 break
-            if head.deaths > 1:  # it goes alone, so that it takes no other along
-                worker.alone = not worker.in_hand
-                self._give(worker, int(worker.alone))
+            if head.deaths > 1:  # alone, so that it takes no other sample along
+                worker.isolated = not worker.in_hand
+                self._give(worker, int(worker.isolated))
             else:
                 share = -(-len(self._waiting) // (len(free) - number))
                 self._give(worker, min(share, self._room(worker)))
         self._queued.append(len(self._waiting))
 
     def _head(self) -> _Job | None:
-        """The first that somebody still waits for."""
-        while self._waiting and self._waiting[0].verdict.done():
+        """Return the first job whose result is still needed."""
+        while self._waiting and self._waiting[0].result.done():
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
@@ -160,30 +162,31 @@ class RewardPool:
             worker.in_hand += len(jobs)
             self._run(self._score(worker, jobs))
 
-    def _run(self, work) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or not task.exception():
+        if task.cancelled() or not (error := task.exception()):
             return
-        self._broken = task.exception()  # nothing of what waits can be scored
+        self._broken = error  # what waits cannot be scored any more
         for job in self._waiting:
-            _fail(job, self._broken)
+            _fail(job, error)
 
     async def _score(self, worker: _Worker, jobs: list[_Job]) -> None:
         """Have `worker` score `jobs`; what it leaves undone when it dies goes to another."""
         left = dict(enumerate(jobs))
-        # it keeps its time limits itself, as long as it is there; a call may hold it up for as long as it may take
-        patience = max(SIGN_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
+        # a worker that is alive keeps the time limits itself; a call may hold it up for as long as its limit
+        patience = max(ALIVE_SECONDS, *(term.timeout or 0.0 for term in self.plan.terms))
         try:
             batch = Compact([job.experience for job in jobs])
-            stream = worker.actor.score.options(num_returns="streaming").remote(batch)
+            score: Any = worker.actor.score
+            stream = score.options(num_returns="streaming").remote(batch)
             while left:
                 answer = await _next(stream, worker.actor, patience)
-                worker.leaves |= answer.hung
+                worker.retiring |= answer.hung
                 for number, scored in answer.scores:
                     worker.in_hand -= 1
                     self._settle(left.pop(number), scored)
@@ -197,14 +200,14 @@ class RewardPool:
             for job in left.values():
                 _fail(job, cause)
         if not worker.in_hand:
-            worker.alone = False
-            if worker.leaves:
+            worker.isolated = False
+            if worker.retiring:
                 self._retire(worker, "has calls that ran out of time")
         self._dispatch()
 
     def _retire(self, worker: _Worker, problem: str) -> None:
         if worker not in self._workers:
-            return  # another batch of it has seen to that
+            return  # another of its batches has been here before
         self._workers.remove(worker)
         ray.kill(worker.actor)
         self._restarts += 1
@@ -227,9 +230,9 @@ class RewardPool:
         self._dispatch()
 
     async def _add_worker(self) -> None:
-        engines = self._sampler.engines if self._sampler else ()
+        engines = self._sampler.engines.actors if self._sampler else ()
         for _ in range(MOST_DEATHS):
-            actor = self._hire()
+            actor = self._spawn()
             try:
                 await actor.setup.remote(self.plan, self._model_path, engines)
             except ray.exceptions.RayTaskError as error:
@@ -245,9 +248,9 @@ class RewardPool:
 
     def _settle(self, job: _Job, scored: Scored) -> None:
         self._errors.update(scored.errors)
-        self._latencies.append(time.monotonic() - job.came)
+        self._latencies.append(time.monotonic() - job.submitted)
         if isinstance(scored, Score):
-            verdict = RewardResult(self.plan.domain, scored.value, scored.parts, scored.reason)
+            result = RewardResult(self.plan.domain, scored.value, scored.parts, scored.reason)
         else:
             self._errors[scored.kind] += 1
             if self.plan.on_error == "stop":
@@ -256,23 +259,23 @@ class RewardPool:
                 _fail(job, RunError(f"rewards.{domain}: sample {sample}: {scored.message}; {hint}"))
                 return
             reward = 0.0 if self.plan.on_error == "zero" else None
-            verdict = RewardResult(self.plan.domain, reward, reason=scored.kind, excluded=self.plan.on_error == "drop")
-        if not job.verdict.done():
-            job.verdict.set_result(verdict)
+            result = RewardResult(self.plan.domain, reward, reason=scored.kind, excluded=self.plan.on_error == "drop")
+        if not job.result.done():
+            job.result.set_result(result)
 
 
 async def _next(stream: ray.ObjectRefGenerator, actor: ray.actor.ActorHandle, patience: float) -> Answer:
-    """What comes next of `stream`; TimeoutError where `actor`, asked every `patience` s, does not say it is there."""
-    coming = asyncio.ensure_future(_received(stream))
-    sign = None
+    """Return the next answer of `stream`; TimeoutError where `actor`, asked every `patience` s, is not alive."""
+    answer = asyncio.ensure_future(_received(stream))
+    alive: asyncio.Future | None = None
     try:
-        while not (await asyncio.wait([coming], timeout=patience))[0]:
-            if sign and not sign.done():
+        while not (await asyncio.wait([answer], timeout=patience))[0]:
+            if alive and not alive.done():
                 raise TimeoutError
-            sign = asyncio.wrap_future(actor.alive.remote().future())
-        return coming.result()
+            alive = asyncio.wrap_future(actor.alive.remote().future())
+        return answer.result()
     finally:
-        coming.cancel()
+        answer.cancel()
 
 
 async def _received(stream: ray.ObjectRefGenerator) -> Answer:
@@ -280,6 +283,6 @@ async def _received(stream: ray.ObjectRefGenerator) -> Answer:
 
 
 def _fail(job: _Job, error: BaseException) -> None:
-    if not job.verdict.done():
-        job.verdict.set_exception(error)
-        job.verdict.exception()  # whoever waits for it is told; asyncio need not complain where nobody does
+    if not job.result.done():
+        job.result.set_exception(error)
+        job.result.exception()  # marks it as read: asyncio would complain of one that is never awaited

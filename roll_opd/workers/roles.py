@@ -1,50 +1,51 @@
 """The roles of a run as the driver sees them: what a student, a teacher and a sampler can do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import ray
 
-from roll_opd.cluster.group import WorkerGroup
+from roll_opd.cluster.group import ActorGroup, Reference, WorkerGroup
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import TrainResult, TrainSample
+from roll_opd.data.training import TrainSample
 from roll_opd.frozen import FrozenDict
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.errors import RunError
-from roll_opd.workers.learner import Learner
-from roll_opd.workers.rollout import Request
+from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
 
 
 async def gathered(
-    group: WorkerGroup, method: str, samples: Sequence[Experience | TrainSample], *args: float, **wanted: Any
+    group: WorkerGroup, method: str, samples: Sequence[Experience | TrainSample], *args: Any, **kwargs: Any
 ) -> list[Any]:
-    """Every rank runs `method` on its share of the sequences; returns its answer for each sample, in order."""
+    """Have every rank run `method` on its share of the sequences; return the answer for each sample, in order."""
     sequences = Compact([(sample.tokens, sample.prompt_length) for sample in samples])
-    answers = await group.call(method, ray.put(sequences), *args, **wanted)
+    answers = await group.call(method, sequences, *args, **kwargs)
     merged = {number: values for answer in answers if answer for number, values in answer.items()}
     return [merged[number] for number in range(len(samples))]
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A frozen model that scores what the student wrote: a teacher, or the reference policy."""
+    """A model that computes log-probs and does not learn: a teacher, or the reference policy."""
 
     name: str
     group: WorkerGroup
     vocab_size: int
 
-    async def score(self, samples: Sequence[Experience | TrainSample], temperature: float) -> list[np.ndarray]:
+    async def compute_logprobs(
+        self, samples: Sequence[Experience | TrainSample], temperature: float
+    ) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. Where one is not finite, the update that was to learn from it is skipped.
 
         RunError for tokens that the model does not have.
         """
         self._check_tokens(samples)
-        return await gathered(self.group, "logprobs", samples, temperature)
+        return await gathered(self.group, "compute_logprobs", samples, temperature)
 
     def _check_tokens(self, samples: Sequence[Experience | TrainSample]) -> None:
         largest = max((int(sample.tokens.max()) for sample in samples), default=0)
@@ -57,43 +58,44 @@ class FrozenModel:
 
 @dataclass(frozen=True)
 class Teacher(FrozenModel):
-    """A scorer whose log-probs are learned from."""
+    """A frozen model that the student learns from."""
 
     plan: TeacherPlan
 
-    async def look(
+    async def compute_targets(
         self,
         experiences: Sequence[Experience],
         temperature: float,
         objective: ObjectivePlan,
         ids: Sequence[np.ndarray] | None,
     ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Return log-probs as `score` does, and with them the `TeacherTargets.arrays` that the objective needs.
+        """Return log-probs as `compute_logprobs` does, each with the `TeacherTargets.arrays` the objective needs.
 
         Args:
             ids: for a top-k of the student's, its tokens, int32 [T-P, K] each.
         """
         self._check_tokens(experiences)
+        wanted: dict[str, Any] = {"vocab_size": objective.opd_vocab_size}
         if objective.opd_objective == "full":
-            wanted: dict[str, Any] = {"hidden": True}
+            wanted = {"hidden": True}
         elif ids is not None:
-            wanted = {"ids": ray.put(Compact(ids)), "vocab_size": objective.opd_vocab_size}
+            wanted["ids"] = Compact(ids)
         else:
-            wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
-        answers = await gathered(self.group, "score", experiences, temperature, **wanted)
+            wanted["topk"] = objective.opd_topk
+        answers = await gathered(self.group, "compute_targets", experiences, temperature, **wanted)
         return [(answer.pop("logprobs"), answer) for answer in answers]
 
-    async def output_head(self) -> list[ray.ObjectRef]:
-        """A reference to the whole output embedding."""
+    async def output_head(self) -> list[Reference]:
+        """Return a reference to the whole output embedding."""
         return next(head for head in await self.group.call("output_head") if head)
 
 
 class Student(Learner):
-    """The policy that learns from what it sampled."""
+    """The model that learns."""
 
-    async def logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
+    async def compute_old_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await gathered(self.group, "logprobs", experiences, temperature)
+        values = await gathered(self.group, "compute_logprobs", experiences, temperature)
         return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def topk_ids(
@@ -101,7 +103,7 @@ class Student(Learner):
     ) -> list[np.ndarray]:
         """Return the most likely tokens at every response token, int32 [T-P, K] each."""
         wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
-        answers = await gathered(self.group, "score", experiences, temperature, **wanted)
+        answers = await gathered(self.group, "compute_targets", experiences, temperature, **wanted)
         return [answer["topk_ids"] for answer in answers]
 
     async def load_teacher_head(self, teacher: Teacher) -> None:
@@ -116,140 +118,173 @@ class Student(Learner):
         temperature: float,
         step: int,
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Run all updates of step `step` of the run, counted from 0.
+        """Run all updates of step `step` of the run.
 
         Returns the experiences with `old_logprobs` filled in (where they were not, the update computed them on its
         way), and `actor/*` metrics.
         """
         learned = list(experiences)
-        results = []
+        updates = []
         size = self.plan.mini_batch_sequences
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                ranks = await self._update("update", _for_training(batch), teachers, objective, temperature, step)
-                results.append(ranks)
-                for number, values in (item for rank in ranks for item in rank.logprobs.items()):
+                update = await self._update("update", _for_training(batch), teachers, objective, temperature, step)
+                updates.append(update)
+                for number, values in (item for rank in update for item in rank.logprobs.items()):
                     if learned[start + number].old_logprobs is None:
                         learned[start + number] = replace(learned[start + number], old_logprobs=values)
-                self._check_applied(ranks, learned[start : start + size])
-        return learned, _actor_metrics(results)
+                self._check_applied(update, learned[start : start + size])
+        return learned, _actor_metrics(updates)
 
-    async def weights(self) -> list[ray.ObjectRef]:
-        """References to buckets that together hold all weights."""
+    async def weights(self) -> list[Reference]:
+        """Return references to buckets that together hold all weights."""
         answers = await self.group.call("weights")
         return next(references for references in answers if references)
 
 
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
-    """Without what only rewards read: the test cases of a batch can be larger than all the rest of it."""
+    """Remove what only rewards read: the test cases of a batch can be larger than all the rest of it."""
     return [replace(e, extra=FrozenDict()) if e.extra else e for e in experiences]
 
 
-def _actor_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:
-    """Metrics of a step's updates (each the list of its ranks' results): means over tokens or updates."""
-    tokens = sum(rank.sums.get("tokens", 0.0) for ranks in results for rank in ranks) or 1.0
-
-    def total(name: str) -> float:
-        return sum(rank.sums.get(name, 0.0) for ranks in results for rank in ranks)
-
-    reported = {name for ranks in results for rank in ranks for name in rank.sums}
-    parts = {
+def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Return metrics of a step's updates: means over tokens or updates."""
+    tokens = total(updates, "tokens") or 1.0
+    reported = {name for update in updates for rank in update for name in rank.sums}
+    optional = {
         "actor/opd_loss": "opd_loss",
         "actor/entropy": "entropy",
         "actor/demonstration_loss": "demonstration_loss",
         "actor/demonstration_tokens": "demonstration_tokens",
     }
     return {
-        **{metric: total(name) / len(results) for metric, name in parts.items() if name in reported},
-        "actor/pg_loss": total("policy_loss") / len(results),
-        "actor/total_loss": total("weighted_loss") / len(results),
-        "actor/ratio_mean": total("ratio") / tokens,
-        "actor/clipfrac": total("clipped") / tokens,
-        "actor/approx_kl": total("approx_kl") / tokens,
-        "actor/kl_loss": total("kl_loss") / len(results),
-        **optimizer_metrics(results),
-    }
-
-
-def optimizer_metrics(results: Sequence[Sequence[TrainResult]]) -> dict[str, float]:
-    """What every student's optimizer says of a step's updates."""
-    return {
-        "actor/grad_norm": float(np.mean([ranks[0].grad_norm for ranks in results])),
-        "actor/lr": results[-1][0].learning_rate,
-        "actor/skipped_updates": float(sum(not ranks[0].applied for ranks in results)),
+        **{metric: total(updates, name) / len(updates) for metric, name in optional.items() if name in reported},
+        "actor/pg_loss": total(updates, "policy_loss") / len(updates),
+        "actor/total_loss": total(updates, "weighted_loss") / len(updates),
+        "actor/ratio_mean": total(updates, "ratio") / tokens,
+        "actor/clipfrac": total(updates, "clipped") / tokens,
+        "actor/approx_kl": total(updates, "approx_kl") / tokens,
+        "actor/kl_loss": total(updates, "kl_loss") / len(updates),
+        **optimizer_metrics(updates),
     }
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """The student's inference engines."""
+class FrozenModels:
+    """The frozen models of a run: each teacher reads the samples of its tags, the reference policy reads all.
 
-    engines: Sequence[ray.actor.ActorHandle]
+    Where `targets_for` is an objective, teachers give more than the log-probs of the sampled tokens; where `student` is
+    there, they give it for the student's most likely tokens.
+    """
 
-    async def sample(
-        self,
-        requests: Sequence[Request],
-        sampling: SamplingPlan,
-        chunk: int,
-        finish: Callable[[int, Completion], None] = lambda index, completion: None,
-    ) -> AsyncIterator[list[tuple[int, Completion]]]:
-        """Spread groups over the engines; yield lists of (index of the request, its completion).
+    teachers: Sequence[Teacher] = ()
+    reference: FrozenModel | None = None
+    targets_for: ObjectivePlan | None = None
+    student: Student | None = None
 
-        A list holds `chunk` samples that one engine finished one after another, and its last one what is left; `finish`
-        hears of each as soon as it is there. Leaving the iterator early aborts what is still being written (use
-        `contextlib.aclosing`).
+    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
+        """Fill in what every model has to say of its samples; all models work side by side.
+
+        RunError for a sample whose tag no teacher accepts, where there are teachers.
         """
-        finished: asyncio.Queue[list[tuple[int, Completion]] | Exception] = asyncio.Queue()
+        result = list(experiences)
+        ids = None
+        if self.student and self.targets_for:
+            ids = await self.student.topk_ids(experiences, temperature, self.targets_for)
 
-        async def follow(engine: ray.actor.ActorHandle, share: list[int]) -> None:
-            asked = Compact([requests[index] for index in share])
-            stream = engine.generate.options(num_returns="streaming").remote(asked, sampling, chunk)
-            left, whole = len(share), []
+        async def ask_teacher(teacher: Teacher) -> None:
+            routed = [n for n, e in enumerate(experiences) if teacher.plan.accepts(e.tag)]
+            if not routed:
+                return
+            samples, name = [experiences[n] for n in routed], teacher.plan.name
+            if self.targets_for is None:
+                computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]
+            else:
+                own_ids = None if ids is None else [ids[n] for n in routed]
+                computed = await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)
+            for n, (logprobs, targets) in zip(routed, computed, strict=True):
+                all_logprobs = {**result[n].teacher_logprobs, name: logprobs}
+                all_targets = {**result[n].teacher_targets, **({name: targets} if targets else {})}
+                result[n] = replace(result[n], teacher_logprobs=all_logprobs, teacher_targets=all_targets)
+
+        async def ask_reference(reference: FrozenModel) -> None:
+            for n, logprobs in enumerate(await reference.compute_logprobs(experiences, temperature)):
+                result[n] = replace(result[n], ref_logprobs=logprobs)
+
+        asked = [ask_teacher(teacher) for teacher in self.teachers]
+        if self.reference:
+            asked.append(ask_reference(self.reference))
+        await asyncio.gather(*asked)
+        unread = sorted({e.tag for e in result if not e.teacher_logprobs}) if self.teachers else []
+        if unread:
+            raise RunError(f"no teacher scores samples tagged {', '.join(unread)}: add the tag to a tag_included")
+        return result
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. Requests of one `group` share a prompt, and go to one engine, which reads it once."""
+
+    group: int
+    prompt_tokens: np.ndarray  # int64 [P]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Inference engines that sample."""
+
+    engines: ActorGroup
+
+    def engine_of(self, request: Request) -> int:
+        """Return the number of the engine that answers `request`: groups are spread evenly."""
+        return request.group % len(self.engines.actors)
+
+    @asynccontextmanager
+    async def sample(
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
+    ) -> AsyncIterator[list["asyncio.Future[Completion]"]]:
+        """Have all requests answered inside the `with` block, which gets one future a request.
+
+        The completions of one engine come in the order in which it finished them, soon after they are finished, and at
+        once with the last of each `chunk`. Leaving the block early aborts what is still being written.
+        """
+        completions = [asyncio.get_running_loop().create_future() for _ in requests]
+        shares: list[list[int]] = [[] for _ in self.engines.actors]
+        for number, request in enumerate(requests):
+            shares[self.engine_of(request)].append(number)
+
+        async def follow(engine: int, share: list[int]) -> None:
+            asked = Compact([requests[number] for number in share])
+            left = len(share)
             try:
-                async for reference in stream:
-                    for number, completion in await reference:
-                        left -= 1
-                        finish(share[number], completion)
-                        whole.append((share[number], completion))
-                        if len(whole) == chunk or not left:
-                            finished.put_nowait(whole)
-                            whole = []
+                async with aclosing(self.engines.stream(engine, "generate", asked, sampling, chunk)) as stream:
+                    async for finished in stream:
+                        left -= len(finished)
+                        for position, completion in finished:
+                            if not completions[share[position]].done():  # cancelled: it is not awaited any more
+                                completions[share[position]].set_result(completion)
                 if left:
                     raise RunError(f"an inference engine ended with {left} of {len(share)} requests unanswered")
-            except asyncio.CancelledError:
-                ray.cancel(stream)
-                raise
-            except Exception as error:  # raised where the caller is waiting
-                finished.put_nowait(error)
+            except Exception as error:  # raised where each completion is awaited
+                for unanswered in (completions[n] for n in share if not completions[n].done()):
+                    unanswered.set_exception(error)
 
-        shares: list[list[int]] = [[] for _ in self.engines]
-        for index, request in enumerate(requests):
-            shares[request.group % len(self.engines)].append(index)
-        followers = [
-            asyncio.create_task(follow(engine, share))
-            for engine, share in zip(self.engines, shares, strict=True)
-            if share
-        ]
-        missing = len(requests)
+        followers = [asyncio.create_task(follow(engine, share)) for engine, share in enumerate(shares) if share]
         try:
-            while missing:
-                answers = await finished.get()
-                if isinstance(answers, Exception):
-                    raise answers
-                missing -= len(answers)
-                yield answers
+            yield completions
         finally:
-            for follower in followers if missing else ():
-                follower.cancel()
+            if any(completion.cancelled() or not completion.done() for completion in completions):
+                for follower in followers:
+                    follower.cancel()
             await asyncio.gather(*followers, return_exceptions=True)
 
-    async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
+    async def update_weights(self, buckets: Sequence[Reference], version: int) -> None:
         """Load new weights into every engine; each checks that they arrived."""
-        await asyncio.gather(*[engine.update_weights.remote(buckets, version) for engine in self.engines])
+        await self.engines.call("update_weights", buckets, version)
 
     async def end(self) -> None:
         """End the engines and their processes."""
-        await asyncio.gather(*[engine.close.remote() for engine in self.engines])
-        for engine in self.engines:
-            ray.kill(engine)  # what they had outside their memory is gone; the rest takes seconds to tidy up
+        await self.engines.call("close")
+        self.engines.end()  # what they had outside their memory is gone; the rest takes seconds to tidy up

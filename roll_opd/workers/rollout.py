@@ -2,24 +2,14 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.compact import Compact
 from roll_opd.workers.coalesce import coalesced
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to sample. Requests of one `group` share a prompt, and go to one engine, which reads it once."""
-
-    group: int
-    prompt_tokens: np.ndarray  # int64 [P]
-    seed: int
+from roll_opd.workers.roles import Request
 
 
 @ray.remote
@@ -30,7 +20,7 @@ class RolloutWorker:
 
     async def setup(self, plan: RolloutPlan, seed: int, deterministic: bool) -> None:
         """Start the engine."""
-        from roll_opd.inference.engine import InferenceEngine
+        from roll_opd.inference.engine import InferenceEngine  # in the actor's process alone: it starts vLLM
 
         self._engine = await InferenceEngine.start(
             plan.model,

@@ -1,4 +1,4 @@
-"""The student of a run over rows that bring their answers, as the driver sees it."""
+"""The student of supervised training (SFT, DPO), whose rows bring their answers, as the driver sees it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,16 +7,16 @@ import numpy as np
 
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.training import TrainSample
-from roll_opd.workers.learner import Learner
-from roll_opd.workers.roles import gathered, optimizer_metrics
+from roll_opd.workers.learner import Learner, optimizer_metrics, total
+from roll_opd.workers.roles import gathered
 
 
 class SupervisedStudent(Learner):
-    """A student that nobody samples from."""
+    """A student that learns from given answers."""
 
-    async def score(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+    async def compute_logprobs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Return the log-probs of every answer, f32 [T-P] each, under the weights as they are now."""
-        return await gathered(self.group, "logprobs", samples, 1.0)
+        return await gathered(self.group, "compute_logprobs", samples, 1.0)
 
     async def learn(
         self, samples: Sequence[TrainSample], objective: ObjectivePlan
@@ -28,12 +28,12 @@ class SupervisedStudent(Learner):
         """
         size = self.plan.mini_batch_sequences
         logprobs: dict[int, np.ndarray] = {}
-        results = []
+        updates = []
         for start in range(0, len(samples), size):
-            ranks = await self._update("fit", samples[start : start + size], objective)
-            results.append(ranks)
-            logprobs |= {start + number: values for rank in ranks for number, values in rank.logprobs.items()}
+            update = await self._update("update_supervised", samples[start : start + size], objective)
+            updates.append(update)
+            logprobs |= {start + number: values for rank in update for number, values in rank.logprobs.items()}
             numbers = range(start, min(start + size, len(samples)))
-            self._check_applied(ranks, [replace(samples[n], old_logprobs=logprobs[n]) for n in numbers])
-        loss = sum(rank.sums.get("weighted_loss", 0.0) for ranks in results for rank in ranks) / len(results)
-        return [logprobs[number] for number in range(len(samples))], loss, optimizer_metrics(results)
+            self._check_applied(update, [replace(samples[n], old_logprobs=logprobs[n]) for n in numbers])
+        loss = total(updates, "weighted_loss") / len(updates)
+        return [logprobs[n] for n in range(len(samples))], loss, optimizer_metrics(updates)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from runs import REPOSITORY, Run
 
-from roll_opd.cluster import runtime
+from roll_opd.cluster import placement, runtime
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines import cast, launch, rlvr
-from roll_opd.pipelines.start import Cast
+from roll_opd.pipelines import launch, loop, rlvr, start
+from roll_opd.pipelines.start import RunWorkers
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import Teacher
 
@@ -63,13 +63,13 @@ CRITIC_SCHEDULE = "+critic.training_args.lr_scheduler_type=constant"
 class Stage:
     """All roles of `plan`; a run's own plan says which of them take part."""
 
-    def __init__(self, plan: RunPlan, place: Path, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, plan: RunPlan, place: Path, events: asyncio.AbstractEventLoop) -> None:
         self._plan, self.place = plan, place
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
         self.started: dict[str, tuple[RewardPool, ...]] = {}
-        loop.run_until_complete(self.reward_pools(plan, self.placement))
-        self._cast = loop.run_until_complete(cast.start(plan, self.placement))
-        loop.run_until_complete(self._cast.save(place / "start"))
+        events.run_until_complete(self.reward_pools(plan, self.placement))
+        self._workers = events.run_until_complete(start.start_unconfigured(plan, self.placement))
+        events.run_until_complete(self._workers.save(place / "start"))
 
     def run(
         self,
@@ -93,19 +93,19 @@ class Stage:
         """Those that play this plan's rewards already, or new ones."""
         settings = str([(reward.domain, reward.terms, reward.world_size) for reward in plan.rewards])
         if settings not in self.started:
-            self.started[settings] = await cast.start_reward_pools(plan, self.placement)
-        for judge, reward in zip(self.started[settings], plan.rewards, strict=True):
-            judge.plan = reward
-            judge.lap()
+            self.started[settings] = await start.start_reward_pools(plan, self.placement)
+        for pool, reward in zip(self.started[settings], plan.rewards, strict=True):
+            pool.plan = reward
+            pool.drain_metrics()
         return self.started[settings]
 
-    async def assemble(self, plan: RunPlan, placement: Placement) -> Cast:
-        there, frozen_models = self._cast, self._cast.frozen_models
+    async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
+        there, frozen_models = self._workers, self._workers.frozen_models
         for role in ("student", "reference", "critic"):
             wanted, found = (getattr(whole, role) for whole in (plan, self._plan))
             assert wanted is None or worker_settings(wanted) == worker_settings(found)
         await there.load(self.place / "start")
-        taking_part = Cast(
+        taking_part = RunWorkers(
             student=replace(there.student, plan=plan.student),
             sampler=there.sampler,
             frozen_models=replace(
@@ -115,12 +115,12 @@ class Stage:
             ),
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
-        return await cast.instruct(taking_part, plan)
+        return await start.configure_objective(taking_part, plan)
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
-        started = ((self._plan.teachers[0].worker, self._cast.frozen_models.teachers[0]),)
-        started += ((self._plan.reference, self._cast.frozen_models.reference),)
+        started = ((self._plan.teachers[0].worker, self._workers.frozen_models.teachers[0]),)
+        started += ((self._plan.reference, self._workers.frozen_models.reference),)
         wanted = worker_settings(plan.worker)
         (role,) = (role for worker, role in started if worker_settings(worker) == wanted)
         return Teacher(plan.worker.name, role.group, role.vocab_size, plan)
@@ -138,9 +138,9 @@ def worker_settings(plan: Any) -> dict[str, Any]:
 
 @contextmanager
 def open_stage(place: Path) -> Iterator[Stage]:
-    """Start Ray and every role that a run may have: student, sampler, judge, critic, reference policy and teacher."""
+    """Start Ray and every role that a run may have: student, sampler, rewards, critic, reference policy and teacher."""
     everyone = (TEACHER, REFERENCE, CRITIC_SCHEDULE, "use_opd=true", "opd_kl_coef=1", "use_kl_loss=true")
-    loop = asyncio.new_event_loop()
+    events = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(REPOSITORY)
         users = place / "users"  # modules of a user's own, which every process finds
@@ -150,13 +150,13 @@ def open_stage(place: Path) -> Iterator[Stage]:
         longest = "prompt_length=1024"  # GSM8K's
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
         with runtime.ray_cluster(plan.devices_per_node):
-            stage = Stage(plan, place, loop)
+            stage = Stage(plan, place, events)
             patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())
-            patch.setattr(launch.asyncio, "run", loop.run_until_complete)
-            patch.setattr(rlvr, "Placement", lambda *nodes: stage.placement)
+            patch.setattr(loop.asyncio, "run", events.run_until_complete)
+            patch.setattr(placement, "Placement", lambda *nodes: stage.placement)
             patch.setattr(rlvr, "start_reward_pools", stage.reward_pools)
-            patch.setattr(rlvr, "assemble", stage.assemble)
-            patch.setattr(Cast, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
+            patch.setattr(rlvr, "start_workers", stage.workers)
+            patch.setattr(RunWorkers, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
             patch.setattr(RewardPool, "end", lambda self: asyncio.sleep(0))
             yield stage
-    loop.close()
+    events.close()

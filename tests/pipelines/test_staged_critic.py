@@ -13,7 +13,7 @@ from stage import CRITIC_SCHEDULE, SHORT, WITH_CRITIC, Stage, optimizer_of
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import ModelPlan
 from roll_opd.pipelines.checkpoints import Checkpoint
-from roll_opd.pipelines.fit import misfits_of_checkpoint
+from roll_opd.pipelines.preflight import checkpoint_problems
 
 STEPS, WARMUP, SAVED = 10, 2, 9
 SETTINGS = (
@@ -111,10 +111,10 @@ def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> N
     config = json.loads((saved / "critic" / "hf" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]
     plan = load_plan("demo", "ppo", pure=False)
-    assert misfits_of_checkpoint(plan, Checkpoint.read(saved)) == []
+    assert checkpoint_problems(plan, Checkpoint.read(saved)) == []
     shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("critic"))
-    (found,) = misfits_of_checkpoint(plan, Checkpoint.read(tmp_path / "bare"))
+    (found,) = checkpoint_problems(plan, Checkpoint.read(tmp_path / "bare"))
     assert "holds no critic" in found
     other = replace(plan.critic, model=ModelPlan(str(REPOSITORY / "examples/demo/models/teacher")))
-    (found,) = misfits_of_checkpoint(replace(plan, critic=other), Checkpoint.read(saved))
+    (found,) = checkpoint_problems(replace(plan, critic=other), Checkpoint.read(saved))
     assert "made from another model" in found and "layers 3 there, 4 in the model" in found

@@ -45,8 +45,8 @@ def own(stage: Stage, source: str, section: str) -> tuple[str, ...]:
 
 def test_a_reward_worker_killed_in_a_batch_changes_nothing(stage: Stage) -> None:
     undisturbed = play(stage, "undisturbed")
-    (judge,) = next(iter(stage.started.values()))
-    caught = threading.Thread(target=kill_in_a_batch, args=(stage.place / "disturbed", judge))
+    (pool,) = next(iter(stage.started.values()))
+    caught = threading.Thread(target=kill_in_a_batch, args=(stage.place / "disturbed", pool))
     caught.start()
     disturbed = play(stage, "disturbed")
     caught.join(60)
@@ -110,13 +110,13 @@ def timeless(rows: list[dict]) -> object:
     return freeze([{key: value for key, value in row.items() if not key.startswith("time")} for row in rows])
 
 
-def kill_in_a_batch(experiment: Path, judge: RewardPool) -> None:
+def kill_in_a_batch(experiment: Path, pool: RewardPool) -> None:
     """SIGKILL the worker that has samples in hand; it is held still before, so that it surely has."""
     metrics = experiment / "latest" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         time.sleep(0.01)
     (process,) = [p for p in psutil.process_iter() if p.name().startswith("ray::RewardWorker") and p.is_running()]
     os.kill(process.pid, signal.SIGSTOP)
-    while not any(worker.in_hand for worker in judge._workers):
+    while not any(worker.in_hand for worker in pool._workers):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from roll_opd.workers.roles import Teacher
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
 STEPS = 3
-EXPERT = "++demonstrations={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
+DEMONSTRATIONS = "++demonstrations={data_args: {file_name: examples/demo/data/sft_train.jsonl}}"
 
 
 def rewarded(stage: Stage, *overrides: str, config: tuple[str, str] = WITH_REWARD) -> Run:
@@ -39,7 +39,7 @@ def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
     if name == "on_policy_distill":
         run = pure(stage)
     else:
-        roles = [REFERENCE] * row.use_reference + [EXPERT] * bool(row.expert_data_ratio)
+        roles = [REFERENCE] * row.use_reference + [DEMONSTRATIONS] * bool(row.expert_data_ratio)
         settings, config = ((CRITIC_SCHEDULE, "critic_warmup=0"), WITH_CRITIC) if row.use_critic else ((), WITH_REWARD)
         run = rewarded(stage, "~adv_estimator", f"+algorithm_type={name}", *roles, *settings, config=config)
     assert run.code == 0
@@ -140,12 +140,12 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Updates are skipped and counted, the weights stay, and the samples are there to be looked at."""
-    honest = Teacher.score
+    honest = Teacher.compute_logprobs
 
     async def broken(self: Teacher, *arguments: object) -> list[np.ndarray]:
         return [logprobs * np.float32(np.nan) for logprobs in await honest(self, *arguments)]
 
-    monkeypatch.setattr(Teacher, "score", broken)
+    monkeypatch.setattr(Teacher, "compute_logprobs", broken)
     run = pure(stage, "max_steps=4", "save_steps=2", "max_ckpt_to_keep=0")
     assert run.code == 1
     rows = run.rows("metrics.jsonl")

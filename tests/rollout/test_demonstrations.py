@@ -10,7 +10,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 from roll_opd.rollout.advantages import advantages, external_advantages, token_level_rewards
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
-from roll_opd.workers.samples import train_samples
+from roll_opd.workers.megatron import train_samples
 
 TEACHER = TeacherPlan("t", MegatronPlan("t", ModelPlan("model"), (0,), Layout(), MicroBatchLimits()), opd_kl_coef=0.7)
 

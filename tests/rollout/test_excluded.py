@@ -9,7 +9,8 @@ from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.mismatch import corrected
-from roll_opd.workers.samples import train_samples, value_samples
+from roll_opd.workers.critic import value_samples
+from roll_opd.workers.megatron import train_samples
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
 FAILED = {"g0": {1}, "g1": {0, 1, 3}, "g2": set()}  # of g1 one sample is left

@@ -20,7 +20,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
-from roll_opd.workers.samples import train_samples
+from roll_opd.workers.megatron import train_samples
 
 
 def experience(rollout: list[float], train: list[float] | None, mask: list[bool]) -> Experience:

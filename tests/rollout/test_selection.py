@@ -8,7 +8,7 @@ import pytest
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
-from roll_opd.rollout.selection import Selection, by_reward
+from roll_opd.rollout.selection import Selection, group_filter
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
 STD = FilterPlan("std_filter", FrozenDict({"std_threshold": 0.0}))
@@ -67,10 +67,10 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
     ],
 )
 def test_filters(query, response, rewards, passes: bool) -> None:
-    keeps = by_reward([RewardPlan("math", (), query_filter=query, response_filter=response)])
-    assert keeps([sample(0, k, reward) for k, reward in enumerate(rewards)]) is passes
-    assert keeps([sample(0, k, reward, domain="other") for k, reward in enumerate(rewards)])
+    passes_filter = group_filter([RewardPlan("math", (), query_filter=query, response_filter=response)])
+    assert passes_filter([sample(0, k, reward) for k, reward in enumerate(rewards)]) is passes
+    assert passes_filter([sample(0, k, reward, domain="other") for k, reward in enumerate(rewards)])
 
 
 def test_without_a_filter_there_is_no_test() -> None:
-    assert by_reward([RewardPlan("math", ())]) is None
+    assert group_filter([RewardPlan("math", ())]) is None

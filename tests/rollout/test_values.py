@@ -9,8 +9,7 @@ import pytest
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantages, external_advantages
-from roll_opd.workers.critic import value_metrics
-from roll_opd.workers.samples import value_samples
+from roll_opd.workers.critic import value_metrics, value_samples
 
 COEFFICIENT = 0.7
 TEACHER = TeacherPlan(

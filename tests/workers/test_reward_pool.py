@@ -15,7 +15,7 @@ import ray
 from roll_opd.config.plan import RewardTerm
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
-from roll_opd.workers import pool as module
+from roll_opd.workers import reward_pool as module
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardPool, RewardResult
 
@@ -36,7 +36,7 @@ def sample(number: int, **extra: str) -> Experience:
     )
 
 
-def verdicts(
+def results(
     loop: asyncio.AbstractEventLoop, pool: RewardPool, samples: Sequence[Experience]
 ) -> list[RewardResult | Exception]:
     async def ask() -> list[RewardResult | Exception]:
@@ -47,22 +47,22 @@ def verdicts(
 
 
 def rewards(found: Sequence[RewardResult | Exception]) -> list[float | None]:
-    return [verdict.reward for verdict in found]
+    return [result.reward for result in found]
 
 
 def test_functions_classes_and_coroutines(start, loop) -> None:
     samples = [sample(number) for number in range(37)]
     numbers = [float(number) for number in range(37)]
-    assert rewards(verdicts(loop, start("plain", world_size=2, batch_size=3), samples)) == numbers
-    assert rewards(verdicts(loop, start("Scaled", args={"factor": 2}), samples)) == [2 * x for x in numbers]
+    assert rewards(results(loop, start("plain", world_size=2, batch_size=3), samples)) == numbers
+    assert rewards(results(loop, start("Scaled", args={"factor": 2}), samples)) == [2 * x for x in numbers]
     pool = start("awaited", timeout=None)
-    found = verdicts(loop, pool, samples)
+    found = results(loop, pool, samples)
     assert rewards(found) == numbers and found[3].parts == {"half": 1.5} and found[3].reason == "odd"
-    assert found[3].of(samples[3]).reward_parts == {"half": 1.5}
-    metrics = pool.lap()
+    assert found[3].added_to(samples[3]).reward_parts == {"half": 1.5}
+    metrics = pool.drain_metrics()
     assert metrics["reward/code/errors"] == 0 and metrics["time/reward/code/queue/max"] == 0
     assert 0.2 <= metrics["time/reward/code/latency/p50"] <= metrics["time/reward/code/latency/p95"]
-    assert "time/reward/code/latency/p50" not in pool.lap()
+    assert "time/reward/code/latency/p50" not in pool.drain_metrics()
 
 
 def test_several_rewards_are_a_weighted_sum(start, loop) -> None:
@@ -70,7 +70,7 @@ def test_several_rewards_are_a_weighted_sum(start, loop) -> None:
         RewardTerm("plain", "my_rewards.plain", weight=2.0),
         RewardTerm("form", "my_rewards.awaited", weight=-0.5),
     )
-    found = verdicts(loop, start("plain", terms=terms), [sample(number) for number in range(8)])
+    found = results(loop, start("plain", terms=terms), [sample(number) for number in range(8)])
     assert rewards(found) == [1.5 * number for number in range(8)]
     assert found[5].parts == {"plain": 5.0, "form": 5.0, "form.half": 2.5} and found[5].reason == "odd"
 
@@ -79,7 +79,7 @@ def test_a_slow_reward_works_on_many_samples_at_once(start, loop) -> None:
     """128 samples of 0.2 s each: 26 s one after another."""
     pool = start("sleepy")
     began = time.monotonic()
-    assert rewards(verdicts(loop, pool, [sample(number) for number in range(128)])) == [float(n) for n in range(128)]
+    assert rewards(results(loop, pool, [sample(number) for number in range(128)])) == [float(n) for n in range(128)]
     assert time.monotonic() - began < 4
 
 
@@ -87,13 +87,13 @@ def test_a_brief_reward_works_on_many_samples_at_once(start, loop) -> None:
     """256 samples of 15 ms each: 3.8 s one after another."""
     pool = start("brief")
     began = time.monotonic()
-    assert rewards(verdicts(loop, pool, [sample(number) for number in range(256)])) == [float(n) for n in range(256)]
+    assert rewards(results(loop, pool, [sample(number) for number in range(256)])) == [float(n) for n in range(256)]
     assert time.monotonic() - began < 2
 
 
 def test_a_quick_reward_is_given_large_calls(start, loop) -> None:
     pool, samples = start("busy"), [sample(number) for number in range(256)]
-    sizes = [np.mean(rewards(verdicts(loop, pool, samples))) for _ in range(5)]
+    sizes = [np.mean(rewards(results(loop, pool, samples))) for _ in range(5)]
     assert max(sizes) > 8  # of 16, the batch_size, where nothing comes between
 
 
@@ -103,7 +103,7 @@ def test_a_reward_that_was_quick_may_be_slow(start, loop) -> None:
     numbers = [float(number) for number in range(128)]
     for trouble in ("", "nap", "", "nap"):
         began = time.monotonic()
-        assert rewards(verdicts(loop, pool, [sample(number, trouble=trouble) for number in range(128)])) == numbers
+        assert rewards(results(loop, pool, [sample(number, trouble=trouble) for number in range(128)])) == numbers
         assert time.monotonic() - began < 2
 
 
@@ -112,11 +112,11 @@ def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, exclu
     """In one call with its neighbours, which are scored without it."""
     pool = start("troubled", on_error=on_error, max_concurrency=1, batch_size=8)
     samples = [sample(n, trouble={3: "raise", 5: "nan"}.get(n, "")) for n in range(8)]
-    found = verdicts(loop, pool, samples)
+    found = results(loop, pool, samples)
     assert rewards(found) == [reward if n in (3, 5) else float(n) for n in range(8)]
-    assert [verdict.excluded for verdict in found] == [excluded and n in (3, 5) for n in range(8)]
+    assert [result.excluded for result in found] == [excluded and n in (3, 5) for n in range(8)]
     assert (found[3].reason, found[5].reason) == ("KeyError", "not_finite")
-    metrics = pool.lap()
+    metrics = pool.drain_metrics()
     assert {key.rpartition("errors/")[2]: value for key, value in metrics.items() if "errors/" in key} == {
         "KeyError": 1,
         "not_finite": 1,
@@ -132,33 +132,33 @@ def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, exclu
 )
 def test_what_would_end_an_event_loop_ends_a_sample_alone(start, loop, worker: str, kinds: dict[str, str]) -> None:
     pool = start(worker, on_error="zero", timeout=2)
-    found = verdicts(loop, pool, [sample(n, trouble=trouble) for n, trouble in enumerate(("", *kinds, ""), 1)])
-    assert [verdict.reason for verdict in found] == ["", *kinds.values(), ""]
+    found = results(loop, pool, [sample(n, trouble=trouble) for n, trouble in enumerate(("", *kinds, ""), 1)])
+    assert [result.reason for result in found] == ["", *kinds.values(), ""]
     assert [found[0].reward, found[-1].reward] == [1.0, len(kinds) + 2.0]
-    assert pool.lap()["reward/code/errors"] == len(kinds)
+    assert pool.drain_metrics()["reward/code/errors"] == len(kinds)
 
 
 def test_a_reward_may_ask_for_one_call_at_a_time(start, loop) -> None:
     """When a batch is repeated sample by sample, too."""
     pool = start("one_at_a_time", max_concurrency=1, batch_size=8, on_error="drop")
     samples = [sample(n, trouble="raise" if n == 3 else "") for n in range(24)]
-    assert rewards(verdicts(loop, pool, samples)) == [None if n == 3 else float(n) for n in range(24)]
+    assert rewards(results(loop, pool, samples)) == [None if n == 3 else float(n) for n in range(24)]
 
 
 def test_what_was_tried_again_is_counted(start, loop) -> None:
     pool = start("failing", on_error="zero")
-    assert rewards(verdicts(loop, pool, [sample(n) for n in range(4)])) == [1.0, 0.0, 1.0, 0.0]
-    metrics = pool.lap()
+    assert rewards(results(loop, pool, [sample(n) for n in range(4)])) == [1.0, 0.0, 1.0, 0.0]
+    metrics = pool.drain_metrics()
     assert metrics["reward/code/errors/http_500"] == 8 and metrics["reward/code/errors/http_429"] == 4
     assert metrics["reward/code/errors/connect"] == 2 and metrics["reward/code/errors"] == 14
 
 
 def test_an_error_that_is_to_stop_the_run_says_which_sample_and_what_to_do(start, loop) -> None:
-    found = verdicts(loop, start("troubled"), [sample(0), sample(1, trouble="raise")])
+    found = results(loop, start("troubled"), [sample(0), sample(1, trouble="raise")])
     assert found[0].reward == 0.0 and isinstance(found[1], RunError)
     message = str(found[1])
     assert "rewards.code: sample 1: reward troubled raised KeyError: '1'" in message and "on_error" in message
-    found = verdicts(loop, start("too_few", on_error="zero"), [sample(0), sample(1)])
+    found = results(loop, start("too_few", on_error="zero"), [sample(0), sample(1)])
     assert all("returned 0 scores for 1 samples" in str(error) for error in found)  # no reward: nothing can go on
 
 
@@ -169,11 +169,11 @@ def test_time_limits(start, loop, worker: str) -> None:
     for _ in range(2):
         samples = [sample(n, trouble="hang" if n in (2, 6) else "") for n in range(8)]
         began = time.monotonic()
-        found = verdicts(loop, pool, samples)
+        found = results(loop, pool, samples)
         assert rewards(found) == [None if n in (2, 6) else float(n) for n in range(8)]
         assert time.monotonic() - began < 20
-        assert pool.lap()["reward/code/timeouts"] == 2
-    assert rewards(verdicts(loop, pool, [sample(9)])) == [9.0]
+        assert pool.drain_metrics()["reward/code/timeouts"] == 2
+    assert rewards(results(loop, pool, [sample(9)])) == [9.0]
 
 
 def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_path: Path) -> None:
@@ -195,14 +195,14 @@ def test_a_killed_worker_is_replaced_and_its_batch_scored_once(start, loop, tmp_
     assert len(others) == 1
     again = Counter(number for process, number in lines if process != first)
     assert set(again.values()) == {1} and len(again) < 24  # what was told before the end is not asked again
-    assert pool.lap()["reward/code/errors"] == 0
+    assert pool.drain_metrics()["reward/code/errors"] == 0
 
 
 def test_a_sample_that_kills_every_worker_is_found_out(start, loop) -> None:
     pool = start("troubled", on_error="zero", max_concurrency=2)
-    found = verdicts(loop, pool, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
+    found = results(loop, pool, [sample(n, trouble="die" if n == 5 else "") for n in range(12)])
     assert rewards(found) == [0.0 if n == 5 else float(n) for n in range(12)] and found[5].reason == "worker_died"
-    metrics = pool.lap()
+    metrics = pool.drain_metrics()
     assert metrics["reward/code/errors/worker_died"] == 1 and metrics["time/reward/code/restarts"] == 3
 
 
@@ -222,22 +222,22 @@ def test_a_suspect_is_alone_with_a_worker(start, loop, tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_while_it_starts_is_started_again(start, loop) -> None:
     pool = start("troubled")
-    hire, died = pool._hire, []
+    spawn, died = pool._spawn, []
 
-    def hire_badly():
-        actor = hire()
+    def spawn_badly():
+        actor = spawn()
         if not died:
             died.append(actor)
             ray.kill(actor)
         return actor
 
-    pool._hire = hire_badly
-    found = verdicts(loop, pool, [sample(0, trouble="die"), sample(1)])
+    pool._spawn = spawn_badly
+    found = results(loop, pool, [sample(0, trouble="die"), sample(1)])
     assert died and isinstance(found[0], RunError) and found[1].reward == 1.0
 
 
 def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SIGN_SECONDS", 0.5)
+    monkeypatch.setattr(module, "ALIVE_SECONDS", 0.5)
     pool, log = start("troubled", timeout=0.5), tmp_path / "log"
 
     async def both() -> RewardResult:
@@ -251,14 +251,14 @@ def test_a_worker_that_says_nothing_is_stuck(start, loop, tmp_path: Path, monkey
 
 
 def test_a_worker_whose_event_loop_stands_still_is_stuck(start, loop, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "SIGN_SECONDS", 0.5)
+    monkeypatch.setattr(module, "ALIVE_SECONDS", 0.5)
     pool = start("deaf", timeout=None)
-    assert rewards(verdicts(loop, pool, [sample(1, log=str(tmp_path / "log"))])) == [1.0]
-    assert pool.lap()["time/reward/code/restarts"] == 1
+    assert rewards(results(loop, pool, [sample(1, log=str(tmp_path / "log"))])) == [1.0]
+    assert pool.drain_metrics()["time/reward/code/restarts"] == 1
     patient = start("awaited", timeout=None)  # it is there, and takes its time
-    monkeypatch.setattr(module, "SIGN_SECONDS", 0.05)
-    assert rewards(verdicts(loop, patient, [sample(1)])) == [1.0]
-    assert patient.lap()["time/reward/code/restarts"] == 0
+    monkeypatch.setattr(module, "ALIVE_SECONDS", 0.05)
+    assert rewards(results(loop, patient, [sample(1)])) == [1.0]
+    assert patient.drain_metrics()["time/reward/code/restarts"] == 0
 
 
 def test_nobody_is_asked_for_what_nobody_waits_for(start, loop, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loss on rows that nobody learns from, by the very function that is learned with."""
+"""Validation loss on held-out rows, with the training loss."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,12 @@ import torch
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import policy_loss
-from roll_opd.config.plan import ObjectivePlan, RunPlan
+from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.training import TrainSample
 
 
-def validation_due(plan: RunPlan, step: int) -> bool:
-    """Whether to validate after `step`: every `eval_steps` steps and after the last one."""
-    return plan.eval_steps > 0 and (step % plan.eval_steps == 0 or step == plan.max_steps)
-
-
-def loss_of(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
-    """The loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
+def supervised_loss(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
+    """Return the loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)
     logprobs_M = torch.from_numpy(np.concatenate(logprobs)).double()

@@ -1,12 +1,14 @@
-"""The order of things in a rollout: with an engine that finishes in any order, and frozen_models that take any time.
+"""The order of things in a rollout: with an engine that finishes in any order, and frozen models that take any time.
 
 Engines, teachers and reward workers themselves are tested elsewhere; here only their interface is needed.
 """
 
 import asyncio
 import json
+import pickle
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,16 @@ from roll_opd.config.plan import (
     SamplingPlan,
     TeacherPlan,
 )
+from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import open_prompts
+from roll_opd.data.prompts import Prompt, open_prompts
 from roll_opd.data.source import PromptSource
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.batch import Batch, fill_batch
-from roll_opd.rollout.pending_rewards import PendingRewards
-from roll_opd.rollout.scheduler import FrozenModels, roll_out
+from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out, sample_seed
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardResult
-from roll_opd.workers.rollout import Request
+from roll_opd.workers.roles import FrozenModels, Request, Sampler
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
@@ -48,21 +49,29 @@ class Engine:
         self._rng, self.log = random.Random(seed), log if log is not None else []
         self.answered = 0
 
+    def engine_of(self, request: Request) -> int:
+        return 0
+
+    @asynccontextmanager
     async def sample(
-        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int, finish: Callable[[int, Completion], None]
-    ) -> AsyncIterator[list[tuple[int, Completion]]]:
-        order = self._rng.sample(range(len(requests)), len(requests))
-        for start in range(0, len(order), chunk):
-            for _ in range(self._rng.randint(1, 4)):
-                await asyncio.sleep(0)
-            part = order[start : start + chunk]
-            self.answered += len(part)
-            answers = [(index, written(requests[index].seed)) for index in part]
-            for answer in answers:
-                await asyncio.sleep(0)
-                finish(*answer)
-            yield answers
-        self.log.append("engine done")
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
+    ) -> AsyncIterator[list["asyncio.Future[Completion]"]]:
+        completions = [asyncio.get_running_loop().create_future() for _ in requests]
+
+        async def write() -> None:
+            for count, index in enumerate(self._rng.sample(range(len(requests)), len(requests))):
+                for _ in range(1 + (count % chunk == 0) * self._rng.randint(1, 4)):
+                    await asyncio.sleep(0)
+                self.answered += 1
+                completions[index].set_result(written(requests[index].seed))
+            self.log.append("engine done")
+
+        writing = asyncio.create_task(write())
+        try:
+            yield completions
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
 
 def written(seed: int) -> Completion:
@@ -82,7 +91,7 @@ class Watcher:
     def __init__(self, plan: Any, log: list[str], slowness: int = 1, fails: bool = False) -> None:
         self.plan, self._log, self._slowness, self._fails = plan, log, slowness, fails
 
-    async def score(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
         self._log.append(f"{self.plan} starts")
         for _ in range(self._slowness):
             await asyncio.sleep(0)
@@ -123,21 +132,31 @@ def make_source(tmp_path_factory: pytest.TempPathFactory):
     return lambda: PromptSource(prompts, seed=5)
 
 
-def arguments(engine: Engine, watchers: FrozenModels) -> dict[str, Any]:
-    common = {"sampler": engine, "sampling": SAMPLING, "frozen_models": watchers, "clock": PhaseClock()}
-    return {**common, "pending_rewards": PendingRewards([RewardPool(seed=3)]), "seed": 7, "chunk_samples": 4}
+def rollout_of(engine: Engine, watchers: FrozenModels, pool: RewardPool | None = None) -> Rollout:
+    pools = [pool or RewardPool(seed=3)]
+    return Rollout(engine, SAMPLING, pools, seed=7, chunk_samples=4, clock=PhaseClock(), frozen_models=watchers)
 
 
-def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, keeps: Any) -> Batch:
-    rollout = arguments(Engine(engine_seed), frozen_models([], slowness=engine_seed % 5))
-    return asyncio.run(fill_batch(source, wanted, extra=extra, keeps=keeps, **rollout))
+def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes: Any) -> Batch:
+    rollout = rollout_of(Engine(engine_seed), frozen_models([], slowness=engine_seed % 5))
+    return asyncio.run(fill_batch(source, wanted, rollout, extra=extra, passes=passes))
+
+
+def all_of(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Experience]:
+    """In the order of their numbers."""
+
+    async def collect() -> dict[int, Experience]:
+        async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), first_draw=0)) as samples:
+            return {number: experience async for number, experience in samples}
+
+    found = asyncio.run(collect())
+    return [found[number] for number in range(len(found))]
 
 
 def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
     log: list[str] = []
     engine, prompts = Engine(1, log), make_source().take(8)
-    selection = asyncio.run(roll_out(prompts, first_draw=0, **arguments(engine, frozen_models(log))))
-    assert len(selection.experiences()) == 8 * SAMPLING.n
+    assert len(all_of(rollout_of(engine, frozen_models(log)), prompts)) == 8 * SAMPLING.n
     assert sum("starts" in line for line in log[: log.index("engine done")]) >= 2
 
 
@@ -148,25 +167,23 @@ def test_a_teacher_sees_the_samples_of_its_tags_and_no_others(make_source) -> No
         Watcher(TeacherPlan("all", Watcher.worker, 1.0), []),
         Watcher(TeacherPlan("odd", Watcher.worker, 1.0, tags=("odd",)), []),
     ]
-    found = asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), FrozenModels(teachers)))).experiences()
-    for experience in found:
+    for experience in all_of(rollout_of(Engine(), FrozenModels(teachers)), prompts):
         assert set(experience.teacher_logprobs) == ({"all", "odd"} if experience.tag == "odd" else {"all"})
         for logprobs in experience.teacher_logprobs.values():
             np.testing.assert_array_equal(logprobs, experience.response_tokens)  # of this sample, not another
 
-    orphaned = FrozenModels(teachers=teachers[1:])
     with pytest.raises(RunError, match="no teacher scores samples tagged even"):
-        asyncio.run(roll_out(prompts, first_draw=0, **arguments(Engine(), orphaned)))
+        all_of(rollout_of(Engine(), FrozenModels(teachers=teachers[1:])), prompts)
 
 
 def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(make_source) -> None:
-    def keeps(group: Sequence[Experience]) -> bool:
+    def differ(group: Sequence[Experience]) -> bool:
         return 0 < sum(e.reward for e in group) < len(group)
 
     def run(engine_seed: int, extra: int) -> tuple[list, list, int]:
         source, ids, filtered = make_source(), [], []
         for step in range(6):
-            batch = fill(source, engine_seed + step, wanted=4, extra=extra, keeps=keeps)
+            batch = fill(source, engine_seed + step, wanted=4, extra=extra, passes=differ)
             assert [e.group_id.partition("#")[0] for e in batch.experiences[:: SAMPLING.n]] == [
                 p.id for p in batch.prompts
             ]
@@ -182,19 +199,20 @@ def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(m
 
 
 def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
-    prompts, answered = make_source().take(20), []
+    answered = []
     for seed in range(8):
-        engine = Engine(seed)
-        rollout = arguments(engine, frozen_models([]))
-        selection = asyncio.run(roll_out(prompts, first_draw=0, wanted=1, **rollout))
-        assert selection.chosen == [0] and selection.used == 1
+        source, engine = make_source(), Engine(seed)
+        rollout = rollout_of(engine, frozen_models([]))
+        first = source.peek(1)
+        batch = asyncio.run(fill_batch(source, 1, rollout, extra=19, passes=lambda group: True))
+        assert [p.id for p in batch.prompts] == [p.id for p in first] and source.position == 1
         answered.append(engine.answered)
     assert min(answered) < 20 * SAMPLING.n  # unless the first prompt happened to be the last one finished
 
 
 def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source) -> None:
     """Its place is for samples that are: the step goes on, and nobody waits for what is left."""
-    prompts, asked = make_source().take(20), {}
+    asked: dict[str, asyncio.Task[RewardResult]] = {}
 
     class Slow(RewardPool):
         def submit(self, experience: Experience) -> asyncio.Task[RewardResult]:
@@ -207,23 +225,90 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
             return await super()._score(experience, slowness)
 
     async def first_group() -> list[Experience]:
-        rollout = arguments(Engine(), frozen_models([])) | {"pending_rewards": PendingRewards([Slow()])}
-        found = await roll_out(prompts, first_draw=0, wanted=1, keeps=lambda group: True, **rollout)
+        rollout = rollout_of(Engine(), frozen_models([]), Slow())
+        found = await fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True)
         await asyncio.sleep(0)
         assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
-        return found.experiences()
+        return found.experiences
 
     assert all(experience.reward is not None for experience in asyncio.run(asyncio.wait_for(first_group(), 20)))
     assert len(asked) > SAMPLING.n
 
 
+class Engines:
+    """Two engines that finish each its own requests in a random order and hand over some at a time."""
+
+    actors = ("first", "second")
+
+    def __init__(self, loses: int = 0) -> None:
+        self._rng, self._loses = random.Random(4), loses
+        self.finished: dict[int, list[int]] = {0: [], 1: []}
+        self.cancelled: list[int] = []
+
+    async def stream(
+        self, actor: int, method: str, requests: Compact, sampling: SamplingPlan, chunk: int
+    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        asked = pickle.loads(pickle.dumps(requests))  # as it arrives
+        order = self._rng.sample(range(len(asked)), len(asked) - self._loses)
+        ended = False
+        try:
+            while order:
+                some = [order.pop(0) for _ in range(min(len(order), self._rng.randint(1, 3)))]
+                await asyncio.sleep(0.001 * self._rng.random())
+                self.finished[actor] += [asked[position].seed for position in some]
+                yield [(position, written(asked[position].seed)) for position in some]
+            ended = True
+        finally:
+            self.cancelled += [] if ended else [actor]
+
+
+class Chunks(Watcher):
+    """Remembers what it was given together."""
+
+    def __init__(self) -> None:
+        super().__init__(TeacherPlan("t", Watcher.worker, 1.0), [])
+        self.seen: list[list[str]] = []
+
+    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+        self.seen.append([e.id for e in experiences])
+        return await super().compute_logprobs(experiences, temperature)
+
+
+def test_a_chunk_is_what_one_engine_finished_one_after_another(make_source) -> None:
+    """A deterministic run's log-probs depend on it: they are computed in packs of a chunk."""
+    engines, chunks, prompts = Engines(), Chunks(), make_source().take(7)
+    rollout = rollout_of(Sampler(engines), FrozenModels([chunks]))
+    all_of(rollout, prompts)
+    seeds = {
+        f"{prompt.id}#{draw}/{k}": sample_seed(7, draw, k) for draw, prompt in enumerate(prompts) for k in range(3)
+    }
+    for order in engines.finished.values():
+        own = [chunk for chunk in chunks.seen if seeds[chunk[0]] in order]
+        assert [seeds[name] for chunk in own for name in chunk] == order
+        assert [len(chunk) for chunk in own[:-1]] == [4] * (len(own) - 1)
+    assert not engines.cancelled
+
+
+def test_leaving_early_cancels_what_is_still_being_written(make_source) -> None:
+    engines = Engines()
+    rollout = rollout_of(Sampler(engines), frozen_models([]))
+    asyncio.run(fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True))
+    assert engines.cancelled and sum(map(len, engines.finished.values())) < 20 * SAMPLING.n
+
+
+def test_an_engine_that_ends_too_early_is_told(make_source) -> None:
+    rollout = rollout_of(Sampler(Engines(loses=1)), frozen_models([]))
+    with pytest.raises(RunError, match=r"ended with 1 of \d+ requests unanswered"):
+        all_of(rollout, make_source().take(4))
+
+
 def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
     engine = Engine()
     with pytest.raises(RunError, match="no scores today"):
-        asyncio.run(roll_out(make_source().take(20), first_draw=0, **arguments(engine, frozen_models([], fails=True))))
+        all_of(rollout_of(engine, frozen_models([], fails=True)), make_source().take(20))
     assert engine.answered < 20 * SAMPLING.n
 
 
 def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
     with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept those of 0.*query_filter_config"):
-        fill(make_source(), 1, wanted=2, extra=1, keeps=lambda group: False)
+        fill(make_source(), 1, wanted=2, extra=1, passes=lambda group: False)

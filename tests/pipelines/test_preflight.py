@@ -12,7 +12,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
-from roll_opd.pipelines.fit import CPU_HEAD_SIZES, misfits_of_checkpoint, misfits_of_machine
+from roll_opd.pipelines.preflight import CPU_HEAD_SIZES, checkpoint_problems, machine_problems
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 
@@ -36,17 +36,17 @@ def _student(path: Path, **config: int) -> Path:
 
 
 def test_more_devices_than_gpus(plan: RunPlan) -> None:
-    assert misfits_of_machine(plan, gpus=2) == []
-    (text,) = misfits_of_machine(replace(plan, devices_per_node=8), gpus=2)
+    assert machine_problems(plan, gpus=2) == []
+    (text,) = machine_problems(replace(plan, devices_per_node=8), gpus=2)
     assert text == "num_gpus_per_node: 8 is more than the 2 GPUs of this machine; lower it"
 
 
 def test_heads_that_cpus_cannot_compute(plan: RunPlan, tmp_path: Path) -> None:
     path = _student(tmp_path / "small", head_dim=16)
     small = replace(plan, rollout=replace(plan.rollout, model=replace(plan.rollout.model, path=str(path))))
-    (text,) = misfits_of_machine(small, gpus=0)
+    (text,) = machine_problems(small, gpus=0)
     assert "heads of size 16" in text and "use a model" in text
-    assert misfits_of_machine(small, gpus=2) == misfits_of_machine(plan, gpus=0) == []
+    assert machine_problems(small, gpus=2) == machine_problems(plan, gpus=0) == []
 
 
 def test_head_sizes_are_the_installed_engines() -> None:
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: py
     (checkpoint / "state").mkdir(parents=True)
     (checkpoint / STATE_FILE).write_text(json.dumps({"step": 1, "source": {}}))
     _student(checkpoint / "hf")
-    assert misfits_of_checkpoint(plan, Checkpoint.read(checkpoint)) == []
+    assert checkpoint_problems(plan, Checkpoint.read(checkpoint)) == []
     shutil.rmtree(checkpoint / "hf")
     _student(checkpoint / "hf", num_hidden_layers=7)
     arguments = ["--config_path", "demo", "--config_name", "onpolicy_distill", f"resume_from_checkpoint={checkpoint}"]

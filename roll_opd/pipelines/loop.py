@@ -1,0 +1,131 @@
+"""What every pipeline shares: how a run starts or resumes, validates, saves, logs and ends.
+
+A pipeline is a module with `async def train(run: Run)`; `RunPlan.pipeline` is its name in this package, or its dotted
+path.
+"""
+
+import asyncio
+import gc
+import importlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_opd.cluster import placement, runtime
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.prompts import Prompt
+from roll_opd.data.rows import DataError
+from roll_opd.data.source import PromptSource
+from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
+from roll_opd.pipelines.preflight import Inputs
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.trackers import Trackers
+from roll_opd.workers.errors import RunError, SkippedUpdates
+
+Validate = Callable[[], Awaitable[dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its pipeline gets it."""
+
+    plan: RunPlan
+    placement: placement.Placement
+    source: PromptSource
+    held_out: list[Prompt]
+    logger: RunLogger
+    checkpoints: Checkpoints
+    resumed: Checkpoint | None  # None: the run is a new one
+
+    @property
+    def clock(self) -> PhaseClock:
+        return self.logger.clock
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the run had made when it was saved."""
+        return self.resumed.step if self.resumed else 0
+
+    @property
+    def steps(self) -> range:
+        """The steps to make, counted from 1 over the whole run."""
+        return range(self.steps_done + 1, self.plan.max_steps + 1)
+
+    async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
+        """Have the state of a resumed run loaded."""
+        if self.resumed:
+            await load(self.resumed.path)
+
+    async def log_start(self, validate: Validate) -> None:
+        """Log how good the student is before the first step; a resumed run has that on record."""
+        if self.resumed:
+            self.clock.lap()  # start-up belongs to no step
+        else:
+            self.logger.start(await validate() if self.held_out else {})
+
+    async def validation(self, step: int, validate: Validate) -> dict[str, float]:
+        """Return the metrics of `validate` every `eval_steps` steps and after the last one, else none."""
+        every, is_last = self.plan.eval_steps, step == self.plan.max_steps
+        if not (self.held_out and every and (step % every == 0 or is_last)):
+            return {}
+        with self.clock.phase("validate"):
+            return await validate()
+
+    @asynccontextmanager
+    async def checkpoint(
+        self, step: int, save: Callable[[Path], Awaitable[None]], kl_coef: float | None = None
+    ) -> AsyncIterator[None]:
+        """Write a checkpoint, if one is due, before the block, which logs the step; make it valid after the block.
+
+        So a checkpoint's run has all its steps on record. `kl_coef` is that of the next step.
+        """
+        is_due = self.checkpoints.due(step)
+        if is_due:
+            with self.clock.phase("checkpoint"):
+                await self.checkpoints.write(step, save, self.source.state_dict(), kl_coef)
+        yield
+        if is_due:
+            self.checkpoints.commit(step)
+
+
+def run(plan: RunPlan, inputs: Inputs) -> None:
+    """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way."""
+    resumed = inputs.resumed
+    directory = _directory(plan, resumed)
+    checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
+    trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
+    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, resumed.step if resumed else 0)
+    logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
+    pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
+    # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
+    gc.collect()
+    gc.freeze()
+    try:
+        with runtime.ray_cluster(plan.devices_per_node):
+            devices = placement.Placement(plan.num_nodes, plan.devices_per_node)
+            opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed)
+            asyncio.run(pipeline.train(opened))
+    except SkippedUpdates as error:
+        raise RunError(f"{error}: {logger.skipped(error.samples)}") from error
+    except (runtime.ClusterError, DataError) as error:
+        raise RunError(str(error)) from error
+    finally:
+        trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
+        gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
+    logger.finish()
+
+
+def _directory(plan: RunPlan, resumed: Checkpoint | None) -> RunDirectory:
+    """Return a resumed run's own directory if it belongs to this experiment, else a new one."""
+    experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
+    if resumed and str(resumed.run.parent) == experiment:
+        directory = RunDirectory.resume(resumed.run, resumed.step)
+    else:
+        directory = RunDirectory.create(plan.output_dir, plan.exp_name)
+    directory.checkpoints.mkdir(exist_ok=True)
+    directory.write_config(plan.config_yaml)
+    return directory

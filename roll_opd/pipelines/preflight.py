@@ -1,0 +1,164 @@
+"""Everything that is checked or opened before anything starts: a run that cannot work ends here."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.config.build import miscounted
+from roll_opd.config.errors import ConfigError
+from roll_opd.config.plan import DataPlan, RunPlan, TrainPlan
+from roll_opd.data.coverage import check_coverage
+from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
+from roll_opd.data.rows import DataError
+from roll_opd.data.source import MixedSource, PromptSource
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.hf.model_info import read_model
+from roll_opd.pipelines.checkpoints import CRITIC, Checkpoint, find
+from roll_opd.rewards import registry as rewards
+from roll_opd.tracking import registry as trackers
+from roll_opd.tracking.trackers import JSONL
+
+# head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# what a model's weights have their shapes from
+SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: checked, open, and where the run goes on from."""
+
+    resumed: Checkpoint | None  # None: the run is a new one
+    tokenizer: PreTrainedTokenizerBase
+    source: PromptSource  # a `MixedSource` where there are demonstrations
+    held_out: list[Prompt]
+
+
+def preflight(plan: RunPlan) -> Inputs:
+    """Check all of `plan` that has not been checked yet and open its data; print warnings.
+
+    Raises ConfigError, CheckpointError, DataError or the error of a function, reward, tracker or model that cannot be
+    used. Sets the environment variables of `plan.env`, which imports and workers read.
+    """
+    if plan.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            [f"num_nodes is {plan.num_nodes}: start Ray on every node (ray start) and set RAY_ADDRESS to its head"]
+        )
+    os.environ |= {name: str(value) for name, value in plan.env.items()}
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
+    problems = checkpoint_problems(plan, resumed) if resumed else []
+    if not os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
+        problems += machine_problems(plan, torch.cuda.device_count())
+    if problems:
+        raise ConfigError(problems)
+    _check_named_parts(plan)
+    tokenizer = load_tokenizer(plan.student.model.path)
+    source, held_out = _open_data(plan, tokenizer)
+    if resumed:
+        source.load_state_dict(resumed.source_state)
+    return Inputs(resumed, tokenizer, source, held_out)
+
+
+def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
+    """Return what this machine with `gpus` GPUs cannot do; for a run on a cluster of its own making."""
+    if gpus:
+        if plan.devices_per_node <= gpus:
+            return []
+        return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
+    if plan.rollout is None:
+        return []
+    size = read_model(Path(plan.rollout.model.path)).head_dim
+    if size in CPU_HEAD_SIZES:
+        return []
+    known = ", ".join(map(str, CPU_HEAD_SIZES))
+    return [
+        f"{plan.rollout.name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of"
+        f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs"
+    ]
+
+
+def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
+    """Return how student and critic differ from those in `checkpoint`; layouts may differ, a checkpoint fits all."""
+    problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
+    if plan.critic and not (checkpoint.path / CRITIC).is_dir():
+        problems.append(
+            f"resume_from_checkpoint: {checkpoint.path} holds no critic, and adv_estimator: gae goes on with one; give"
+            " a checkpoint of a run that had it, or start afresh with resume_from_checkpoint: false"
+        )
+    elif plan.critic:
+        problems += _shape_problems(plan.critic, checkpoint.path / CRITIC / "hf", checkpoint)
+    return problems
+
+
+def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoint) -> list[str]:
+    saved, now = (read_model(path) for path in (saved_model, Path(learner.model.path)))
+    different = [
+        f"{name} {getattr(saved, name)} there, {getattr(now, name)} in the model"
+        for name in SHAPES
+        if getattr(saved, name) != getattr(now, name)
+    ]
+    if not different:
+        return []
+    return [
+        f"resume_from_checkpoint: {checkpoint.path} was made from another model than {now.path}"
+        f" ({'; '.join(different)}); give that model again, or start afresh with resume_from_checkpoint: false"
+    ]
+
+
+def _check_named_parts(plan: RunPlan) -> None:
+    """Find the functions, rewards and trackers that the plan names: a wrong name is told now, not by a worker."""
+    for term in (term for reward in plan.rewards for term in reward.terms):
+        rewards.check(term.worker, dict(term.args))
+    objective = plan.objective
+    policy_loss(objective.policy_loss, objective.policy_loss_args)
+    if plan.rollout and not plan.rewards_are_monitored:
+        advantage(objective.adv_estimator, objective.advantage_args)
+    for tracker in plan.trackers:
+        if tracker != JSONL:
+            trackers.find(tracker)
+
+
+def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSource, list[Prompt]]:
+    """Open the training prompts, with the demonstrations where there are any, and read the held-out prompts."""
+    data_sets = {
+        "training": plan.data,
+        **({"validation": plan.validation.data} if plan.validation else {}),
+        **({"demonstrations": plan.demonstrations.data} if plan.demonstrations else {}),
+    }
+    prompts = dict(zip(data_sets, _opened(list(data_sets.values()), tokenizer), strict=True))
+    training, validation = prompts["training"], prompts.get("validation")
+    if warning := miscounted(plan, len(training)):
+        print(f"warning: {warning}", file=sys.stderr)
+    if plan.rollout:
+        held_out_tags = validation.by_tag() if validation else {}
+        workers = {term.worker for reward in plan.rewards for term in reward.terms}
+        needing_truth = {worker for worker in workers if rewards.REWARDS.facts(worker).needs_ground_truth}
+        check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags, needing_truth)
+    held_out = validation.all() if validation else []
+    if plan.demonstrations:
+        return MixedSource(training, prompts["demonstrations"], plan.seed), held_out
+    return PromptSource(training, plan.seed), held_out
+
+
+def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -> list[PromptSet]:
+    """Open every data set; one DataError says what is wrong with any of them."""
+    opened, refusals = [], []
+    for data in data_sets:
+        try:
+            prompts, report = open_prompts(data, tokenizer)
+        except DataError as error:
+            refusals.append(str(error))
+        else:
+            opened.append(prompts)
+            print(report.summary())
+    if refusals:
+        raise DataError("\n".join(refusals))
+    return opened
