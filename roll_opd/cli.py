@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll_opd.config.schema import SUPERVISED
+
 USER_ERROR = 2
 INTERRUPTED = 130
 
@@ -40,7 +42,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.build import load_plan
     from roll_opd.config.describe import to_json, to_text
     from roll_opd.config.errors import ConfigError
-from roll_opd.config.schema import SUPERVISED
 
     try:
         plan = load_plan(arguments.config_path, arguments.config_name, arguments.overrides, runnable=False)

@@ -11,6 +11,7 @@ from roll_opd.algorithms.advantages.batch import normalised_rewards
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages, whitening
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
+from roll_opd.frozen import FrozenDict
 from roll_opd.rollout.advantages import advantage_metrics, advantages, external_advantages, token_level_rewards
 from roll_opd.workers.errors import RunError
 
@@ -125,7 +126,9 @@ def test_one_sample_that_is_not_finite_spoils_no_other() -> None:
     ],
 )
 def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: float) -> None:
-    objective = replace(objective, adv_estimator="reinforce", whiten_advantages=whiten, opd_kl_discount=discount)
+    levels = {"mean_cal_level": objective.norm_mean_type, "std_cal_level": objective.norm_std_type}
+    objective = replace(objective, adv_estimator="reinforce", advantage_args=FrozenDict(levels))
+    objective = replace(objective, whiten_advantages=whiten, opd_kl_discount=discount)
     made, teachers = samples(3), [teacher("one", 0.7), teacher("two", 2.0)]
     coefficients = {"one": 0.7, "two": 2.0}
     found = external_advantages(made, objective)

@@ -97,7 +97,8 @@ def test_ratio_statistics(answers: Answers) -> None:
             difference = float(new[t]) - float(sample.old_logprobs[t])
             value = np.exp(difference)
             ratio += value
-            clipped += not 1 - objective.pg_clip_low <= value <= 1 + objective.pg_clip_high
+            low, high = objective.clip_range
+            clipped += not 1 - low <= value <= 1 + high
             kl += np.exp(-difference) - 1 + difference  # k3 of old against new
     for layout in ("tp2", "pp2", "dp2"):
         record = records(answers, cases.train_name(model, layout, True, 70))[0]

@@ -92,7 +92,7 @@ def test_a_run_of_one_step_is_grpo() -> None:
     """`step_wise_grpo` where each sample is the one step of its run: the mean of its group is its baseline."""
     made = [sample(n, reward) for n, reward in enumerate((1.0, 0.0, 0.5, 0.5, 0.0, 2.0))]
     stepwise = external_advantages(made, ObjectivePlan(adv_estimator="step_wise_grpo", gamma=1.0))
-    grpo = ObjectivePlan(adv_estimator="grpo", gamma=1.0, norm_mean_type="group", norm_std_type="group")
+    grpo = ObjectivePlan(adv_estimator="grpo", gamma=1.0)
     for one, other in zip(stepwise, external_advantages(made, grpo), strict=True):
         np.testing.assert_allclose(one.advantages, other.advantages, rtol=1e-12)
     rewards = np.array([1.0, 0.0])

@@ -7,6 +7,7 @@ import pytest
 
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.data.experience import Experience
+from roll_opd.frozen import FrozenDict
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.mismatch import corrected
 from roll_opd.workers.critic import value_samples
@@ -53,7 +54,8 @@ def samples() -> list[Experience]:
     ],
 )
 def test_the_others_learn_as_if_it_were_not_there(estimator: str, level: str | None) -> None:
-    objective = ObjectivePlan(adv_estimator=estimator, gamma=1.0, norm_mean_type=level, norm_std_type=level)
+    levels = FrozenDict({"mean_cal_level": level, "std_cal_level": level})
+    objective = ObjectivePlan(adv_estimator=estimator, gamma=1.0, advantage_args=levels)
     found = external_advantages(samples(), objective)
     without = [sample for sample in samples() if not sample.excluded]
     expected = {sample.id: sample for sample in external_advantages(without, objective)}
@@ -78,7 +80,9 @@ def test_none_of_its_tokens_counts_in_an_update() -> None:
 
 
 def test_it_counts_in_no_metric() -> None:
-    objective = ObjectivePlan(adv_estimator="grpo", norm_mean_type="group")
+    objective = ObjectivePlan(
+        adv_estimator="grpo", advantage_args=FrozenDict({"mean_cal_level": "group", "std_cal_level": None})
+    )
     found = external_advantages(samples(), objective)
     counted = [sample for sample in found if not sample.excluded]
     assert advantage_metrics(found, (), objective) == advantage_metrics(counted, (), objective) != {}
