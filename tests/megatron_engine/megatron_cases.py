@@ -91,12 +91,13 @@ SUPERVISED = {
     ),
     "mix_chord": ObjectivePlan(
         policy_loss="mix_chord",
-        policy_loss_args=FrozenDict({"mu_warmup_steps": 10, "mu_peak": 0.9}),
+        policy_loss_args=FrozenDict(
+            {"mu_warmup_steps": 10, "mu_peak": 0.9, "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}
+        ),
         adv_estimator="grpo",
         pg_clip_low=0.1,
         pg_clip_high=0.3,
         dual_clip=1.2,
-        policy_loss_args=FrozenDict({"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}),
         kl_loss="k2",
         kl_loss_coef=0.2,
         entropy_loss_coef=0.02,
