@@ -19,15 +19,15 @@ Data, advantage, loss and reward are the package's own functions. Everything els
     one process on the CPU, one step after the other      roll_opd/pipelines/rlvr.py: the same loop over Ray workers
     `generate` of transformers                            roll_opd/inference: vLLM, new weights after every update
     all logits [B, A, V] in memory, float32               roll_opd/megatron: tensor, pipeline and data parallelism
-    prompts of equal length, rows filled up to the end    roll_opd/data/packing.py: any lengths, nothing padded
+    prompts of one length, answers padded at the end      roll_opd/data/packing.py: any lengths, nothing padded
     one update per rollout, by the weights that sampled   roll_opd/rollout/mismatch.py: corrects where they differ
     one teacher, one number per token                     docs/objectives.md: several teachers, top-k, full vocabulary
-    a token answers for its own reverse KL alone          roll_opd/algorithms/opd.py: discounted sums over later tokens
-    no reward to learn from, it is only measured          docs/mixed.md: teachers and rewards together
+    a token's reverse KL counts for that token alone      roll_opd/algorithms/opd.py: discounted sums over later tokens
+    the reward is only measured                           docs/mixed.md: teachers and rewards together
     constants below, constant learning rate, no saving    examples/demo/onpolicy_distill.yaml
 
-Legend: B sequences, P prompt tokens, A answer tokens, V vocabulary. The package's losses read all answers end to end:
-M = B * A tokens.
+Legend: B sequences, P prompt tokens, A answer tokens, T = P + A, V vocabulary. The package's losses read all answers
+end to end: M = B * A tokens.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def sample(model: CausalLM, prompts: list[Prompt], top_k: int = 0) -> Rollout:
     prompts_BP = torch.from_numpy(np.stack([prompt.tokens for prompt in prompts]))
     tokens_BT = model.generate(prompts_BP, max_new_tokens=MAX_NEW_TOKENS, do_sample=True, top_k=top_k)
     answers_BA = tokens_BT[:, prompts_BP.shape[1] :]
-    # behind an answer's end `generate` fills the row: the model chose only tokens with no end before them
+    # `generate` pads a row behind its end token: the model chose the tokens that have no end token before them
     end_BA = answers_BA == model.config.eos_token_id
     ends_before_BA = end_BA.cumsum(dim=1) - end_BA.long()
     return Rollout(prompts_BP, answers_BA, mask_BA=ends_before_BA == 0)
@@ -90,7 +90,7 @@ def sample(model: CausalLM, prompts: list[Prompt], top_k: int = 0) -> Rollout:
 def compute_logprobs(model: CausalLM, rollout: Rollout) -> Tensor:
     """Return the model's log-prob of every answer token, f32 [B, A]."""
     tokens_BT = torch.cat([rollout.prompts_BP, rollout.answers_BA], dim=1)
-    # logits speak of the next token: the first answer token's are at the prompt's last position
+    # the logits at a position are for the next token: those of the first answer token are at the prompt's last
     logits_BAV = model(tokens_BT).logits[:, rollout.prompts_BP.shape[1] - 1 : -1]
     return logits_BAV.log_softmax(dim=-1).gather(-1, rollout.answers_BA[..., None]).squeeze(-1)
 
