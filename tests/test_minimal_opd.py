@@ -1,7 +1,6 @@
-"""`examples/minimal_opd.py` against loops over single tokens, and as a newcomer starts it."""
+"""`examples/minimal_opd.py` against loops over single tokens, and run as a script."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ MOST_LINES = 150
 PROMPTS = 6
 STEPS = 8
 
-# runs the script and, at its end, says which of the heavy packages are there
+# runs the script, then prints which of the heavy packages it imported
 WATCHED = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -31,7 +30,10 @@ def opd():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the script does
     yield module
+    torch.set_num_threads(threads)
     del sys.modules[spec.name]
 
 
@@ -64,13 +66,13 @@ def rollout(opd, student, prompts):
 
 
 def answers(rollout, end):
-    """Prompt and answer of each sequence as lists, cut behind the first end token."""
+    """Yield prompt and answer of each sequence as lists, the answer cut behind its first end token."""
     for prompt, answer in zip(rollout.prompts_BP.tolist(), rollout.answers_BA.tolist(), strict=True):
         yield prompt, answer[: answer.index(end) + 1] if end in answer else answer
 
 
 def token_logprobs(model, prompt, answer):
-    """The log-prob of each answer token, one forward pass each: nothing is batched, filled up or shifted."""
+    """Return the log-prob of each answer token, from one forward pass each: no batch, no padding, no shift."""
     logprobs = []
     for place, token in enumerate(answer):
         logits = model(torch.tensor([prompt + answer[:place]])).logits[0, -1]
@@ -118,8 +120,7 @@ def test_only_right_answers_count(opd, tokenizer, prompts):
 @pytest.mark.slow
 def test_the_script_lowers_the_reverse_kl_without_ray_vllm_or_megatron():
     command = [sys.executable, "-c", WATCHED, str(SCRIPT), "--steps", str(STEPS)]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # two on busy cores wait for each other
-    run = subprocess.run(command, cwd=REPOSITORY, env=one_thread, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     kls = [float(kl) for kl in re.findall(r"reverse KL (\S+)", run.stdout)]
     assert len(kls) == STEPS
