@@ -1,6 +1,6 @@
 """`examples/minimal_opd.py` against loops over single tokens, and run as a script."""
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -26,15 +26,13 @@ print("imported:", *({"ray", "vllm", "megatron"} & set(sys.modules)))
 
 @pytest.fixture(scope="module")
 def opd():
-    spec = importlib.util.spec_from_file_location("minimal_opd", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    """The script as a module."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the script does
-    yield module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module(SCRIPT.stem)
     torch.set_num_threads(threads)
-    del sys.modules[spec.name]
 
 
 @pytest.fixture(scope="module")
