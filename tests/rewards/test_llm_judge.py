@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def test_what_only_the_user_can_mend_is_told_at_once(
 
 @pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_holds_for_all(serve: Serve, judge: Callable[..., LLMJudge], as_date: bool) -> None:
-    pause = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True) if as_date else "1"
+    pause = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True) if as_date else "1"
     server = serve(compare, [f"429 after {pause}"])
     assert values(scored(judge(server, concurrency=1), SAMPLES[:5])) == TRUTHS[:5]
     assert 0.9 <= server.times[1] - server.times[0] < 3  # a date is in whole seconds
