@@ -5,11 +5,14 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from roll_opd.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 REQUIRED = (
     "torch",
@@ -19,6 +22,7 @@ REQUIRED = (
     "ray",
     "hydra-core",
     "omegaconf",
+    "packaging",
     "safetensors",
     "psutil",
 )
@@ -67,11 +71,8 @@ def two_engines(machine: MachineInfo) -> Iterator[Finding]:
 
 def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
     """Report versions outside the ranges that roll_opd's own metadata states, in any of its extras."""
-    from packaging.requirements import Requirement
-
-    for name, known in dict.fromkeys(
-        (wanted.name, wanted.specifier) for wanted in map(Requirement, machine.own_requirements)
-    ):
+    wanted = {(requirement.name, requirement.specifier): None for requirement in _parsed(machine.own_requirements)}
+    for name, known in wanted:
         version = machine.versions.get(name)
         if version and not known.contains(version, prereleases=True):
             level: Level = "broken" if name in EXACT else "warning"
@@ -80,11 +81,9 @@ def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
 
 def mismatched_pairs(machine: MachineInfo) -> Iterator[Finding]:
     """Report versions that the metadata of the installed vLLM rules out."""
-    from packaging.requirements import Requirement
-
     for engine, texts in machine.requirements.items():
         # without the build ("+cpu", "+cu130"), which `builds_and_devices` checks
-        for wanted in (Requirement(re.sub(r"\+[\w.]+", "", text)) for text in texts):
+        for wanted in _parsed(re.sub(r"\+[\w.]+", "", text) for text in texts):
             version = machine.versions.get(wanted.name, "").partition("+")[0]
             applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
             if wanted.name not in PAIRED or not applies or not version:
@@ -225,6 +224,15 @@ def main() -> int:
     findings = diagnose(machine)
     print(report(machine, findings), flush=True)
     return int(any(finding.level == "broken" for finding in findings))
+
+
+def _parsed(texts: Iterable[str]) -> "list[Requirement]":
+    """Return requirements of metadata as objects; none where `packaging` is missing, which is reported by itself."""
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:
+        return []
+    return [Requirement(text) for text in texts]
 
 
 def _size(count: int) -> str:

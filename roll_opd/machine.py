@@ -25,6 +25,7 @@ PACKAGES = (
     "ray",
     "hydra-core",
     "omegaconf",
+    "packaging",
     "safetensors",
     "psutil",
     "tensorboard",

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ HEALTHY = MachineInfo(
         "ray": "2.60.0",
         "hydra-core": "1.3.8",
         "omegaconf": "2.3.0",
+        "packaging": "26.3",
         "safetensors": "0.8.0",
         "psutil": "7.2.2",
         "tensorboard": "2.21.0",
@@ -166,6 +168,14 @@ def test_memory_is_the_smaller_of_machine_and_container(tmp_path):
 def test_compiler_named_by_the_environment_wins():
     assert machine.find_compiler("no-such-compiler") is None
     assert machine.find_compiler(f"{sys.executable} -O2") == sys.executable
+
+
+def test_doctor_runs_where_nothing_is_installed():
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from roll_opd.cli import main; sys.exit(main(['doctor']))"
+    command = [sys.executable, "-S", "-c", code, str(Path(doctor.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "torch is not installed" in done.stdout and "packaging is not installed" in done.stdout
 
 
 def test_doctor_on_this_machine_finds_nothing_broken():
