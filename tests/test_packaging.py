@@ -213,6 +213,7 @@ def test_setup_without_the_venv_module(clone):
     assert_refused(set_up(clone, PYTHON=stub(clone / "python", lacking)), clone, "venv", "python3-venv")
 
 
+@pytest.mark.slow
 def test_setup_that_fails_half_way_leaves_no_environment(clone):
     done = set_up(clone)  # there is no index to install from
     assert_refused(done, clone, "pip install")
@@ -220,6 +221,7 @@ def test_setup_that_fails_half_way_leaves_no_environment(clone):
     assert "setuptools" in (clone / "setup.log").read_text()
 
 
+@pytest.mark.slow
 def test_setup_starts_afresh_after_one_that_was_killed(clone):
     (clone / ".venv/bin").mkdir(parents=True)
     (clone / ".venv/.setup-unfinished").touch()
@@ -229,6 +231,7 @@ def test_setup_starts_afresh_after_one_that_was_killed(clone):
     assert_refused(done, clone, "pip install")
 
 
+@pytest.mark.slow
 def test_setup_runs_again_only_when_something_it_rests_on_has_changed(clone):
     (clone / ".venv/bin").mkdir(parents=True)
     (clone / ".venv/bin/python").symlink_to(base_python())

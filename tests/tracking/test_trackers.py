@@ -1,5 +1,6 @@
 """Trackers as a run meets them: that agree, are resumed, fail, hang, or are the user's own."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ def eventually(true: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 # the user's own, named by their dotted path `test_trackers.<class>`
+sys.modules["test_trackers"] = sys.modules[__name__]
 
 
 class Recorder:
