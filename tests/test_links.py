@@ -1,5 +1,6 @@
 """Every link of the Markdown pages leads somewhere, and every path and module that they name exists."""
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 ADDRESS = re.compile(r"[a-z]+:")  # https:, mailto:
 TOPS = "benchmarks|configs|docker|docs|examples|requirements|roll_opd|scripts|tests"
 FILE = re.compile(rf"(?:{TOPS})/[\w./*-]*")
+KEYS = {"test_cases", "test_case_function"}  # of rows, and no tests
 MODULE = re.compile(r"roll_opd(?:\.\w+)+")
 
 
@@ -75,6 +77,14 @@ def exists(name: str) -> bool:
     return False
 
 
+@cache
+def names_of_tests() -> set[str]:
+    """Names of all test functions and test files."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    functions = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
+    return {path.stem for path in files} | {name for path in files for name in functions.findall(path.read_text())}
+
+
 def test_there_are_pages() -> None:
     assert Path("README.md") in PAGES and Path("docs/rewards/README.md") in PAGES
 
@@ -100,6 +110,19 @@ def test_links(page: Path) -> None:
 def test_paths_and_modules(page: Path) -> None:
     named = {name for name in CODE.findall(prose(page)) if FILE.fullmatch(name) or MODULE.fullmatch(name)}
     assert [name for name in sorted(named) if not exists(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_named_tests(page: Path) -> None:
+    named = {name for name in CODE.findall(prose(page)) if re.fullmatch(r"test_\w+\*?", name)} - KEYS
+    missing = [name for name in sorted(named) if not fnmatch.filter(names_of_tests(), name)]
+    assert missing == [], "no test or file of tests has this name"
+
+
+def test_the_index_has_every_page() -> None:
+    index = Path("docs/README.md")
+    linked = {(index.parent / target.partition("#")[0]).as_posix() for target in LINK.findall(prose(index))}
+    assert [str(page) for page in PAGES if page.parts[0] == "docs" and page != index and str(page) not in linked] == []
 
 
 @pytest.mark.parametrize("page", sorted(COMING))
