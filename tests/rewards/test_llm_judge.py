@@ -59,6 +59,7 @@ def values(scores: list[Any]) -> list[float | None]:
     return [score.value for score in scores]
 
 
+@pytest.mark.slow
 def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     faults: list[str | None] = [*FAULTS, *FAULTS, *[None] * 40]
     random.Random(0).shuffle(faults)
@@ -70,6 +71,7 @@ def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve, judge: Callab
     assert server.most_at_once <= 8 + server.wrong["timeout"]  # a request that is given up goes on in the server
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_dies_and_comes_back(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     server = serve(compare, seconds=0.1)
     away = 3.0
@@ -94,6 +96,7 @@ def test_an_endpoint_that_dies_and_comes_back(serve: Serve, judge: Callable[...,
     assert time.monotonic() - began < away + 120 * 0.1 / 8 + 8
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_stays_away_is_given_up(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     server = serve(compare, ["500"] * 1000)
     began = time.monotonic()
