@@ -6,15 +6,17 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-launches test-rooms lint format doctor clean
+.PHONY: help setup demo test test-launches test-rooms test-fast fast-config fast-rooms lint format doctor clean
 
 help:
-	@echo "make demo     set up, then distil the example teacher into the example student on the CPU"
-	@echo "make test     set up, then lint and run all tests"
-	@echo "make setup    make .venv and install what requirements/*.lock pin (at once when it is up to date)"
-	@echo "make doctor   set up, then say what is installed, what will be used and what is broken"
-	@echo "make format   set up, then let ruff fix and format the code"
-	@echo "make clean    remove .venv and caches; run directories (output/) stay"
+	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
+	@echo "make test       set up, then lint and run all tests"
+	@echo "make test-fast  set up, then run the tests that start no engines and no whole runs"
+	@echo "make lint       set up, then check style (ruff) and types (mypy)"
+	@echo "make format     set up, then let ruff fix and format the code"
+	@echo "make setup      make .venv and install what requirements/*.lock pin (at once when it is up to date)"
+	@echo "make doctor     set up, then say what is installed, what will be used and what is broken"
+	@echo "make clean      remove .venv and caches; run directories (output/) stay"
 
 setup:
 	@bash scripts/setup.sh
@@ -32,9 +34,20 @@ test-launches:
 test-rooms:
 	@$(PYTHON_IN_VENV) -u -m pytest -q --ignore=tests/pipelines
 
+# half of the time goes to configurations, which Hydra composes anew for every test
+test-fast: setup
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target fast-config fast-rooms
+
+fast-config:
+	@$(PYTHON_IN_VENV) -m pytest -q -m "not slow" tests/config
+
+fast-rooms:
+	@$(PYTHON_IN_VENV) -m pytest -q -m "not slow" --ignore=tests/config
+
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m ruff format --check .
+	@$(PYTHON_IN_VENV) -m mypy
 
 format: setup
 	@$(PYTHON_IN_VENV) -m ruff check --fix .
@@ -44,5 +57,5 @@ doctor: setup
 	@.venv/bin/roll-opd doctor
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build roll_opd.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build roll_opd.egg-info
 	find roll_opd tests examples -name __pycache__ -type d -exec rm -rf {} +

@@ -63,7 +63,6 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     hidden_NE.grad = torch.full_like(hidden_NE, 0.0).add_(0.0)
     weight_VE.grad = torch.full_like(weight_VE, 0.0).add_(0.0)
     torch.randn(64, 64, device=device).matmul(torch.randn(64, 64, device=device))  # the library's own start
-    settings = {"temperature": 1.0, "vocab_size": options.vocab, "group": dist.group.WORLD}
 
     peak = _CudaPeak() if cuda else _ResidentPeak()
     with peak:
@@ -73,8 +72,16 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             logprobs_N = logits_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
             del logits_NV  # the kindest reading: nobody else needs the logits
         else:
-            buffer = {"weight_grad_VE": weight_VE.grad}
-            logprobs_N = vocab_parallel_logprobs(hidden_NE, weight_VE, targets_N, **settings, **buffer)
+            assert dist.group.WORLD is not None
+            logprobs_N = vocab_parallel_logprobs(
+                hidden_NE,
+                weight_VE,
+                targets_N,
+                temperature=1.0,
+                vocab_size=options.vocab,
+                group=dist.group.WORLD,
+                weight_grad_VE=weight_VE.grad,
+            )
         logprobs_N.backward(incoming_N)
         if cuda:
             torch.cuda.synchronize()

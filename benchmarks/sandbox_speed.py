@@ -13,7 +13,7 @@ from pathlib import Path
 
 from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
-from roll_opd.rewards.interface import RewardSample
+from roll_opd.rewards.interface import RewardSample, Score
 
 # programs that read a number; the second of each pair is wrong for some number below 5
 PROGRAMS = (
@@ -47,7 +47,7 @@ def measure(programs: int, cases: int, workers: int | None) -> tuple[float, int]
     samples, rewards = zip(*(sample(number, cases) for number in range(programs)), strict=True)
     reward = CodeSandbox(workers=workers)
     started = time.monotonic()
-    found = [score.value for score in reward.score(samples)]
+    found = [score.value if isinstance(score, Score) else None for score in reward.score(samples)]
     seconds = time.monotonic() - started
     reward.close()
     return programs / seconds, sum(one != other for one, other in zip(found, rewards, strict=True))

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from roll_opd.rewards.builtin.math_rule import MathRule
+from roll_opd.rewards.interface import RewardSample, Scores
 
 HERE = Path(__file__).resolve().parent
 MODES = {
@@ -29,7 +30,7 @@ WARM_UP = 3  # steps that do not count
 RULE = MathRule()
 
 
-def slow(samples, seconds: float = 0.2):
+def slow(samples: Sequence[RewardSample], seconds: float = 0.2) -> Scores:
     """math_rule, for someone who has to wait for it."""
     time.sleep(seconds * len(samples))
     return RULE.score(samples)
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, worst = {}, 0.0
     print(f"{'mode':8}{'step':>8}{'with':>9}{'ratio':>8}{'waited':>9}{'latency p95':>13}")
     for mode in options.modes:
-        plain, slowed = [], []
+        plain: list[dict[str, float]] = []
+        slowed: list[dict[str, float]] = []
         for number in range(options.rounds):
             pairs = [(plain, []), (slowed, sleeping)]
             for rows, own in pairs if number % 2 == 0 else reversed(pairs):

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table; return 1 when the pipeline failed or the ratio is above `--at-most`."""
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
-    pipeline, bare = [], []
+    pipeline: list[dict[str, float]] = []
+    bare: list[dict[str, float]] = []
     for number in range(options.rounds):
         sides = [("the pipeline", run_pipeline, pipeline), ("the parts alone", run_parts, bare)]
         for name, run, rows in sides if number % 2 == 0 else reversed(sides):  # in turns: a machine's speed drifts
@@ -143,7 +144,7 @@ def run_pipeline(options: argparse.Namespace, overrides: Sequence[str], director
 def run_parts(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
     """The same steps of the same plan, each part alone."""
     log = directory / "parts.log"
-    plan = load_plan(options.config_path, options.config_name, overrides, pure=True)
+    plan = load_plan(options.config_path, options.config_name, tuple(overrides), pure=True)
     try:
         return run_bare(plan, log)
     except BareError as error:

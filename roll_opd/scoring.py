@@ -8,26 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from roll_opd.cli import SIZES
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.config.errors import Diagnostics
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.megatron.layouts import check_tensor_parallel
 from roll_opd.megatron.supported import unsupported
 
-SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
 ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
-    parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help='{"id", "tokens", "prompt_length"} a line')
-    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help='{"id", "logprobs"} a line, same order')
-    for name, what in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
-    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
-    parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
 
 
 def run(options: argparse.Namespace) -> int:

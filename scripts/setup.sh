@@ -2,7 +2,7 @@
 # Makes .venv and installs what requirements/*.lock pin. Safe to run again: it returns at once when .venv is what the
 # lock files say, and a set-up that was cut off is never taken for a finished one.
 #
-#   PYTHON           the interpreter to use (default: the first of python3.11, python3.12, python3 that fits)
+#   PYTHON           the interpreter to use (default: the first on the PATH that fits requires-python in pyproject.toml)
 #   TORCH_INDEX_URL  package index to take torch from, for example the one with PyTorch's CPU builds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +13,6 @@ readonly UNFINISHED=$VENV/.setup-unfinished  # there from the first moment to th
 readonly LOG=setup.log
 readonly LOCKS=(requirements/cpu.lock requirements/dev.lock)
 readonly STEPS=7
-readonly VERSION_FITS='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'
 
 step_number=0
 
@@ -29,17 +28,32 @@ fail() {
     exit 1
 }
 
+# Sets `minors`: the minor versions of Python 3 that pyproject.toml allows, oldest first.
+read_python_range() {
+    local range pattern='^requires-python = ">=3\.([0-9]+),<3\.([0-9]+)"'
+    range=$(grep '^requires-python' pyproject.toml) || true
+    [[ $range =~ $pattern ]] || fail "pyproject.toml has no line of the form requires-python = \">=3.N,<3.M\""
+    minors=($(seq "${BASH_REMATCH[1]}" $((BASH_REMATCH[2] - 1))))
+}
+
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    local minors minor names versions candidate
+    read_python_range
+    for minor in "${minors[@]}"; do
+        names+="python3.$minor "
+        versions+="${versions:+ or }3.$minor"
+    done
+    names=${PYTHON:-${names}python3}
+    for candidate in $names; do
         # run it: a name on the PATH may be a version manager's stub for a Python that is not there
-        if "$candidate" -c "$VERSION_FITS" >/dev/null 2>&1; then
+        if "$candidate" -c 'import sys; sys.exit("3.%d" % sys.version_info[1] not in sys.argv)' \
+            ${versions// or / } >/dev/null 2>&1; then
             "$candidate" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    fail "no Python 3.11 or 3.12 found (tried: ${PYTHON:-python3.11 python3.12 python3});" \
-        "install one, or name it: PYTHON=/path/to/python3.11 make setup"
+    fail "no Python $versions found (tried: $names);" \
+        "install one, or name it: PYTHON=/path/to/python3.${minors[0]} make setup"
 }
 
 check_python() {
@@ -67,7 +81,7 @@ fingerprint() {
     {
         "$1" -c 'import sys; print(sys.version)'
         pwd  # an environment cannot be moved
-        cat "${LOCKS[@]}" setup.py pyproject.toml scripts/setup.sh roll_opd/__init__.py
+        cat "${LOCKS[@]}" pyproject.toml scripts/setup.sh roll_opd/__init__.py
     } | sha256sum | cut -d ' ' -f 1
 }
 

@@ -1,11 +1,25 @@
-"""What several rooms need."""
+"""What several rooms need, and which rooms are slow as a whole."""
 
 from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
+SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "workers"}  # start engines, process groups or Ray
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"  # beside the repository
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the slow rooms alone where none of their tests would be run: to import them takes long, too."""
+    return True if config.option.markexpr == "not slow" and collection_path.name in SLOW_ROOMS else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of a slow room as slow; the others carry `@pytest.mark.slow` themselves."""
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in SLOW_ROOMS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,7 @@ def test_log_probs_of_both_ways_are_compared(logprob_memory):
         logprob_memory.compare(rounds)
 
 
+@pytest.mark.slow
 def test_memory_is_measured(logprob_memory):
     """One small round of each way in processes of their own: they agree, and the eager one holds its logits."""
     command = [sys.executable, str(BENCHMARKS / "logprob_memory.py"), "--rounds", "1", "--unbounded"]

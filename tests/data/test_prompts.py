@@ -182,6 +182,7 @@ def test_repeated_against_a_set() -> None:
     assert repeated(np.array([], dtype=np.int64)).tolist() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_file_of_60_mb_takes_little_memory(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, suffix: str) -> None:
     """Most of the file is what prompts do not need, as with test cases: memory is that of a batch and the index."""

@@ -5,28 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from megatron_answers import Answers
 from megatron_reference import save_models
-from safetensors.torch import load_file
 
 WORKER = Path(__file__).with_name("megatron_worker.py")
 TIME_LIMIT = 580  # seconds; it takes well under 200
-
-
-class Answers:
-    """What the workers wrote."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def arrays(self, name: str) -> dict[str, np.ndarray]:
-        with np.load(self.root / f"{name}.npz") as file:
-            return dict(file)
-
-    def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.root / f"{name}.hf" / "model.safetensors")
 
 
 @pytest.fixture(scope="session")

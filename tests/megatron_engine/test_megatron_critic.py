@@ -8,7 +8,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Answers
+from megatron_answers import Answers
 from test_megatron_training import assert_close, records
 
 Weights = dict[str, torch.Tensor]

@@ -5,7 +5,7 @@ import json
 import megatron_cases as cases
 import megatron_reference as reference
 import pytest
-from conftest import Answers
+from megatron_answers import Answers
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Answers
+from megatron_answers import Answers
 from safetensors.torch import load_file
 
 GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.MODELS]

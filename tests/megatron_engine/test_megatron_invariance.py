@@ -3,7 +3,7 @@
 import megatron_cases as cases
 import numpy as np
 import pytest
-from conftest import Answers
+from megatron_answers import Answers
 
 
 @pytest.mark.parametrize("layout", cases.INVARIANCE_LAYOUTS)

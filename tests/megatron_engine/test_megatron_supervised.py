@@ -10,7 +10,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Answers
+from megatron_answers import Answers
 from transformers import PreTrainedModel
 
 

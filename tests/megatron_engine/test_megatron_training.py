@@ -9,7 +9,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import Answers
+from megatron_answers import Answers
 
 VARIANTS = [(layout, *variant) for layout in cases.TRAIN_LAYOUTS for variant in cases.train_variants(layout)]
 Weights = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ import megatron_cases as cases
 import numpy as np
 import pytest
 import torch
-from conftest import Answers
+from megatron_answers import Answers
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

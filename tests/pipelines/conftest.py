@@ -1,13 +1,8 @@
-"""Makes `runs` and `stage` importable whatever the import mode; one stage for all tests that play on it."""
+"""One stage for all tests that play on it."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from stage import Stage, open_stage
 
 

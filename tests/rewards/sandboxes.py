@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,14 @@ def bwrap_works() -> bool:
     return shutil.which("bwrap") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
-needs_bwrap = pytest.mark.skipif(
+WITHOUT_BWRAP = pytest.mark.skipif(
     not bwrap_works(), reason="bubblewrap is not installed, or may not make namespaces here"
 )
+
+
+def needs_bwrap(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that starts sandboxes."""
+    return pytest.mark.slow(WITHOUT_BWRAP(test))
 
 
 def sample(name: str, program: str, **row: object) -> RewardSample:

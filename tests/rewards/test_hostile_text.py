@@ -86,6 +86,7 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str | None, dict[str, Any]]]]]
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("worker", "options", "rows"), CASES, ids=lambda value: str(value)[:40])
 def test_it_is_scored_in_time(
     worker: str, options: dict[str, Any], rows: list[tuple[str | None, dict[str, Any]]]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ def values(scores: list[Any]) -> list[float | None]:
     return [score.value for score in scores]
 
 
+@pytest.mark.slow
 def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     faults: list[str | None] = [*FAULTS, *FAULTS, *[None] * 40]
     random.Random(0).shuffle(faults)
@@ -70,6 +71,7 @@ def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve, judge: Callab
     assert server.most_at_once <= 8 + server.wrong["timeout"]  # a request that is given up goes on in the server
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_dies_and_comes_back(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     server = serve(compare, seconds=0.1)
     away = 3.0
@@ -94,6 +96,7 @@ def test_an_endpoint_that_dies_and_comes_back(serve: Serve, judge: Callable[...,
     assert time.monotonic() - began < away + 120 * 0.1 / 8 + 8
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_stays_away_is_given_up(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
     server = serve(compare, ["500"] * 1000)
     began = time.monotonic()
@@ -122,7 +125,7 @@ def test_what_only_the_user_can_mend_is_told_at_once(
 
 @pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_holds_for_all(serve: Serve, judge: Callable[..., LLMJudge], as_date: bool) -> None:
-    pause = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True) if as_date else "1"
+    pause = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True) if as_date else "1"
     server = serve(compare, [f"429 after {pause}"])
     assert values(scored(judge(server, concurrency=1), SAMPLES[:5])) == TRUTHS[:5]
     assert 0.9 <= server.times[1] - server.times[0] < 3  # a date is in whole seconds

@@ -48,6 +48,7 @@ def pairs() -> Iterator[tuple[str, str, bool]]:
                 yield gold, response.replace("\\n", "\n"), right
 
 
+@pytest.mark.slow
 def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
     table = list(pairs())
     assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 2000
@@ -166,6 +167,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hostile_text_is_not_right_and_ends_in_time_and_the_next_answer_is_scored() -> None:
     rule = MathRule(timeout=0.5)
     is_right(r"\boxed{\sqrt{4}}", "3", timeout=60)  # the processes are up
@@ -180,6 +182,7 @@ def test_hostile_text_is_not_right_and_ends_in_time_and_the_next_answer_is_score
     assert is_right(r"\boxed{\sqrt{4}}", "2", timeout=60) is True
 
 
+@pytest.mark.slow
 def test_among_many_hostile_answers_at_once_the_right_ones_are_right() -> None:
     """They wait for their turn, and their time begins with it."""
     rule = MathRule(timeout=0.5)
@@ -243,6 +246,7 @@ def test_a_timeout_that_is_no_time_is_refused() -> None:
             MathRule(timeout)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced() -> None:
     pool = processes.Pool(processes=1)
     assert pool.ask("same_expression", r"\frac{2}{4}", r"\frac12", 60)

@@ -20,6 +20,7 @@ def lengths(body: Any) -> dict[str, Any]:
     return {"rewards": [len(sample["response"]) for sample in body["samples"]]}
 
 
+@pytest.mark.slow
 def test_no_sample_is_lost_and_each_error_is_counted(serve: Serve) -> None:
     faults = ["429", "429 after 1", "500", "502", "cut", "alien", "half", "reset", "stall", *[None] * 20]
     random.Random(0).shuffle(faults)

@@ -7,11 +7,10 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tracking_assets import experience
 
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantage_metrics
 from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
@@ -41,26 +40,6 @@ def page() -> dict[str, re.Pattern[str]]:
         pattern = re.sub(r"<\w+>", r"[^/]+", re.escape(entry).replace(r"\<", "<").replace(r"\>", ">"))
         patterns[entry] = re.compile(re.sub(r"@[kj]$", r"@(\\d+|\\*)", pattern))
     return patterns
-
-
-def experience(number: int) -> Experience:
-    length = 3 + number
-    logprobs = -np.linspace(0.1, 1.0, length, dtype=np.float32)
-    return Experience(
-        id=str(number),
-        group_id=f"g{number // 4}",
-        tag=("math", "code")[number // 4],
-        domain="d",
-        tokens=np.arange(2 + length),
-        prompt_length=2,
-        action_mask=np.ones(length, dtype=bool),
-        rollout_logprobs=logprobs,
-        finish_reason="stop",
-        weights_version=0,
-        old_logprobs=logprobs - 0.01,
-        teacher_logprobs={"one": logprobs, "two": logprobs * 2},
-        reward=float(number % 2),
-    )
 
 
 def emitted() -> set[str]:

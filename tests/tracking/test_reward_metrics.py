@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_metrics_page import experience
+from tracking_assets import experience
 
 from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 

@@ -188,7 +188,7 @@ class Endpoint:
             response = await asyncio.wait_for(self._client.post(self._url, content=content), seconds)
         except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
             raise _Failed("connect", f"{type(error).__name__} {error}".strip()) from None
-        except (asyncio.TimeoutError, httpx.TimeoutException):
+        except (TimeoutError, httpx.TimeoutException):
             raise _Failed("timeout", f"no answer in {seconds:g} s") from None
         except httpx.DecodingError as error:
             raise _Failed("broken_json", str(error)) from None

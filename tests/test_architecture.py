@@ -1,0 +1,157 @@
+"""The layers of `roll_opd`: an import goes to a floor below or stays in its room.
+
+Imports inside functions count, those under `if TYPE_CHECKING` do not: they are never run.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "roll_opd"
+
+# prefix of a module -> (floor, room); the longest prefix that fits counts. Rooms on one floor do not know each other.
+FLOORS = {
+    "roll_opd": (0, "version"),
+    "roll_opd.config.plan": (0, "ground"),
+    "roll_opd.config.schema": (0, "ground"),
+    "roll_opd.config.frozen": (0, "ground"),
+    "roll_opd.config.errors": (0, "ground"),
+    "roll_opd.config.load": (0, "ground"),
+    "roll_opd.config.models": (0, "ground"),
+    "roll_opd.extensions": (0, "ground"),
+    "roll_opd.algorithms": (1, "algorithms"),
+    "roll_opd.data": (1, "data"),
+    "roll_opd.megatron": (2, "megatron"),
+    "roll_opd.inference": (2, "inference"),
+    "roll_opd.tracking": (2, "tracking"),  # reads what `data` defines
+    "roll_opd.cluster": (3, "cluster"),
+    "roll_opd.rewards": (3, "rewards"),
+    "roll_opd.workers": (4, "workers"),
+    "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
+    "roll_opd.rollout": (5, "rollout"),
+    "roll_opd.pipelines": (6, "pipelines"),
+    "roll_opd.cli": (7, "commands"),
+    "roll_opd.scoring": (7, "commands"),
+    "roll_opd.doctor": (7, "commands"),
+    "roll_opd.machine": (7, "commands"),
+}
+ENGINES_AND_RAY = {"ray", "vllm", "megatron", "mbridge"}
+# room -> distributions' modules that none of its files imports
+STRANGERS = {
+    "ground": ENGINES_AND_RAY | {"torch"},
+    "algorithms": ENGINES_AND_RAY,
+    "data": ENGINES_AND_RAY,
+    "tracking": ENGINES_AND_RAY,
+    "megatron": {"ray", "vllm"},
+    "inference": {"ray", "megatron", "mbridge"},
+    "rewards": ENGINES_AND_RAY,
+}
+TORCH_FREE = ("roll_opd.config.plan", "roll_opd.config.schema", "roll_opd.rewards.interface", "roll_opd.cli")
+
+
+def modules() -> dict[str, Path]:
+    """Name -> file of every module of the package."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = modules()
+
+
+def place(module: str) -> tuple[int, str]:
+    """Floor and room of a module."""
+    while module not in FLOORS:
+        module = module.rpartition(".")[0]
+    return FLOORS[module]
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported(module: str, path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import that can be run; `from package import module` gives the module."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    open_nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while open_nodes:
+        node = open_nodes.pop()
+        if is_type_checking(node):
+            open_nodes.extend(node.orelse)
+            continue
+        open_nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield node.lineno, inner if inner in MODULES else base
+
+
+def test_the_reader_of_imports_finds_them_all(tmp_path: Path) -> None:
+    code = """
+import os, ray.util as u
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import vllm
+else:
+    import torch
+from roll_opd.config import plan
+from roll_opd.config.plan import RunPlan
+from . import engine
+from ..data.rows import read
+def late():
+    from megatron.core import parallel_state
+"""
+    (tmp_path / "x.py").write_text(code)
+    found = {name for _, name in imported("roll_opd.inference.x", tmp_path / "x.py")}
+    assert found == {
+        *("os", "ray.util", "typing", "torch", "megatron.core"),
+        *("roll_opd.config.plan", "roll_opd.inference.engine", "roll_opd.data.rows"),
+    }
+
+
+def test_every_module_has_a_place() -> None:
+    assert [name for name in FLOORS if name not in MODULES] == [], "FLOORS names what is not there"
+    assert [name for name in MODULES if name != "roll_opd" and place(name) == FLOORS["roll_opd"]] == []
+
+
+def test_imports_go_down() -> None:
+    wrong = set()
+    for module, path in MODULES.items():
+        floor, room = place(module)
+        for line, other in imported(module, path):
+            if other.partition(".")[0] != "roll_opd":
+                continue
+            below, neighbour = place(other)
+            if neighbour != room and below >= floor and other != "roll_opd":
+                wrong.add(f"{path.relative_to(PACKAGE.parent)}:{line} (floor {floor}) imports {other} ({below})")
+    assert sorted(wrong) == []
+
+
+@pytest.mark.parametrize("room", STRANGERS)
+def test_a_room_does_not_know_strangers(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
+        for module, path in MODULES.items()
+        if place(module)[1] == room
+        for line, other in imported(module, path)
+        if other.partition(".")[0] in STRANGERS[room]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_torch_stays_out(module: str) -> None:
+    """What reward workers and the command line import at once must be quick to import."""
+    code = f"import sys, {module}; print({{'torch', 'vllm', 'megatron', 'ray'}} & sys.modules.keys() or 'free')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("free\n", "")
