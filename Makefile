@@ -6,7 +6,7 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-launches test-rooms test-fast fast-config fast-rooms lint format doctor clean
+.PHONY: help setup demo test test-launches test-rooms test-fast fast-config fast-rooms lint format docs doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-fast  set up, then run the tests that start no engines and no whole runs"
 	@echo "make lint       set up, then check style (ruff) and types (mypy)"
 	@echo "make format     set up, then let ruff fix and format the code"
+	@echo "make docs       set up, then write docs/configuration.md from the declarations of the keys"
 	@echo "make setup      make .venv and install what requirements/*.lock pin (at once when it is up to date)"
 	@echo "make doctor     set up, then say what is installed, what will be used and what is broken"
 	@echo "make clean      remove .venv and caches; run directories (output/) stay"
@@ -52,6 +53,9 @@ lint: setup
 format: setup
 	@$(PYTHON_IN_VENV) -m ruff check --fix .
 	@$(PYTHON_IN_VENV) -m ruff format .
+
+docs: setup
+	@$(PYTHON_IN_VENV) scripts/configuration_page.py
 
 doctor: setup
 	@.venv/bin/roll-opd doctor

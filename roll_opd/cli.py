@@ -1,6 +1,6 @@
 """The `roll-opd` command: a table of subcommands, each importing what it needs only when called.
 
-`roll-opd doctor` must run where nothing is installed, so this module imports the standard library alone.
+`roll-opd doctor` must run where nothing is installed, so this module needs the standard library alone.
 
 Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted, 1 anything else.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-USER_ERROR = 2
-INTERRUPTED = 130
+from roll_opd.command_line import INTERRUPTED, USER_ERROR, add_config_arguments
+
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`
 
 
@@ -25,13 +25,6 @@ class Command:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that reads a configuration takes."""
-    parser.add_argument("--config_path", required=True, metavar="DIR", help="directory, from here or from examples/")
-    parser.add_argument("--config_name", required=True, metavar="NAME", help="YAML file in it, with or without .yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides: key=value, +key=value, ~key")
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:

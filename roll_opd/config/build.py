@@ -41,6 +41,7 @@ from roll_opd.config.schema import (
     Supervised,
     SupervisedWorker,
     Top,
+    keys_of,
     shared,
 )
 from roll_opd.config.trackers import read_trackers
@@ -259,6 +260,7 @@ class _Planner:
             **common,
             mode=keys.pipeline,
             pipeline=keys.pipeline,
+            pipeline_args=FrozenDict({name: getattr(top, name) for name in keys_of(keys).keys() - keys_of(Supervised)}),
             title=keys.title,
             max_steps=steps,
             rollout_batch_size=rows,

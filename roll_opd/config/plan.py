@@ -289,6 +289,7 @@ class RunPlan(RunKeys, RolloutKeys):
 
     mode: str  # pure, mixed or rl; of supervised pipelines, their name
     pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
+    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # the keys that a supervised pipeline has alone
     title: str  # of the mode, for people
     exp_name: str
     max_steps: int

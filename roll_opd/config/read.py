@@ -167,12 +167,22 @@ def read_section(
     cleaned = _known_keys(model, data, path, diagnostics, also_known or set())
     try:
         # through JSON, because strict mode takes a list for a tuple only there
-        section = TypeAdapter(model).validate_json(json.dumps(cleaned, default=str))
+        section = _adapter(model).validate_json(json.dumps(cleaned, default=str))
     except ValidationError as error:
         _report(error, path, diagnostics)
         return None
     _mark(section, cleaned)
     return section
+
+
+def _adapter(model: type[S]) -> TypeAdapter[S]:
+    """Return pydantic's reader of a section; making one takes milliseconds."""
+    if model not in _ADAPTERS:
+        _ADAPTERS[model] = TypeAdapter(model)
+    return _ADAPTERS[model]
+
+
+_ADAPTERS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
 def _mark(section: Section, data: dict[str, Any]) -> None:

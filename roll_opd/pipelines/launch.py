@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.cli import INTERRUPTED, USER_ERROR, add_config_arguments
+from roll_opd.command_line import DONE, FAILED, INTERRUPTED, USER_ERROR, add_config_arguments
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
@@ -20,7 +20,6 @@ from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.registry import TrackerError
 from roll_opd.workers.errors import RunError
 
-DONE, FAILED = 0, 1
 # what the user can put right
 REFUSALS = (AlgorithmError, CheckpointError, ConfigError, DataError, ModelFilesError, RewardError, TrackerError)
 

@@ -1,0 +1,138 @@
+"""Writes docs/configuration.md from the declarations of the keys in roll_opd/config/schema.py: `make docs`."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from roll_opd.config import schema
+from roll_opd.config.schema import SUPERVISED, Section
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+HEAD = """# Configuration: every key
+
+Written by `make docs` from [roll_opd/config/schema.py](../roll_opd/config/schema.py); a test holds it to that.
+
+A configuration is a YAML file, read by Hydra: it may compose from others, and `key=value` on the command line
+overrides it. An unknown key is an error that names its nearest neighbour. ROLL's keys that mean nothing here are
+accepted and listed in one warning; [coming from ROLL](coming-from-roll.md) goes through them. What an engine itself
+takes is written under `strategy_config` and passes through to it: Megatron-core's `TransformerConfig`, vLLM's engine
+arguments. Names and values are held against the installed version before anything starts. *Origin* is whose key it
+is: ROLL's, Trinity-RFT's or ours.
+
+The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
+`teacher` (one, or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are needed
+`teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward).
+"""
+TITLES = {
+    schema.Top: "A run that rolls out",
+    schema.Worker: "A role",
+    schema.Reward: "A reward",
+    schema.Term: "A term of a reward",
+    schema.TokenFilter: "A filter of tokens",
+    schema.SupervisedWorker: "The role of a supervised pipeline",
+    schema.EpochArgs: "training_args of a supervised pipeline",
+    schema.HeldOut: "validation of a supervised pipeline",
+    schema.Sft: "The SFT pipeline",
+    schema.Dpo: "The DPO pipeline",
+}
+
+
+def sections() -> list[type[Section]]:
+    """Return the sections in the order of the page: what others are made of comes after them."""
+    found: list[type[Section]] = []
+
+    def visit(section: type[Section]) -> None:
+        if section in found:
+            return
+        found.append(section)
+        for annotation in schema.keys_of(section).values():
+            for inner in _inside(annotation):
+                visit(inner)
+
+    for top in (schema.Top, schema.Worker, schema.Reward, *SUPERVISED.values(), schema.SupervisedWorker):
+        visit(top)
+    return found
+
+
+def _inside(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _inside(part)
+
+
+def type_text(annotation: Any) -> str:
+    """Return a type in words: `number from 0 to 1`, `text`, `mean` or `std`, …"""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(parts[0]) + _range(parts[1:])
+    if origin in (Union, UnionType):
+        return " or ".join(type_text(part) for part in parts if part is not NoneType)
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin is tuple:
+        return f"list of {type_text(parts[0])}"
+    if origin is dict:
+        return "mapping" if parts[1] is Any else f"mapping to {type_text(parts[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"[section](#{anchor(title(annotation))})"
+    names = {float: "number", int: "whole number", str: "text", bool: "true or false", Any: "anything"}
+    return names[annotation]
+
+
+def _range(metadata: tuple[Any, ...]) -> str:
+    words = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+    bounds: dict[str, Any] = {}
+    for item in metadata:
+        for bound in getattr(item, "metadata", ()):
+            bounds |= {name: getattr(bound, name) for name in words if hasattr(bound, name)}
+    return "".join(f" {word} {bounds[name]:g}" for name, word in words.items() if name in bounds)
+
+
+def title(section: type[Section]) -> str:
+    """Return the heading of a section: what its docstring calls it."""
+    return TITLES.get(section) or re.split(r"[:.]", inspect.cleandoc(section.__doc__ or ""))[0].replace("`", "")
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor that a heading has on a page."""
+    kept = "".join(letter for letter in heading.lower() if letter.isalnum() or letter in " -_")
+    return kept.replace(" ", "-")
+
+
+def _default(item: Field[Any]) -> str:
+    value = item.default_factory() if item.default_factory is not MISSING else item.default
+    if value is MISSING:
+        return "must be written"
+    if value is None or isinstance(value, Section) or value in ({}, ()):
+        return ""
+    if isinstance(value, tuple):
+        return ", ".join(f"`{part}`" for part in value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def table(section: type[Section]) -> str:
+    """Return one section of the page."""
+    rows = ["| key | type | default | meaning | origin |", "|---|---|---|---|---|"]
+    for item in fields(section):
+        if item.name in section.ignored:
+            continue
+        annotation = schema.keys_of(section)[item.name]
+        meaning, origin = item.metadata["meaning"], item.metadata["origin"]
+        cells = (f"`{item.name}`", type_text(annotation), _default(item), meaning, origin)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    about = inspect.cleandoc(section.__doc__ or "").replace("\n", " ")
+    return f"## {title(section)}\n\n{about}\n\n" + "\n".join(rows)
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n\n".join([HEAD.rstrip(), *map(table, sections())]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

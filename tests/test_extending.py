@@ -1,0 +1,172 @@
+"""docs/extending.md: every piece of code on the page, applied to a copy of the package and run, and from outside it."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+# the file that a section's code goes into, where the page names a directory and an example
+FILES = {
+    "A policy loss": "roll_opd/algorithms/losses/cubic.py",
+    "An advantage": "roll_opd/algorithms/advantages/best_of_batch.py",
+    "A reward": "roll_opd/rewards/builtin/keyword.py",
+    "A tracker": "roll_opd/tracking/builtin/text.py",
+}
+MODELS = REPOSITORY / "examples" / "demo" / "models"
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def code(title: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", section(title), re.DOTALL)
+
+
+def apply(diff: str, root: Path) -> str:
+    """Change the one place that the context of `diff` fits; returns the file."""
+    head, *lines = diff.splitlines()
+    file, hunk = head.removeprefix("--- a/"), lines[2:]
+    old = "".join(f"{line[1:]}\n" for line in hunk if line[:1] in " -")
+    new = "".join(f"{line[1:]}\n" for line in hunk if line[:1] in " +")
+    text = (root / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{file} has the lines of the page {text.count(old)} times:\n{old}"
+    (root / file).write_text(text.replace(old, new), encoding="utf-8")
+    return file
+
+
+def python(root: Path, program: str, *paths: Path) -> dict:
+    """Run a program that prints JSON with `root`, and then `paths`, before what is installed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, *paths)))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package, its groups and its examples, to change."""
+    for part in ("roll_opd", "configs", "examples"):
+        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_the_page_counts_its_files() -> None:
+    """As many files of the package are named in a section as its row of the table says."""
+    assert [apply_to for apply_to in re.findall(r"^--- a/(\S+)", section("A key"), re.MULTILINE)] == [
+        "roll_opd/config/schema.py",
+        "roll_opd/pipelines/run_logger.py",
+    ]
+    for title, file in FILES.items():
+        assert len(code(title)) == 1 and f"`{Path(file).parent}/`" in section(title) and Path(file).name in PAGE
+
+
+@pytest.mark.slow
+def test_parts_in_the_package(copy: Path) -> None:
+    for diff in code("A key", "diff"):
+        ast.parse((copy / apply(diff, copy)).read_text(encoding="utf-8"))
+    for title, file in FILES.items():
+        (copy / file).write_text(code(title)[0], encoding="utf-8")
+    program = """
+import json, torch
+from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.algorithms.advantages.batch import RewardBatch
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.config.build import load_plan
+from roll_opd.rewards.interface import RewardSample
+from roll_opd.rewards.registry import resolve
+from roll_opd.tracking.registry import find
+
+plan = load_plan("demo", "rlvr_opd", [
+    "log_longest=true", "policy_loss_fn=cubic", "policy_loss_fn_args={power: 5}", "advantage_fn=best_of_batch",
+    "adv_estimator=null", "track_with=[text]", "tracker_kwargs={file_name: numbers.txt}",
+    "++rewards.math_rule.worker_cls=keyword", "++rewards.math_rule.word=please",
+], pure=False)
+objective, term = plan.objective, plan.rewards[0].terms[0]
+logprobs = torch.tensor([0.5, 0.0])
+batch = LossBatch(logprobs, torch.zeros(2), torch.tensor([1.0, 2.0]), torch.tensor([True, True]), (2,))
+loss = policy_loss(objective.policy_loss, objective.policy_loss_args)(batch, **objective.policy_loss_args)
+worth = advantage(objective.adv_estimator)(RewardBatch(torch.tensor([1.0, 3.0]).double(), ["a", "a"]))
+scores = resolve(term.worker, dict(term.args))([RewardSample("1", "yes please", None, "t")])
+print(json.dumps([plan.log_longest, loss.tolist(), worth.rewards.tolist(), scores[0].value, plan.trackers,
+                  find("text").__name__]))
+"""
+    log_longest, loss, worth, score, trackers, tracker = python(copy, program)
+    assert log_longest is True and (score, trackers, tracker) == (1.0, ["text"], "TextTracker")
+    assert loss == pytest.approx([-(2.718281828**2.5), -2.0], rel=1e-5) and worth == [-2.0, 0.0]
+
+
+@pytest.mark.slow
+def test_parts_from_outside(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for title, name in {
+        "A policy loss": "my_losses",
+        "An advantage": "my_advantages",
+        "A reward": "my_rewards",
+    }.items():
+        (own / f"{name}.py").write_text(code(title)[0].replace("@register", "# @register"), encoding="utf-8")
+    (own / "my_trackers.py").write_text(code("A tracker")[0].replace("@register", "# @register"), encoding="utf-8")
+    row = code("An algorithm")[0].replace('"cubic", "best', '"my_losses.cubic", "my_advantages.best')
+    (own / "my_rows.py").write_text(row, encoding="utf-8")
+    program = """
+import json
+from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.config.build import load_plan
+from roll_opd.rewards.registry import check
+from roll_opd.tracking.registry import find
+
+plan = load_plan("demo", "rlvr_opd", [
+    "algorithm_type=my_rows.ROW", "adv_estimator=null", "use_kl_loss=false", "track_with=my_trackers.TextTracker",
+    "++rewards.math_rule.worker_cls=my_rewards.keyword", "++rewards.math_rule.word=please",
+], pure=False)
+objective, term = plan.objective, plan.rewards[0].terms[0]
+policy_loss(objective.policy_loss, objective.policy_loss_args)
+advantage(objective.adv_estimator, objective.advantage_args)
+check(term.worker, dict(term.args))
+print(json.dumps([objective.policy_loss, dict(objective.policy_loss_args), objective.adv_estimator,
+                  find(plan.trackers[0]).__name__]))
+"""
+    assert python(REPOSITORY, program, own) == [
+        "my_losses.cubic",
+        {"power": 5},
+        "my_advantages.best_of_batch",
+        "TextTracker",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in the package", "from outside"])
+def test_a_pipeline_runs(copy: Path, where: str) -> None:
+    keys, loop = code("A pipeline")
+    name = "self_paced"
+    if where == "in the package":
+        with open(copy / "roll_opd/config/schema.py", "a", encoding="utf-8") as schema:
+            schema.write(f"\n\n{keys}")
+        (copy / "roll_opd/pipelines/self_paced.py").write_text(loop, encoding="utf-8")
+    else:
+        name = "my_pipelines.self_paced"
+        (copy / "my_pipelines").mkdir()
+        imports = "from dataclasses import dataclass\nfrom roll_opd.config.schema import *\n"
+        keys = keys.replace('pipeline = "self_paced"', f'pipeline = "{name}"')
+        head, _, body = loop.partition('"""\n')
+        (copy / "my_pipelines/self_paced.py").write_text(f'{head}"""\n{imports}{body}\n\n{keys}', encoding="utf-8")
+    config = (copy / "examples/demo/sft.yaml").read_text(encoding="utf-8").replace("sft_train", "learner")
+    config = config.replace("data/learner.jsonl", "data/sft_train.jsonl")
+    (copy / "examples/demo/self_paced.yaml").write_text(config, encoding="utf-8")
+    overrides = ["max_steps=2", "keep=0.25", "track_with=stdout", "eval_steps=0", f"output_dir={copy}/output"]
+    command = ["-m", "roll_opd.cli", "run", name, "--config_path", "demo", "--config_name", "self_paced", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=copy)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (copy / "output/demo_sft/latest/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "self_paced/loss" in row] == [1, 2]
+    assert len(list((copy / "output/demo_sft/latest/checkpoints/step_2/hf").glob("*.safetensors"))) == 1
