@@ -50,15 +50,17 @@ def _step(
     # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
     from roll_opd.workers.megatron import train_samples
 
-    temperature, objective, seconds = plan.rollout.sampling.temperature, plan.objective, {}
+    assert plan.rollout is not None
+    temperature, objective = plan.rollout.sampling.temperature, plan.objective
+    seconds: dict[str, float] = {}
     seconds["generate"], experiences = _sample(plan, source, engines)
     sequences = [(e.tokens, e.prompt_length) for e in experiences]
-    seconds["teacher"], logprobs = _call_all(teacher, "compute_logprobs", sequences, temperature)
-    name, logprobs = plan.teachers[0].name, _merged(logprobs)
+    seconds["teacher"], by_rank = _call_all(teacher, "compute_logprobs", sequences, temperature)
+    name, logprobs = plan.teachers[0].name, _merged(by_rank)
     experiences = [replace(e, teacher_logprobs={name: logprobs[i]}) for i, e in enumerate(experiences)]
     if objective.recompute_old_logprobs:
-        seconds["old_logprobs"], old = _call_all(student, "compute_logprobs", sequences, temperature)
-        old = _merged(old)
+        seconds["old_logprobs"], by_rank = _call_all(student, "compute_logprobs", sequences, temperature)
+        old = _merged(by_rank)
         experiences = [replace(e, old_logprobs=old[i]) for i, e in enumerate(experiences)]
     samples, size = train_samples(experiences, plan.teachers, objective), plan.student.mini_batch_sequences
     batches = [samples[start : start + size] for start in range(0, len(samples), size)] * objective.ppo_epochs
@@ -72,6 +74,7 @@ def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
     """Draw the step's prompts and answer them on the engines, spread as the pipeline spreads them."""
     from roll_opd.rollout.batch import experience_of, sample_seed
 
+    assert plan.rollout is not None
     drawn, n = source.position, plan.rollout.sampling.n
     asked = [(p, i, s) for i, p in enumerate(source.take(plan.rollout_batch_size)) for s in range(n)]
     shares = [[row for row in asked if row[1] % len(engines) == e] for e in range(len(engines))]
@@ -182,6 +185,7 @@ def _shared_environment(plan: RunPlan, devices: Sequence[int]) -> dict[str, Any]
 
 def _engines(plan: RunPlan, log: Path) -> list:
     rollout = plan.rollout
+    assert rollout is not None
     devices = [rollout.devices[e * rollout.tp : (e + 1) * rollout.tp] for e in range(rollout.engines)]
     return [
         _start(log, serve_engine, "generate", {**_shared_environment(plan, own), **rollout.env}, rollout, plan)
@@ -210,14 +214,17 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
     from roll_opd.megatron.export import weight_buckets
     from roll_opd.megatron.trainer import MegatronTrainer
 
-    kind = MegatronTrainer if isinstance(worker, TrainPlan) else MegatronEngine
-    engine: Any = kind(worker, seed=plan.seed, deterministic=plan.deterministic)
+    engine: Any
+    if isinstance(worker, TrainPlan):
+        engine = MegatronTrainer(worker, seed=plan.seed, deterministic=plan.deterministic)
+    else:
+        engine = MegatronEngine(worker, seed=plan.seed, deterministic=plan.deterministic)
     calls = {
         "ready": lambda: None,
         "compute_logprobs": engine.compute_logprobs,
         "weights": lambda: list(weight_buckets(engine)),
     }
-    if kind is MegatronTrainer:
+    if isinstance(worker, TrainPlan):
         calls["update"] = engine.update
     while command := _received(pipe):
         dist.barrier()

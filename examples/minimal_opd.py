@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.ratio import importance_sampling
-from roll_opd.algorithms.opd import on_policy_distill
+from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.source import PromptSource
@@ -100,7 +100,7 @@ def update(student: CausalLM, optimizer: torch.optim.Optimizer, rollout: Rollout
     mask_M, teacher_M = rollout.mask_BA.flatten(), teacher_BA.flatten()
     student_M = compute_logprobs(student, rollout).flatten()
     old_M = student_M.detach()  # under the weights that sampled: still the same, so every ratio exp(l - old) is 1
-    advantages_M = on_policy_distill(old_M, teacher_M, mask_M)  # q - l, a constant for the gradient
+    advantages_M = -opd_penalty(old_M, mask_M.float(), teacher_M * mask_M)  # q - l, a constant for the gradient
 
     lengths = (rollout.answers_BA.shape[1],) * len(rollout.answers_BA)
     loss_M = importance_sampling(LossBatch(student_M, old_M, advantages_M, mask_M, lengths))

@@ -9,7 +9,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -185,7 +185,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostic
     for key in keys:
         path = f"{prefix}.{key!s}" if prefix else str(key)
         try:
-            value = node[key]
+            value = node[cast(Any, key)]
         except MissingMandatoryValue:
             diagnostics.problem(path, "has no value yet (???); give one, here or on the command line")
             continue

@@ -25,7 +25,7 @@ def key(default: T, meaning: str, origin: str = "ROLL") -> T:
     """Declare a key: its default, what it means, and where it comes from."""
     metadata = {"meaning": meaning, "origin": origin}
     if isinstance(default, dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)  # type: ignore[return-value]  # as `dataclasses.field` is typed
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

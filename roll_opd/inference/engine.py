@@ -225,7 +225,7 @@ class InferenceEngine:
             return
         self._broken = "it is closed"
         self._llm.shutdown()
-        self._llm = None  # type: ignore[assignment]  # or it would be collected, with a complaint, at exit
+        self._llm = None  # or it would be collected, with a complaint, at exit
         gc.unfreeze()
         gc.collect()
 

@@ -51,7 +51,7 @@ async def train(run: Run) -> None:
         exclude_failed=not plan.rewards_are_monitored,
     )
     passes = group_filter(plan.rewards)
-    warmup_steps = plan.critic.warmup_steps if plan.critic else 0
+    critic_warmup = plan.critic.critic_warmup if plan.critic else 0
     kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
 
     for step in run.steps:
@@ -76,7 +76,7 @@ async def train(run: Run) -> None:
             demonstrations = demonstration_experiences(batch.demonstrations, first_draw)
             experiences = mixed(experiences, demonstrations, plan.demonstrations.updates)
         with clock.phase("train"):
-            student_learns = step > warmup_steps
+            student_learns = step > critic_warmup
             experiences, metrics = await workers.learn(plan, experiences, step, student_learns=student_learns)
         with clock.phase("weight_sync"):
             await workers.send_weights(version=step)

@@ -36,7 +36,7 @@ class Critic(Learner):
         """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
         updates = []
         size = self.plan.mini_batch_sequences
-        for _ in range(self.plan.epochs):
+        for _ in range(self.plan.critic_epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]
                 updates.append(await self._update("update", value_samples(batch)))

@@ -199,7 +199,8 @@ class FrozenModels:
                 return
             samples, name = [experiences[n] for n in routed], teacher.plan.name
             if self.targets_for is None:
-                computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]
+                found = await teacher.compute_logprobs(samples, temperature)
+                computed: list[tuple[np.ndarray, dict[str, np.ndarray]]] = [(logprobs, {}) for logprobs in found]
             else:
                 own_ids = None if ids is None else [ids[n] for n in routed]
                 computed = await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)

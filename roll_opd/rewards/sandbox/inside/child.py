@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
+from typing import NoReturn
 
 from .cleaning import IS_INIT
 from .pipes import write_all
@@ -26,7 +28,7 @@ PRELUDE = "".join(f"from {name} import *\n" for name in STARS) + "".join(
 )
 
 
-def load_module():
+def load_module() -> types.ModuleType:
     """Return the module in which a program runs, with the names that it finds. Made once, before any fork: a child that
     filled it would touch, and so copy, the memory of every name.
     """
@@ -36,7 +38,7 @@ def load_module():
     return module
 
 
-def confine(limits):
+def confine(limits: dict[str, int]) -> None:
     """Set the limits of this process and of what it starts."""
     memory, disk, cpu = limits["memory_mb"] << 20, limits["disk_mb"] << 20, limits["cpu_seconds"]
     for what, soft, hard in (
@@ -53,7 +55,15 @@ def confine(limits):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def play(module, program, check, limits, report_end, exit=os._exit, write=os.write):
+def play(
+    module: types.ModuleType,
+    program: str,
+    check: str | None,
+    limits: dict[str, int],
+    report_end: int,
+    exit: Callable[[int], NoReturn] = os._exit,
+    write: Callable[..., int] = os.write,
+) -> NoReturn:
     """Run the program as `module`, then the check; never returns. With a check the program counts as imported,
     so that its code under `__name__ == "__main__"` does not run and wait for an input.
     """
@@ -92,7 +102,7 @@ def play(module, program, check, limits, report_end, exit=os._exit, write=os.wri
     exit(code & 255)
 
 
-def plain(value, depth=0):
+def plain(value: object, depth: int = 0) -> list[object] | bool | None:
     """Return a value as JSON that keeps its type's family; [] for what cannot be told. The other half is values.py."""
     if depth > 100:
         return []

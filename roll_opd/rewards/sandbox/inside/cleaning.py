@@ -9,7 +9,7 @@ IS_INIT = os.getpid() == 1  # in a pid namespace of its own; without one, in uns
 SHARED_MEMORY = "/dev/shm"
 
 
-def kill_all(child=None):
+def kill_all(child: int | None = None) -> None:
     """End and reap everything but this process."""
     if IS_INIT:
         with suppress(ProcessLookupError):
@@ -33,7 +33,7 @@ def kill_all(child=None):
                 os.waitpid(pid, 0)
 
 
-def empty(directory):
+def empty(directory: str) -> None:
     """Remove all that a case wrote: its directory's content and, behind the wall, what is in shared memory. Raises
     OSError where that cannot be done, and the sandbox is of no more use.
     """
@@ -51,7 +51,7 @@ def empty(directory):
             os.close(top)
 
 
-def _remove_content(top):
+def _remove_content(top: int) -> None:
     """Remove it without paths and recursion, for which a tree can be too deep: what lies in a directory's directories
     is moved up before it goes.
     """
@@ -72,7 +72,7 @@ def _remove_content(top):
             os.rmdir(name, dir_fd=top)
 
 
-def _is_directory(name, parent):
+def _is_directory(name: str, parent: int) -> bool:
     """Return whether it is a directory; one is made accessible."""
     if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
         return False

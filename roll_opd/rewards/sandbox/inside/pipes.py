@@ -1,10 +1,11 @@
 """Reading and writing the ends of pipes."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 
-def read_exactly(end, count):
+def read_exactly(end: int, count: int) -> bytes:
     """Return `count` bytes, fewer where the pipe ends before."""
     parts = bytearray()
     while len(parts) < count:
@@ -15,13 +16,13 @@ def read_exactly(end, count):
     return bytes(parts)
 
 
-def write_all(end, data, write=os.write):
+def write_all(end: int, data: bytes, write: Callable[..., int] = os.write) -> None:
     view = memoryview(data)
     while view:
         view = view[write(end, view) :]
 
 
-def feed_some(end, data):
+def feed_some(end: int, data: bytes) -> bytes:
     """Write what the pipe takes at once; what is left of `data`, empty where nobody reads."""
     try:
         return data[os.write(end, data[:65536]) :]
@@ -31,7 +32,7 @@ def feed_some(end, data):
         return data[:0]
 
 
-def drain(end, into, room):
+def drain(end: int, into: bytearray, room: int) -> bool:
     """Read what is there; False at the end of the pipe. One byte above `room` tells that there was more."""
     while len(into) <= room:
         try:
@@ -44,7 +45,7 @@ def drain(end, into, room):
     return True
 
 
-def close(end):
+def close(end: int) -> None:
     """Close a pipe; it may be closed already."""
     with suppress(OSError):
         os.close(end)

@@ -14,7 +14,9 @@ import os
 import signal
 import struct
 import sys
+import types
 from contextlib import suppress
+from typing import Any
 
 from .child import load_module, play
 from .cleaning import IS_INIT, empty, kill_all
@@ -25,7 +27,7 @@ READY = b"ready"
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
-def main(directory, *packages):
+def main(directory: str, *packages: str) -> None:
     """Serve standard input and output until their other end is closed. `packages`: where programs may import from."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its handler would make even the first process killable
     libc = ctypes.CDLL(None)
@@ -45,7 +47,7 @@ def main(directory, *packages):
     os._exit(0)
 
 
-def serve(requests, replies, directory):
+def serve(requests: int, replies: int, directory: str) -> None:
     """Answer requests until their pipe ends. Cases run in `directory`, and what they leave in it is removed."""
     module = load_module()
     gc.freeze()  # a child that collects garbage copies no page of what is here already
@@ -60,7 +62,7 @@ def serve(requests, replies, directory):
         empty(directory)
 
 
-def run(request, module, directory, requests):
+def run(request: dict[str, Any], module: types.ModuleType, directory: str, requests: int) -> tuple[Any, ...]:
     """Run one case; return (wait status or None where it was killed, why, standard output, report)."""
     limits = request["limits"]
     stdin = request["stdin"].encode("utf-8", "surrogatepass")
@@ -88,5 +90,5 @@ def run(request, module, directory, requests):
             close(end)
 
 
-def write_frames(end, *frames):
+def write_frames(end: int, *frames: bytes) -> None:
     write_all(end, b"".join(struct.pack(">I", len(frame)) + frame for frame in frames))

@@ -18,7 +18,9 @@ class WorkerGone(Exception):
     """Nobody waits for an answer any more."""
 
 
-def watch(child, limits, directory, stdin, feed, out, seen, requests):
+def watch(
+    child: int, limits: dict[str, int], directory: str, stdin: bytes, feed: int, out: int, seen: int, requests: int
+) -> tuple[int | None, str, bytes, bytes]:
     """Feed and drain the child until it ends or breaks a limit; then everything that it started ends as well.
 
     Returns its wait status (None where it was killed), why it ended, its standard output and its report.
@@ -70,7 +72,7 @@ def watch(child, limits, directory, stdin, feed, out, seen, requests):
     return status, reason, bytes(got[out][: room[out]]), bytes(got[seen][: room[seen]])
 
 
-def is_late(child, seconds, wall_seconds):
+def is_late(child: int, seconds: float, wall_seconds: float) -> bool:
     """Return whether the wall time is over. The child's waiting for a CPU does not count, on a busy
     machine, up to `PATIENCE` times the wall time.
     """
@@ -84,7 +86,7 @@ def is_late(child, seconds, wall_seconds):
     return seconds - waited > wall_seconds or seconds > PATIENCE * wall_seconds
 
 
-def broken_limit(limits, directory):
+def broken_limit(limits: dict[str, int], directory: str) -> str | None:
     """Return which limit all processes of the case together break.
 
     The kernel's own limits hold for one process each, that of processes not at all for root's, and none for the number
@@ -112,7 +114,7 @@ def broken_limit(limits, directory):
     return None
 
 
-def usage(pid):
+def usage(pid: str) -> tuple[int, int, int]:
     """Return (threads, pages resident, ticks of CPU time) of a process with the children that it has waited for."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
