@@ -81,7 +81,8 @@ fingerprint() {
     {
         "$1" -c 'import sys; print(sys.version)'
         pwd  # an environment cannot be moved
-        cat "${LOCKS[@]}" pyproject.toml scripts/setup.sh roll_opd/__init__.py
+        cat "${LOCKS[@]}" scripts/setup.sh roll_opd/__init__.py
+        sed '/^\[tool\.ruff\]/,$d' pyproject.toml  # what follows only configures the tools
     } | sha256sum | cut -d ' ' -f 1
 }
 

@@ -240,6 +240,10 @@ def test_setup_runs_again_only_when_something_it_rests_on_has_changed(clone):
     done = set_up(clone)
     assert (done.returncode, done.stdout) == (0, "[set-up] .venv is up to date\n")
 
+    with (clone / "pyproject.toml").open("a") as file:
+        file.write("\n[tool.another]\nwidth = 1\n")
+    assert set_up(clone).stdout == "[set-up] .venv is up to date\n", "an environment does not rest on settings of tools"
+
     with (clone / "requirements/dev.lock").open("a") as lock:
         lock.write("another-package==1.0\n")
     done = set_up(clone)  # cannot succeed: there is no index
