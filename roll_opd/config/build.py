@@ -6,7 +6,6 @@ out together.
 """
 
 import importlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +27,7 @@ from roll_opd.config.plan import (
     RunPlan,
     ValidationPlan,
 )
-from roll_opd.config.read import read_sections
+from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, read_sections
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode, is_agentic
 from roll_opd.config.schema import (
@@ -45,7 +44,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.config.trackers import read_trackers
-from roll_opd.data.preview import count_rows, first_tags
+from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.tracking.secrets import without_secrets
@@ -85,7 +84,7 @@ def load_plan(
 def plan_config(
     loaded: LoadedConfig, *, pure: bool | None = None, pipeline: str | None = None, runnable: bool = True
 ) -> RunPlan:
-    """Return the plan of an already composed configuration, or raise ConfigError; see `load_plan`."""
+    """Return the plan of an already composed configuration; see `load_plan`."""
     diagnostics = Diagnostics(loaded.origins)
     keys = _supervised_pipeline(loaded.values, pure, pipeline)
     planner = _Planner(loaded, diagnostics)
@@ -102,23 +101,20 @@ def plan_config(
 def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
     """Return the keys of the supervised pipeline that is asked for or meant; None: a run that rolls out."""
     if pipeline is not None:
-        if pipeline not in SUPERVISED and "." in pipeline:
-            importlib.import_module(pipeline)  # declares its keys
-        if pipeline not in SUPERVISED:
-            raise ConfigError(
-                [f"no pipeline {pipeline!r}; known are {', '.join(SUPERVISED)}, or a module's dotted path"]
-            )
-        return SUPERVISED[pipeline]
+        problem = f"no pipeline {pipeline!r}; known are {', '.join(SUPERVISED)}, or the dotted path of a module"
+        try:
+            if pipeline not in SUPERVISED and "." in pipeline:
+                importlib.import_module(pipeline)  # declares its keys
+            return SUPERVISED[pipeline]
+        except (ImportError, KeyError) as error:
+            raise ConfigError([problem + (f" ({error})" if isinstance(error, ImportError) else "")]) from None
     if pure is not None:
         return None
     for keys in SUPERVISED.values():
         is_meant = values.get("algorithm_type") == keys.algorithm or not keys.own_keys.isdisjoint(values)
-        if is_meant or (keys.role not in ROLLOUT_ROLES and keys.role in values):
+        if is_meant or (keys.role not in (*PURE_ROLES, *MIXED_ROLES) and keys.role in values):
             return keys
     return None
-
-
-ROLLOUT_ROLES = ("actor_train", "student_train")
 
 
 @dataclass(frozen=True)
@@ -353,8 +349,7 @@ class _Planner:
             return None
         if agentic:
             diagnostics.block(
-                "demonstrations",
-                "joins the answers to prompts, not yet the trajectories of environments; remove it",
+                "demonstrations", "joins the answers to prompts, not yet the trajectories of environments; remove it"
             )
             return None
         args = top.demonstrations.data_args
@@ -413,32 +408,10 @@ class _Planner:
             return top.max_steps, None
         if not epochs:
             diagnostics.problem("max_steps", f"is missing; write it, or {key}")
-            return 1, None
-        if data is None:
-            return 1, None
-        found = count_rows(data)
-        steps = _whole_steps(epochs, found, rows)
-        if steps < 1:
-            diagnostics.problem(
-                key, f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps"
-            )
-            return 1, None
-        return steps, epochs
-
-
-def _whole_steps(epochs: float, found: int, rows: int) -> int:
-    """Return the steps of `rows` rows that `epochs` passes over `found` rows fill; the last incomplete one is not."""
-    return math.floor(epochs * found) // rows
-
-
-def miscounted(plan: RunPlan, usable: int) -> str | None:
-    """Say that num_train_epochs was counted over rows of which only `usable` can be used; None: the steps are right."""
-    if plan.epochs is None:
-        return None
-    steps = max(1, _whole_steps(plan.epochs, usable, plan.rollout_batch_size))
-    if steps == plan.max_steps:
-        return None
-    return (
-        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files are max_steps {plan.max_steps}, but only"
-        f" {usable} rows can be used; {plan.epochs:g} epochs of those are max_steps={steps}"
-    )
+        elif data is not None:
+            found = count_rows(data)
+            if steps := whole_steps(epochs, found, rows):
+                return steps, epochs
+            few = f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps"
+            diagnostics.problem(key, few)
+        return 1, None

@@ -227,10 +227,7 @@ def check_tags(
                 "rewards", f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
             )
     present = train_tags | validation_tags
-    for path, tags in [
-        *teacher_tags.items(),
-        *((f"rewards.{reward.domain}", reward.tags) for reward in rewards),
-    ]:
+    for path, tags in [*teacher_tags.items(), *((f"rewards.{reward.domain}", reward.tags) for reward in rewards)]:
         if tags and present and not present.intersection(tags):
             diagnostics.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
 

@@ -137,11 +137,7 @@ def check_sampling(args: GeneratingArgs, key: str, diagnostics: Diagnostics) -> 
         diagnostics.problem(
             f"{key}.temperature", "0 does not sample: the student would learn from one answer only; use 1"
         )
-    changed = {
-        "top_p": args.top_p != 1,
-        "top_k": args.top_k > 0,
-        "repetition_penalty": args.repetition_penalty != 1,
-    }
+    changed = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
     names = [f"{name} {getattr(args, name)}" for name in changed if changed[name]]
     if names:
         diagnostics.warn(

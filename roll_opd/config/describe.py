@@ -4,15 +4,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.plan import (
-    CorrectionPlan,
-    FilterPlan,
-    RewardPlan,
-    RolloutPlan,
-    RunPlan,
-    TeacherPlan,
-    TrainPlan,
-)
+from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
 from roll_opd.frozen import thaw
 
@@ -216,11 +208,11 @@ def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    lines = []
-    for name, parts in plan.memory.items():
-        detail = ", ".join(f"{part} {readable_bytes(size)}" for part, size in parts.items())
-        lines.append(f"  {name}: {readable_bytes(sum(parts.values()))} ({detail})")
-    return lines
+    details = {
+        name: ", ".join(f"{part} {readable_bytes(size)}" for part, size in parts.items())
+        for name, parts in plan.memory.items()
+    }
+    return [f"  {name}: {readable_bytes(sum(plan.memory[name].values()))} ({text})" for name, text in details.items()]
 
 
 def _objective_lines(plan: RunPlan) -> list[str]:

@@ -69,11 +69,6 @@ class Diagnostics:
             key = key.rpartition(".")[0]
         return ""
 
-    def raise_if_any(self) -> None:
-        """Raise `ConfigError` with every problem found so far."""
-        if self.problems:
-            raise ConfigError(self.problems)
-
     @staticmethod
     def _add(sentences: list[str], text: str) -> None:
         if text not in sentences:

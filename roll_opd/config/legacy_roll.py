@@ -114,11 +114,7 @@ REWARD_KEYS_OF_ROLL = _names("""
 # ROLL's strategies without an own counterpart here, and the nearest that exists, by what a role does
 NEAREST_STRATEGY = {
     "train": {"deepspeed_train": "megatron_train", "fsdp2_train": "megatron_train"},
-    "frozen": {
-        "hf_infer": "megatron_infer",
-        "deepspeed_infer": "megatron_infer",
-        "fsdp2_infer": "megatron_infer",
-    },
+    "frozen": {"hf_infer": "megatron_infer", "deepspeed_infer": "megatron_infer", "fsdp2_infer": "megatron_infer"},
     "rollout": {"sglang": "vllm", "hf_infer": "vllm"},
 }
 STRATEGY = {"train": "megatron_train", "frozen": "megatron_infer", "rollout": "vllm"}

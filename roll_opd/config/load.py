@@ -78,17 +78,14 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
         raise ConfigError([f"{directory / name}.yaml is empty; write at least the roles of a run, or copy an example"])
     variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     values = _resolve(config, "", diagnostics)
-    diagnostics.raise_if_any()
+    if diagnostics.problems:
+        raise ConfigError(diagnostics.problems)
     return LoadedConfig(name, directory, values, origins, variables)
 
 
 def find_config_dir(config_path: str) -> Path:
     """Return the directory that `config_path` names, from the current directory or from `examples/`."""
-    candidates = [
-        Path(config_path).expanduser(),
-        REPOSITORY / "examples" / config_path,
-        REPOSITORY / config_path,
-    ]
+    candidates = [Path(config_path).expanduser(), REPOSITORY / "examples" / config_path, REPOSITORY / config_path]
     for candidate in candidates:
         if candidate.is_dir():
             return candidate.resolve()

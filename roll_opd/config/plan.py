@@ -337,23 +337,6 @@ class RunPlan(RunKeys, RolloutKeys):
     def sequences_per_step(self) -> int:
         return self.rollout_batch_size * self.answers_per_prompt
 
-    @property
-    def chunk_samples(self) -> int:
-        """Finished samples that an inference engine hands over together.
-
-        Enough to fill a micro-batch on every rank of the first teacher, but at most half of an engine's share of the
-        step, so that log-probs are computed while the other half is still being generated. Smaller chunks cost more
-        where teacher and engine share a device: the samples of a step end close together.
-        """
-        assert self.rollout is not None
-        half = -(-self.sequences_per_step // (2 * self.rollout.engines))
-        if not self.teachers:
-            return half
-        worker = self.teachers[0].worker
-        limits = worker.forward_limits
-        by_tokens = limits.tokens // self.rollout.max_model_len if limits.tokens else half
-        return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
-
     def roles(self) -> dict[str, "MegatronPlan | RolloutPlan"]:
         """Return every role by name, the student and its engines first."""
         megatron, inference = self.megatron_roles(), self.inference_roles()

@@ -152,11 +152,7 @@ def _mapping(value: Any, path: str, diagnostics: Diagnostics) -> dict[str, Any]:
 
 
 def read_section(
-    model: type[S],
-    data: Any,
-    path: str,
-    diagnostics: Diagnostics,
-    also_known: set[str] | None = None,
+    model: type[S], data: Any, path: str, diagnostics: Diagnostics, also_known: set[str] | None = None
 ) -> S | None:
     """Validate one section; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
     if data is None:

@@ -9,13 +9,7 @@ from typing import Any
 
 from roll_opd.config.device_mapping import parse_device_mapping, short_devices
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import (
-    IGNORED_MEGATRON,
-    IGNORED_VLLM,
-    MEGATRON_DECIDED,
-    NEAREST_STRATEGY,
-    STRATEGY,
-)
+from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, MEGATRON_DECIDED, NEAREST_STRATEGY, STRATEGY
 from roll_opd.config.plan import Layout
 from roll_opd.config.schema import Dtype, Worker
 from roll_opd.engine_options import option_problem

@@ -1,5 +1,6 @@
 """What is known of a data set before the pass over all its rows: the tags of the first ones, and how many there are."""
 
+import math
 from itertools import islice
 
 from roll_opd.config.plan import DataPlan
@@ -35,3 +36,8 @@ def count_rows(data: DataPlan) -> int:
     """Return how many rows the files have, at most `limit`; bad ones count. `DataError` for a broken Parquet file."""
     total = sum(open_file(name).count() for name in data.files)
     return total if data.limit is None else min(total, data.limit)
+
+
+def whole_steps(epochs: float, found: int, rows: int) -> int:
+    """Return the steps of `rows` rows that `epochs` passes over `found` rows fill; the last incomplete one is not."""
+    return math.floor(epochs * found) // rows

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.algorithms.registry import advantage, policy_loss
-from roll_opd.config.build import miscounted
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, RunPlan, TrainPlan
 from roll_opd.data.coverage import check_coverage
+from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.source import MixedSource, PromptSource
@@ -162,3 +162,16 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
     if refusals:
         raise DataError("\n".join(refusals))
     return opened
+
+
+def miscounted(plan: RunPlan, usable: int) -> str | None:
+    """Say that num_train_epochs was counted over rows of which only `usable` can be used; None: the steps are right."""
+    if plan.epochs is None:
+        return None
+    steps = max(1, whole_steps(plan.epochs, usable, plan.rollout_batch_size))
+    if steps == plan.max_steps:
+        return None
+    return (
+        f"num_train_epochs: {plan.epochs:g} epochs over all rows of the files are max_steps {plan.max_steps}, but only"
+        f" {usable} rows can be used; {plan.epochs:g} epochs of those are max_steps={steps}"
+    )

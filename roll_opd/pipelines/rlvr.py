@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
-from roll_opd.pipelines.start import start_reward_pools, start_workers, teacher_as_sampler
+from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, next_kl_coef
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
@@ -25,7 +25,7 @@ async def train(run: Run) -> None:
 
     async def validation_of(sampler: Sampler) -> dict[str, float]:
         assert plan.validation is not None
-        rollout = Rollout(sampler, plan.validation.sampling, reward_pools, plan.seed, plan.chunk_samples, clock)
+        rollout = Rollout(sampler, plan.validation.sampling, reward_pools, plan.seed, chunk_samples(plan), clock)
         return await validate(rollout, run.held_out)
 
     if not run.resumed and run.held_out and plan.validation and plan.validation.measure_teacher:
@@ -45,7 +45,7 @@ async def train(run: Run) -> None:
         plan.rollout.sampling,
         reward_pools,
         plan.seed,
-        plan.chunk_samples,
+        chunk_samples(plan),
         clock,
         workers.frozen_models,
         exclude_failed=not plan.rewards_are_monitored,

@@ -157,6 +157,23 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
     return tuple(await asyncio.gather(*[begin(reward) for reward in plan.rewards]))
 
 
+def chunk_samples(plan: RunPlan) -> int:
+    """Return how many finished samples an inference engine hands over together.
+
+    Enough to fill a micro-batch on every rank of the first teacher, but at most half of an engine's share of the step,
+    so that log-probs are computed while the other half is still being generated. Smaller chunks cost more where teacher
+    and engine share a device: the samples of a step end close together.
+    """
+    assert plan.rollout is not None
+    half = -(-plan.sequences_per_step // (2 * plan.rollout.engines))
+    if not plan.teachers:
+        return half
+    worker = plan.teachers[0].worker
+    limits = worker.forward_limits
+    by_tokens = limits.tokens // plan.rollout.max_model_len if limits.tokens else half
+    return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
+
+
 def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:
     return WorkerGroup(LogprobWorker, worker, placement, _environment(plan))
 
