@@ -175,7 +175,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
     clips = {
         "clip_low": top.pg_clip if low is None else low,
         "clip_high": top.pg_clip if high is None else high,
-        "dual_clip": _dual_clip(top),
+        "dual_clip": 1 + 2 * top.pg_clip if top.dual_clip_loss is True else top.dual_clip_loss or None,  # as in ROLL
     }
     policy_loss = top.policy_loss or ("importance_sampling" if pure else "ppo")
     reads_clips = policy_loss in POLICY_LOSSES.builtin and loss_facts(policy_loss).reads_pg_clip
@@ -199,12 +199,6 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
     if pure:
         return replace(plan, gamma=0.0)
     return _with_reward(plan, top)
-
-
-def _dual_clip(top: Top) -> float | None:
-    if isinstance(top.dual_clip_loss, bool):
-        return 1 + 2 * top.pg_clip if top.dual_clip_loss else None  # ROLL's factor
-    return top.dual_clip_loss
 
 
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:

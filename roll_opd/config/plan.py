@@ -339,9 +339,8 @@ class RunPlan(RunKeys, RolloutKeys):
 
     def roles(self) -> dict[str, "MegatronPlan | RolloutPlan"]:
         """Return every role by name, the student and its engines first."""
-        megatron, inference = self.megatron_roles(), self.inference_roles()
         first = {role.name: role for role in (self.student, self.rollout) if role}
-        return {**first, **megatron, **inference}
+        return {**first, **self.megatron_roles(), **self.inference_roles()}
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:
         """Return every Megatron role by name, the student first."""
