@@ -57,7 +57,7 @@ def check_combination(
             )
     if facts.needs == "demonstrations" and not 0 < expert_data_ratio < 1:
         wrong.append(
-            f"{name} is made of an expert's part and the student's own, and with expert_data_ratio"
+            f"{name} is made of demonstrations and the student's own samples, and with expert_data_ratio"
             f" {expert_data_ratio:g} one of them is empty; choose one between 0 and 1"
         )
     if expert_data_ratio and critic:
