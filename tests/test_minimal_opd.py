@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = REPOSITORY / "examples" / "minimal_opd.py"
 MOST_LINES = 150
 PROMPTS = 6
-STEPS = 8
+STEPS = 12
 
 # runs the script, then prints which of the heavy packages it imported
 WATCHED = """
@@ -122,7 +122,7 @@ def test_the_script_lowers_the_reverse_kl_without_ray_vllm_or_megatron():
     assert run.returncode == 0, run.stderr
     kls = [float(kl) for kl in re.findall(r"reverse KL (\S+)", run.stdout)]
     assert len(kls) == STEPS
-    assert sum(kls[-2:]) < sum(kls[:2]) / 2
+    assert sum(kls[-3:]) < sum(kls[:3]) / 2
     before, after = re.findall(r"held-out accuracy \w+: +(\S+)", run.stdout)
     assert float(before) < 0.2 and float(after) > 0.5
     assert run.stdout.endswith("imported:\n")
