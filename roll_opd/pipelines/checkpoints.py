@@ -92,7 +92,7 @@ class Checkpoints:
                 self._remove(old)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove so that a kill in the middle leaves no half checkpoint that looks whole."""
+        """Remove a checkpoint so that a kill in the middle leaves no half one that looks whole."""
         if checkpoint.exists():
             doomed = checkpoint.with_name(f"{_PARTIAL}old_{checkpoint.name}")  # a new one may be written already
             os.replace(checkpoint, doomed)
@@ -113,9 +113,9 @@ class Checkpoints:
 
 
 def complete(run: Path) -> list[Path]:
-    """The complete checkpoints of a run directory, newest first."""
-    found = [path for path in (run / "checkpoints").glob("step_*") if (path / STATE_FILE).exists()]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))
+    """Return the complete checkpoints of a run directory, newest first."""
+    paths = [path for path in (run / "checkpoints").glob("step_*") if (path / STATE_FILE).exists()]
+    return sorted(paths, key=lambda path: -int(path.name.removeprefix("step_")))
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
@@ -135,7 +135,7 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong at the bottom of a chain of exceptions, in one line."""
+    """Return what went wrong at the bottom of a chain of exceptions, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -144,7 +144,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _flush(directory: Path) -> None:
-    """Have everything below `directory` on the disk: a rename must not become visible before its contents."""
+    """Flush everything below `directory` to the disk: a rename must not become visible before its contents."""
     for root, _, files in os.walk(directory):
         for name in files:
             with open(Path(root) / name, "rb") as file:

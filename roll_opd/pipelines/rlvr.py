@@ -50,17 +50,12 @@ async def train(run: Run) -> None:
         workers.frozen_models,
         exclude_failed=not plan.rewards_are_monitored,
     )
+    passes = group_filter(plan.rewards)
     warmup_steps = plan.critic.warmup_steps if plan.critic else 0
     kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
 
     for step in run.steps:
-        batch = await fill_batch(
-            source,
-            plan.rollout_batch_size,
-            rollout,
-            extra=plan.extra_prompts,
-            group_filter=group_filter(plan.rewards),
-        )
+        batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
         experiences = batch.experiences
         if objective.recompute_old_logprobs:
             with clock.phase("old_logprobs"):

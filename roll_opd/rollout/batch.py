@@ -92,9 +92,9 @@ class Batch:
 
 
 async def fill_batch(
-    source: PromptSource, wanted: int, rollout: Rollout, *, extra: int = 0, group_filter: GroupFilter | None = None
+    source: PromptSource, wanted: int, rollout: Rollout, *, extra: int = 0, passes: GroupFilter | None = None
 ) -> Batch:
-    """Draw prompts and roll them out until `wanted` groups pass `group_filter`.
+    """Draw prompts and roll them out until `wanted` of their groups pass the filter `passes`.
 
     Where there is a filter, `extra` prompts more are answered at the same time, in case some do not pass. What turns
     out not to be needed is aborted, and its prompts are still the next ones of `source`. Without a filter, nothing has
@@ -107,14 +107,14 @@ async def fill_batch(
     rewards = PendingRewards(rollout)
     while len(prompts) < wanted:
         missing, first_draw = wanted - len(prompts), source.position
-        candidates = source.peek(missing + (extra if group_filter else 0))
-        selection = Selection(len(candidates), rollout.sampling.n, missing, group_filter)
-        async with aclosing(roll_out(rollout, candidates, rewards, first_draw, bool(group_filter))) as samples:
+        candidates = source.peek(missing + (extra if passes else 0))
+        selection = Selection(len(candidates), rollout.sampling.n, missing, passes)
+        async with aclosing(roll_out(rollout, candidates, rewards, first_draw, bool(passes))) as samples:
             async for number, experience in samples:
                 selection.add(number, experience)
                 if selection.enough:
                     break
-        if group_filter:  # the chosen groups have their rewards, the others need none
+        if passes:  # the chosen groups have their rewards, the others need none
             rewards.cancel()
         source.skip(selection.used)
         chosen = set(selection.chosen)

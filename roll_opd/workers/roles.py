@@ -198,18 +198,16 @@ class FrozenModels:
             if not routed:
                 return
             samples, name = [experiences[n] for n in routed], teacher.plan.name
+            computed: list[tuple[np.ndarray, dict[str, np.ndarray]]]
             if self.targets_for is None:
-                for n, logprobs in zip(routed, await teacher.compute_logprobs(samples, temperature), strict=True):
-                    result[n] = replace(result[n], teacher_logprobs={**result[n].teacher_logprobs, name: logprobs})
-                return
-            own_ids = None if ids is None else [ids[n] for n in routed]
-            answers = await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)
-            for n, (logprobs, targets) in zip(routed, answers, strict=True):
-                result[n] = replace(
-                    result[n],
-                    teacher_logprobs={**result[n].teacher_logprobs, name: logprobs},
-                    teacher_targets={**result[n].teacher_targets, name: targets},
-                )
+                computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]
+            else:
+                own_ids = None if ids is None else [ids[n] for n in routed]
+                computed = await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)
+            for n, (logprobs, targets) in zip(routed, computed, strict=True):
+                all_logprobs = {**result[n].teacher_logprobs, name: logprobs}
+                all_targets = {**result[n].teacher_targets, **({name: targets} if targets else {})}
+                result[n] = replace(result[n], teacher_logprobs=all_logprobs, teacher_targets=all_targets)
 
         async def ask_reference(reference: FrozenModel) -> None:
             for n, logprobs in enumerate(await reference.compute_logprobs(experiences, temperature)):

@@ -5,8 +5,9 @@ Engines, teachers and reward workers themselves are tested elsewhere; here only 
 
 import asyncio
 import json
+import pickle
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,15 +27,16 @@ from roll_opd.config.plan import (
     SamplingPlan,
     TeacherPlan,
 )
+from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt, open_prompts
 from roll_opd.data.source import PromptSource
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out
+from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out, sample_seed
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardResult
-from roll_opd.workers.roles import FrozenModels, Request
+from roll_opd.workers.roles import FrozenModels, Request, Sampler
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
@@ -135,9 +137,9 @@ def rollout_of(engine: Engine, watchers: FrozenModels, pool: RewardPool | None =
     return Rollout(engine, SAMPLING, pools, seed=7, chunk_samples=4, clock=PhaseClock(), frozen_models=watchers)
 
 
-def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, group_filter: Any) -> Batch:
+def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes: Any) -> Batch:
     rollout = rollout_of(Engine(engine_seed), frozen_models([], slowness=engine_seed % 5))
-    return asyncio.run(fill_batch(source, wanted, rollout, extra=extra, group_filter=group_filter))
+    return asyncio.run(fill_batch(source, wanted, rollout, extra=extra, passes=passes))
 
 
 def all_of(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Experience]:
@@ -181,7 +183,7 @@ def test_what_is_learned_from_depends_on_neither_timing_nor_prompts_in_reserve(m
     def run(engine_seed: int, extra: int) -> tuple[list, list, int]:
         source, ids, filtered = make_source(), [], []
         for step in range(6):
-            batch = fill(source, engine_seed + step, wanted=4, extra=extra, group_filter=differ)
+            batch = fill(source, engine_seed + step, wanted=4, extra=extra, passes=differ)
             assert [e.group_id.partition("#")[0] for e in batch.experiences[:: SAMPLING.n]] == [
                 p.id for p in batch.prompts
             ]
@@ -202,7 +204,7 @@ def test_what_is_not_needed_any_more_is_not_waited_for(make_source) -> None:
         source, engine = make_source(), Engine(seed)
         rollout = rollout_of(engine, frozen_models([]))
         first = source.peek(1)
-        batch = asyncio.run(fill_batch(source, 1, rollout, extra=19, group_filter=lambda group: True))
+        batch = asyncio.run(fill_batch(source, 1, rollout, extra=19, passes=lambda group: True))
         assert [p.id for p in batch.prompts] == [p.id for p in first] and source.position == 1
         answered.append(engine.answered)
     assert min(answered) < 20 * SAMPLING.n  # unless the first prompt happened to be the last one finished
@@ -224,13 +226,80 @@ def test_a_reward_is_not_asked_for_what_turned_out_not_to_be_needed(make_source)
 
     async def first_group() -> list[Experience]:
         rollout = rollout_of(Engine(), frozen_models([]), Slow())
-        found = await fill_batch(make_source(), 1, rollout, extra=19, group_filter=lambda group: True)
+        found = await fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True)
         await asyncio.sleep(0)
         assert {name for name, one in asked.items() if one.cancelled()} == {n for n in asked if "#0/" not in n}
         return found.experiences
 
     assert all(experience.reward is not None for experience in asyncio.run(asyncio.wait_for(first_group(), 20)))
     assert len(asked) > SAMPLING.n
+
+
+class Engines:
+    """Two engines that finish each its own requests in a random order and hand over some at a time."""
+
+    actors = ("first", "second")
+
+    def __init__(self, loses: int = 0) -> None:
+        self._rng, self._loses = random.Random(4), loses
+        self.finished: dict[int, list[int]] = {0: [], 1: []}
+        self.cancelled: list[int] = []
+
+    async def stream(
+        self, actor: int, method: str, requests: Compact, sampling: SamplingPlan, chunk: int
+    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        asked = pickle.loads(pickle.dumps(requests))  # as it arrives
+        order = self._rng.sample(range(len(asked)), len(asked) - self._loses)
+        ended = False
+        try:
+            while order:
+                some = [order.pop(0) for _ in range(min(len(order), self._rng.randint(1, 3)))]
+                await asyncio.sleep(0.001 * self._rng.random())
+                self.finished[actor] += [asked[position].seed for position in some]
+                yield [(position, written(asked[position].seed)) for position in some]
+            ended = True
+        finally:
+            self.cancelled += [] if ended else [actor]
+
+
+class Chunks(Watcher):
+    """Remembers what it was given together."""
+
+    def __init__(self) -> None:
+        super().__init__(TeacherPlan("t", Watcher.worker, 1.0), [])
+        self.seen: list[list[str]] = []
+
+    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+        self.seen.append([e.id for e in experiences])
+        return await super().compute_logprobs(experiences, temperature)
+
+
+def test_a_chunk_is_what_one_engine_finished_one_after_another(make_source) -> None:
+    """A deterministic run's log-probs depend on it: they are computed in packs of a chunk."""
+    engines, chunks, prompts = Engines(), Chunks(), make_source().take(7)
+    rollout = rollout_of(Sampler(engines), FrozenModels([chunks]))
+    all_of(rollout, prompts)
+    seeds = {
+        f"{prompt.id}#{draw}/{k}": sample_seed(7, draw, k) for draw, prompt in enumerate(prompts) for k in range(3)
+    }
+    for order in engines.finished.values():
+        own = [chunk for chunk in chunks.seen if seeds[chunk[0]] in order]
+        assert [seeds[name] for chunk in own for name in chunk] == order
+        assert [len(chunk) for chunk in own[:-1]] == [4] * (len(own) - 1)
+    assert not engines.cancelled
+
+
+def test_leaving_early_cancels_what_is_still_being_written(make_source) -> None:
+    engines = Engines()
+    rollout = rollout_of(Sampler(engines), frozen_models([]))
+    asyncio.run(fill_batch(make_source(), 1, rollout, extra=19, passes=lambda group: True))
+    assert engines.cancelled and sum(map(len, engines.finished.values())) < 20 * SAMPLING.n
+
+
+def test_an_engine_that_ends_too_early_is_told(make_source) -> None:
+    rollout = rollout_of(Sampler(Engines(loses=1)), frozen_models([]))
+    with pytest.raises(RunError, match=r"ended with 1 of \d+ requests unanswered"):
+        all_of(rollout, make_source().take(4))
 
 
 def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
@@ -242,4 +311,4 @@ def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
 
 def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
     with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept those of 0.*query_filter_config"):
-        fill(make_source(), 1, wanted=2, extra=1, group_filter=lambda group: False)
+        fill(make_source(), 1, wanted=2, extra=1, passes=lambda group: False)
