@@ -21,10 +21,7 @@ DATACLASSES = {
         ("megatron.core", "model_parallel_config.py", "ModelParallelConfig"),
         ("megatron.core", "transformer/transformer_config.py", "TransformerConfig"),
     ),
-    "vLLM": (
-        ("vllm", "engine/arg_utils.py", "EngineArgs"),
-        ("vllm", "engine/arg_utils.py", "AsyncEngineArgs"),
-    ),
+    "vLLM": (("vllm", "engine/arg_utils.py", "EngineArgs"), ("vllm", "engine/arg_utils.py", "AsyncEngineArgs")),
 }
 # what an annotation may be made of to be understood; with anything else in it, any value is accepted
 _PLAIN = {kind.__name__: kind for kind in (int, float, bool, str, dict, list, tuple)}

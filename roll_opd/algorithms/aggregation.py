@@ -14,10 +14,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 def token_weights(
-    masks: Sequence[Tensor],
-    mode: str,
-    normaliser: float | None = None,
-    parts: Sequence[Hashable] | None = None,
+    masks: Sequence[Tensor], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
 ) -> list[Tensor]:
     """Return f32 [M_b] for each sequence of the whole batch, 0 where its mask is False.
 

@@ -13,15 +13,7 @@ from roll_opd.hf.model_info import ModelFilesError, read_json
 # steps of tokenizer.json besides its model; each changes which ids a text becomes
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 # keys of tokenizer_config.json that change ids, in the order of their weight
-SPECIAL = (
-    "eos_token",
-    "bos_token",
-    "pad_token",
-    "unk_token",
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-)
+SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space")
 OTHER_FORMATS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
 
 

@@ -125,11 +125,7 @@ class InferenceEngine:
                     await self._llm.abort([ids[index] for index in sorted(unfinished)])
 
     async def _submit(
-        self,
-        ids: list[str],
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingPlan,
-        seeds: Sequence[int],
+        self, ids: list[str], prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
     ) -> list["RequestOutputCollector"]:
         if self._deterministic:
             # the scheduler starts when it has all requests, so no step depends on when one came in; and no stop

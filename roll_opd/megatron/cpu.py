@@ -16,18 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
 _CPU = torch.device("cpu")
-_CONSTRUCTORS = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "tensor",
-    "arange",
-    "rand",
-    "randn",
-    "empty_like",
-    "zeros_like",
-)
+_CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
 
 
 class _NoStream:

@@ -61,13 +61,7 @@ class OutputHead:
         """
         settings = {**self._settings, "vocab_size": min(self.vocab_size, teacher.vocab_size)}
         return vocab_parallel_divergence(
-            self.hidden_ME,
-            self.weight_VE,
-            teacher_hidden_MF,
-            teacher.weight_VF,
-            measure,
-            **settings,
-            **self._buffer,
+            self.hidden_ME, self.weight_VE, teacher_hidden_MF, teacher.weight_VF, measure, **settings, **self._buffer
         )
 
     def within(self, vocab_size: int | None) -> "OutputHead":

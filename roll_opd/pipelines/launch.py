@@ -25,11 +25,7 @@ REFUSALS = (AlgorithmError, CheckpointError, ConfigError, DataError, ModelFilesE
 
 
 def main(
-    description: str,
-    *,
-    pure: bool | None = None,
-    pipeline: str | None = None,
-    arguments: Sequence[str] | None = None,
+    description: str, *, pure: bool | None = None, pipeline: str | None = None, arguments: Sequence[str] | None = None
 ) -> int:
     """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`."""
     parser = argparse.ArgumentParser(description=description)

@@ -37,12 +37,7 @@ class RunLogger:
     """Writes what happens in a run to console, trackers and files. Its `clock` times the steps."""
 
     def __init__(
-        self,
-        plan: RunPlan,
-        run: RunDirectory,
-        trackers: Trackers,
-        tokenizer: PreTrainedTokenizerBase,
-        done: int = 0,
+        self, plan: RunPlan, run: RunDirectory, trackers: Trackers, tokenizer: PreTrainedTokenizerBase, done: int = 0
     ) -> None:
         """`done` are the steps that were logged before: those of the checkpoint that a run resumes from."""
         self.clock = PhaseClock()
@@ -72,13 +67,7 @@ class RunLogger:
         row["time/startup"] = lap["step"]
         self._trackers.log(0, row)
 
-    def step(
-        self,
-        step: int,
-        batch: Batch,
-        experiences: Sequence[Experience],
-        metrics: Mapping[str, float],
-    ) -> None:
+    def step(self, step: int, batch: Batch, experiences: Sequence[Experience], metrics: Mapping[str, float]) -> None:
         """Log a finished step that rolled out."""
         row = {
             **metrics,

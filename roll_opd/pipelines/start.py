@@ -91,8 +91,7 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     if plan.critic:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
     sampler, *_ = await asyncio.gather(
-        start_sampler(plan, plan.rollout, placement),
-        *_setups(plan, student, *teachers, reference, critic),
+        start_sampler(plan, plan.rollout, placement), *_setups(plan, student, *teachers, reference, critic)
     )
     return RunWorkers(student, sampler, FrozenModels(teachers, reference=reference), critic)
 

@@ -95,12 +95,7 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
     kl = (summary["reverse_kl_first"], summary["reverse_kl_last"])
     rows = [
         ("", "before", "after", "teacher", "ratio"),
-        (
-            "validation accuracy",
-            *map(_number, accuracy),
-            _number(teacher),
-            _ratio(accuracy[1], teacher, "of teacher"),
-        ),
+        ("validation accuracy", *map(_number, accuracy), _number(teacher), _ratio(accuracy[1], teacher, "of teacher")),
         ("reverse KL", *map(_number, kl), "-", _ratio(kl[1], kl[0], "of first")),
     ]
     if "val_loss_last" in summary:

@@ -198,9 +198,9 @@ class FrozenModels:
             if not routed:
                 return
             samples, name = [experiences[n] for n in routed], teacher.plan.name
+            computed: list[tuple[np.ndarray, dict[str, np.ndarray]]]
             if self.targets_for is None:
-                found = await teacher.compute_logprobs(samples, temperature)
-                computed: list[tuple[np.ndarray, dict[str, np.ndarray]]] = [(logprobs, {}) for logprobs in found]
+                computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]
             else:
                 own_ids = None if ids is None else [ids[n] for n in routed]
                 computed = await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)

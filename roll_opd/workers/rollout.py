@@ -38,9 +38,7 @@ class RolloutWorker:
         once with the last of each `chunk`.
         """
         batch = self._engine.generate_batch(
-            [request.prompt_tokens.tolist() for request in requests],
-            sampling,
-            [request.seed for request in requests],
+            [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
         )
         async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
             async for finished in answers:

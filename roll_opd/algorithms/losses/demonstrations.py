@@ -16,12 +16,7 @@ from roll_opd.algorithms.registry import register_policy_loss
 
 @register_policy_loss("mix", reads_pg_clip=True, needs="demonstrations")
 def mix(
-    batch: LossBatch,
-    *,
-    mu: float = 0.1,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
+    batch: LossBatch, *, mu: float = 0.1, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = 3.0
 ) -> Tensor:
     """(1-μ) · PPO on the student's own tokens, μ · (-logprobs) on demonstrations. Trinity-RFT."""
     own_M = ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)

@@ -75,12 +75,7 @@ class LLMJudge:
         if complete is None and judge_model_type == "api":
             complete = ChatEndpoint(
                 judge_api_url,
-                {
-                    "model": judge_model_name,
-                    "temperature": temperature,
-                    "max_tokens": max_tokens,
-                    **(extra_body or {}),
-                },
+                {"model": judge_model_name, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})},
                 _key(judge_api_key, api_key_env),
                 Limits(request_seconds, retry_seconds, concurrency, requests_per_minute),
             )

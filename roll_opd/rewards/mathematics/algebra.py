@@ -6,12 +6,7 @@ Nothing here limits its own time: it runs in `processes`.
 import re
 from typing import cast
 
-from latex2sympy2_extended.latex2sympy2 import (
-    ConversionConfig,
-    NormalizationConfig,
-    latex2sympy,
-    normalize_latex,
-)
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import verify
 from sympy import Basic, Derivative, EmptySet, Expr, FiniteSet, I, Intersection, Interval, N, Reals, Set, Union
 from sympy.logic.boolalg import Boolean

@@ -98,12 +98,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colum
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_LD|W|ABS, BPF_JMP|J*|K, BPF_RET|K
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; the low half of the argument
 _ERRNO, _KILL, _ALLOW = 0x00050000, 0x80000000, 0x7FFF0000
-_ENDS = {
-    "allow": _ALLOW,
-    "deny": _ERRNO | errno.EPERM,
-    "missing": _ERRNO | errno.ENOSYS,
-    "kill": _KILL,
-}
+_ENDS = {"allow": _ALLOW, "deny": _ERRNO | errno.EPERM, "missing": _ERRNO | errno.ENOSYS, "kill": _KILL}
 
 Step = tuple[int, int, "str | int", "str | int"]  # code, k, where to jump if true, if false: an end or steps to skip
 
