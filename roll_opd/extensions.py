@@ -7,12 +7,13 @@ is to know are the facts that it is registered with.
 import difflib
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from roll_opd.declared import Declared, declarations
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Facts = TypeVar("Facts")
@@ -29,9 +30,9 @@ class Registry(Generic[Facts]):
     made_of: str  # "function or class", what a dotted path leads to
     example: str  # a dotted path, for messages
     error: type[Exception]
-    package: str  # the module or package of ours that registers the built-in names
+    package: str  # the package of ours whose modules register the built-in names
     facts_type: Callable[..., Facts]  # a dataclass; without arguments, the facts of a part that was not registered
-    one_per_module: bool = False  # a built-in name is that of its module, and importing it can wait
+    decorator: str | None = None  # what they register with, to be read in their sources; None: a module is a name
     elsewhere: tuple[str, ...] = ()  # names that mean something and are not looked up here
     _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
 
@@ -40,22 +41,21 @@ class Registry(Generic[Facts]):
 
         def decorate(part: Part) -> Part:
             known, _ = self._registered.get(name, (part, None))
+            path = f"{known.__module__}.{known.__qualname__}"
+            if name in self._declared and self._declared[name].module != part.__module__:
+                path = self._declared[name].module
             # the same one again: its module has been imported a second time
-            if known is not part and (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
-                path = f"{known.__module__}.{known.__qualname__}"
-                raise self.error(f"a {self.kind} named {name!r} is already registered: {path}")
-            self._registered[name] = (part, self.facts_type(**facts))
-            return part
+            elif path == f"{part.__module__}.{part.__qualname__}":
+                self._registered[name] = (part, self.facts_type(**facts))
+                return part
+            raise self.error(f"a {self.kind} named {name!r} is already registered: {path}")
 
         return decorate
 
     @property
     def builtin(self) -> tuple[str, ...]:
         """The names that the package itself registers, sorted."""
-        if self.one_per_module:
-            return tuple(sorted(_modules(self.package)))
-        self._import_builtin()
-        return tuple(sorted(name for name, (part, _) in self._registered.items() if self._is_ours(part)))
+        return tuple(sorted(self._declared))
 
     @property
     def known(self) -> str:
@@ -64,7 +64,8 @@ class Registry(Generic[Facts]):
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return the function or class that `name` means."""
-        self._import_builtin(name)
+        if name in self._declared:
+            importlib.import_module(self._declared[name].module)
         if name in self._registered:
             return self._registered[name][0]
         module_name, _, attribute = name.rpartition(".")
@@ -92,46 +93,39 @@ class Registry(Generic[Facts]):
         A part may be registered under several names, each with its own facts; under a dotted path it has those of the
         first one.
         """
+        if self.decorator and name in self._declared:
+            return self.facts_type(**self._declared[name].facts)
         part = self.find(name)
         if name in self._registered:
             return self._registered[name][1]
         return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
+
+    def defaults(self, name: str) -> dict[str, Any]:
+        """Return the arguments of a policy loss or the like, that take one value of ours, with their defaults."""
+        if self.decorator and name in self._declared:
+            return dict(self._declared[name].defaults)
+        return defaults(self.find(name), given_by_us=1)
 
     def located(self, name: str) -> str:
         """Return a name by which any process finds the part: a built-in name as it is, else a dotted path.
 
         Raises `error` for what is neither a known name nor a dotted path, and for what no other process could import.
         """
-        self._import_builtin(name)
-        if name in self.elsewhere:
+        if name in self.elsewhere or name in self._declared:
             return name
         if name not in self._registered:
             if "." not in name:
                 self.find(name)  # raises
             return name
         part = self._registered[name][0]
-        if self._is_ours(part):
-            return name
         path = f"{part.__module__}.{part.__qualname__}"
         if path.startswith("__main__."):
             raise self.error(f"{self.kind} {name}: the workers cannot import {path}; put it into a module")
         return path
 
-    def _import_builtin(self, name: str | None = None) -> None:
-        if not self.one_per_module:
-            importlib.import_module(self.package)
-            for module in _modules(self.package):
-                importlib.import_module(f"{self.package}.{module}")
-        elif name in _modules(self.package):
-            importlib.import_module(f"{self.package}.{name}")
-
-    def _is_ours(self, part: Callable[..., Any]) -> bool:
-        return f"{part.__module__}.".startswith(f"{self.package}.")
-
-
-def _modules(package: str) -> list[str]:
-    paths = getattr(importlib.import_module(package), "__path__", ())
-    return [module.name for module in pkgutil.iter_modules(paths) if not module.ispkg]
+    @property
+    def _declared(self) -> Mapping[str, Declared]:
+        return declarations(self.package, self.decorator)
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:

@@ -5,7 +5,6 @@ All take log-probs under the student (`logprobs`) and under the other model, f32
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -63,29 +62,15 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
     return coefficient * (1 + error * samples / horizon)
 
 
-@dataclass(frozen=True)
-class KLEstimator:
-    """An estimator under one of its names, and what the name may be used for."""
-
-    estimate: Callable[..., Tensor]
-    loss: bool = False  # as a KL loss; its gradient then knows the other model
-    penalty: str | None = None  # as kl_penalty, of a token's reward: the name of the estimator that ROLL means by it
-    reads_old: bool = False  # takes the log-probs under the weights that sampled, too
-
-    def __call__(self, logprobs: Tensor, *others: Tensor) -> Tensor:
-        return self.estimate(logprobs, *others)
-
-
-# by the names of ROLL's kl_penalty and of the literature
-KL_ESTIMATORS: dict[str, KLEstimator] = {
-    "kl": KLEstimator(k1, penalty="kl"),
-    "k1": KLEstimator(k1, penalty="kl"),
-    "abs": KLEstimator(absolute, loss=True, penalty="abs"),
-    "mse": KLEstimator(k2, penalty="mse"),
-    "k2": KLEstimator(k2, loss=True, penalty="mse"),
-    "k3": KLEstimator(k3, loss=True, penalty="low_var_kl"),
-    "low_var_kl": KLEstimator(low_var_kl, loss=True, penalty="low_var_kl"),
-    "corrected_k3": KLEstimator(corrected_k3, loss=True, reads_old=True),
+READS_OLD = ("corrected_k3",)  # takes the log-probs under the weights that sampled, too
+# by the names of ROLL's kl_penalty and of the literature; `table` says what each may be used for
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+    "kl": k1,
+    "k1": k1,
+    "abs": absolute,
+    "mse": k2,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": low_var_kl,
+    "corrected_k3": corrected_k3,
 }
-KL_LOSSES = tuple(name for name, estimator in KL_ESTIMATORS.items() if estimator.loss)
-KL_PENALTIES = {name: estimator.penalty for name, estimator in KL_ESTIMATORS.items() if estimator.penalty}

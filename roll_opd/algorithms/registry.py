@@ -4,7 +4,7 @@ A function registers itself where it is defined, with what the configuration mus
 and their defaults are its signature. A module in `losses` or `advantages` is found by itself. A user's own function
 needs no more than the same signature; `register_*` gives it a name and facts.
 
-Importing this module imports no torch; looking a name up does.
+Importing this module imports no torch, and neither do names, facts and defaults; looking a function up does.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll_opd.extensions import Registry, defaults
+from roll_opd.extensions import Registry
 from roll_opd.frozen import FrozenDict
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ POLICY_LOSSES = Registry(
     error=AlgorithmError,
     package="roll_opd.algorithms.losses",
     facts_type=PolicyLossFacts,
+    decorator="register_policy_loss",
 )
 ADVANTAGES = Registry(
     kind="advantage",
@@ -62,6 +63,7 @@ ADVANTAGES = Registry(
     error=AlgorithmError,
     package="roll_opd.algorithms.advantages",
     facts_type=AdvantageFacts,
+    decorator="register_advantage",
     elsewhere=("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce"),  # ROLL's, not available yet
 )
 register_policy_loss = POLICY_LOSSES.register
@@ -76,16 +78,6 @@ def policy_loss(name: str, arguments: Mapping[str, Any] | None = None) -> Policy
 def advantage(name: str, arguments: Mapping[str, Any] | None = None) -> Advantage:
     """Return the function, after checking that it takes `arguments`. Raises `AlgorithmError`."""
     return _checked(ADVANTAGES, name, arguments or {})
-
-
-def policy_loss_defaults(name: str) -> dict[str, object]:
-    """Return the arguments of a policy loss that have a default, with it. Raises `AlgorithmError`."""
-    return defaults(POLICY_LOSSES.find(name), given_by_us=1)
-
-
-def advantage_defaults(name: str) -> dict[str, object]:
-    """Return the arguments of an advantage function that have a default, with it. Raises `AlgorithmError`."""
-    return defaults(ADVANTAGES.find(name), given_by_us=1)
 
 
 def _checked(registry: Registry[Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:

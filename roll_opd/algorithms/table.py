@@ -1,7 +1,7 @@
 """The algorithms as data: a row an `algorithm_type`, and what it says where the user writes nothing.
 
 Names and flags are Trinity-RFT's. The functions that a row names, their defaults and what else there is to know of them
-stand in `losses` and `advantages`.
+stand in `losses` and `advantages`. Here are also the names of what is no extension point. Needs no torch.
 """
 
 import importlib
@@ -54,6 +54,20 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
 EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations
+
+# the names of `kl.KL_ESTIMATORS` that may be a KL loss, whose gradient must know the other model
+KL_LOSSES = ("abs", "k2", "k3", "low_var_kl", "corrected_k3")
+# ... and those that may be kl_penalty, of a token's reward -> the name that ROLL means by it
+KL_PENALTIES = {
+    "kl": "kl",
+    "k1": "kl",
+    "abs": "abs",
+    "mse": "mse",
+    "k2": "mse",
+    "k3": "low_var_kl",
+    "low_var_kl": "low_var_kl",
+}
+DIVERGENCE_NAMES = ("reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "skewed_forward_kl")  # of `divergences`
 
 # Trinity-RFT's names -> ours
 FUNCTION_ALIASES = {"ppo": "gae"}  # of its advantage_fn

@@ -4,10 +4,8 @@ Refuses what would teach nothing or something else than it says, and names what 
 """
 
 from roll_opd.algorithms.combinations import check_combination
-from roll_opd.algorithms.divergences import DIVERGENCES
-from roll_opd.algorithms.kl import KL_LOSSES, KL_PENALTIES
-from roll_opd.algorithms.registry import ADVANTAGES, advantage_defaults
-from roll_opd.algorithms.table import advantage_facts, loss_facts
+from roll_opd.algorithms.registry import ADVANTAGES
+from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import INSTEAD, KL_PENALTIES_LATER, LATER, PURE_FIXED
@@ -22,7 +20,7 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
         value = getattr(top, key)
         if value not in harmless:
             diagnostics.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
-    diagnostics.is_one_of("opd_divergence", top.opd_divergence, tuple(DIVERGENCES))
+    diagnostics.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES)
     diagnostics.is_one_of("kl_loss_fn", top.kl_loss_fn or "none", ("none", "k1", *KL_LOSSES))
     diagnostics.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
     _check_functions(top, mode, diagnostics)
@@ -56,7 +54,7 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
 def has_norm_levels(advantage: str | None) -> bool:
     """Whether `norm_mean_type` and `norm_std_type` are arguments of a built-in advantage."""
     name = advantage or "gae"
-    return name in ADVANTAGES.builtin and {"mean_cal_level", "std_cal_level"} <= advantage_defaults(name).keys()
+    return name in ADVANTAGES.builtin and {"mean_cal_level", "std_cal_level"} <= ADVANTAGES.defaults(name).keys()
 
 
 def _check_adaptive_kl(top: Top, diagnostics: Diagnostics) -> None:

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from roll_opd.algorithms.kl import KL_PENALTIES
 from roll_opd.algorithms.registry import ADVANTAGES
-from roll_opd.algorithms.table import loss_facts
+from roll_opd.algorithms.table import KL_PENALTIES, loss_facts
 from roll_opd.config.plan import RunPlan
 from roll_opd.megatron.supported import unsupported
 from roll_opd.rewards.registry import REWARDS

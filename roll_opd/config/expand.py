@@ -3,13 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.algorithms.registry import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    AlgorithmError,
-    advantage_defaults,
-    policy_loss_defaults,
-)
+from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import (
     EXPERT_DATA_RATIO,
     FUNCTION_ALIASES,
@@ -113,7 +107,7 @@ def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnosti
         diagnostics.problem(key, str(error))
         return
     if name in POLICY_LOSSES.builtin:
-        facts, defaults = loss_facts(name), policy_loss_defaults(name)
+        facts, defaults = loss_facts(name), POLICY_LOSSES.defaults(name)
         found.setdefault("loss_agg_mode", facts.loss_agg_mode)
         given = _known("policy_loss_fn_args", f"policy loss {name}", given, defaults, diagnostics)
         trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
@@ -152,7 +146,7 @@ def _take_advantage(top: Top, row: Algorithm | None, found: dict[str, Any], diag
         found |= merged_arguments({own: given[own] for own in of_tokens if own in given}, token_defaults)[0]
     given = {own: value for own, value in given.items() if own not in of_tokens}
     if name in ADVANTAGES.builtin:
-        given = _known("advantage_fn_args", f"advantage {name}", given, advantage_defaults(name), diagnostics)
+        given = _known("advantage_fn_args", f"advantage {name}", given, ADVANTAGES.defaults(name), diagnostics)
     found["advantage_fn_args"] = given
 
 

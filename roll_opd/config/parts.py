@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from roll_opd.algorithms.kl import KL_PENALTIES
 from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.algorithms.table import ROLL_LOSS_AGG_MODE, loss_facts
+from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.config import correction
 from roll_opd.config.check_objective import has_norm_levels
 from roll_opd.config.check_values import micro_batch

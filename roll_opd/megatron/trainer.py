@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from roll_opd.algorithms.aggregation import token_weights
-from roll_opd.algorithms.kl import KL_ESTIMATORS
+from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
 from roll_opd.algorithms.losses.batch import LossBatch, probability_ratio
 from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.registry import PolicyLoss, policy_loss
@@ -176,6 +176,5 @@ def _kl_loss(batch: LossBatch, name: str, weight_M: Tensor) -> Tensor:
     logprobs_M = batch.action_logprobs_M
     reference_M = logprobs_M.detach() if batch.ref_logprobs_M is None else batch.ref_logprobs_M
     others = [torch.where(batch.mask_M, other_M, 0) for other_M in (reference_M, batch.old_logprobs_M)]
-    estimator = KL_ESTIMATORS[name]
-    kl_M = estimator(logprobs_M, *(others if estimator.reads_old else others[:1]))
+    kl_M = KL_ESTIMATORS[name](logprobs_M, *(others if name in READS_OLD else others[:1]))
     return (kl_M * weight_M).sum()

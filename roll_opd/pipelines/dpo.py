@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from roll_opd.algorithms.registry import policy_loss_defaults
+from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import present
 from roll_opd.data.prompts import Prompt
@@ -68,7 +68,7 @@ def _preferences(
     samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
     """Return means over pairs, under `names`: whether the chosen answer's reward is larger, by how much, and both."""
-    beta = float({**policy_loss_defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
+    beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])
     gaps = [
         (student - present(sample.ref_logprobs)).sum(dtype=np.float64)
         for sample, student in zip(samples, logprobs, strict=True)

@@ -32,7 +32,6 @@ REWARDS: Registry[RewardFacts] = Registry(
     error=RewardError,
     package="roll_opd.rewards.builtin",
     facts_type=RewardFacts,
-    one_per_module=True,
 )
 register = REWARDS.register
 

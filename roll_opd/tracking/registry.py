@@ -42,7 +42,6 @@ TRACKERS: Registry[TrackerFacts] = Registry(
     error=TrackerError,
     package="roll_opd.tracking.builtin",
     facts_type=TrackerFacts,
-    one_per_module=True,
     elsewhere=("jsonl",),  # the run itself writes it
 )
 register = TRACKERS.register

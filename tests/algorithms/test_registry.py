@@ -1,14 +1,19 @@
 """Losses and advantages by name: registered where they are defined, by dotted path, and as a user adds to them."""
 
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch
+from roll_opd.algorithms.divergences import DIVERGENCES
+from roll_opd.algorithms.kl import KL_ESTIMATORS
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import (
     ADVANTAGES,
@@ -16,13 +21,12 @@ from roll_opd.algorithms.registry import (
     AdvantageFacts,
     AlgorithmError,
     advantage,
-    advantage_defaults,
     policy_loss,
-    policy_loss_defaults,
     register_advantage,
     register_policy_loss,
 )
-from roll_opd.algorithms.table import algorithm
+from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, algorithm
+from roll_opd.extensions import Registry, defaults
 
 
 def test_importing_the_registry_needs_no_torch() -> None:
@@ -33,15 +37,27 @@ def test_importing_the_registry_needs_no_torch() -> None:
 @pytest.mark.parametrize("name", POLICY_LOSSES.builtin)
 def test_the_configuration_can_give_every_argument_of_a_loss(name: str) -> None:
     """Each has a default, and those of ROLL's pg_clip keys are there where the loss says so."""
-    policy_loss(name, policy_loss_defaults(name))
+    policy_loss(name, POLICY_LOSSES.defaults(name))
     clips = {"clip_low", "clip_high", "dual_clip"}
-    assert not POLICY_LOSSES.facts(name).reads_pg_clip or clips <= policy_loss_defaults(name).keys()
+    assert not POLICY_LOSSES.facts(name).reads_pg_clip or clips <= POLICY_LOSSES.defaults(name).keys()
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.builtin)
 def test_the_configuration_can_give_every_argument_of_an_advantage(name: str) -> None:
-    advantage(name, advantage_defaults(name))
+    advantage(name, ADVANTAGES.defaults(name))
     assert ADVANTAGES.facts(name).token_defaults.keys() <= {"gamma", "lambd", "whiten_advantages"}
+
+
+@pytest.mark.parametrize("registry", [POLICY_LOSSES, ADVANTAGES])
+def test_what_is_read_of_a_function_is_what_it_is_registered_with(registry: Registry[Any]) -> None:
+    read = {name: (registry.facts(name), registry.defaults(name)) for name in registry.builtin}
+    imported = {name: defaults(registry.find(name), given_by_us=1) for name in registry.builtin}
+    assert read == {
+        name: (registry._registered[name][1], imported[name]) for name in registry._registered if name in read
+    }
+    modules = pkgutil.iter_modules(importlib.import_module(registry.package).__path__, f"{registry.package}.")
+    parts = {id(part) for module in modules for part in vars(importlib.import_module(module.name)).values()}
+    assert {name for name, (part, _) in registry._registered.items() if id(part) in parts} == set(read)
 
 
 def test_one_function_under_several_names_has_the_facts_of_each() -> None:
@@ -59,8 +75,17 @@ def test_a_users_function_brings_its_facts() -> None:
         return Normalised.of(batch.rewards_B, batch.rewards_B + margin)
 
     assert ADVANTAGES.facts("best_of_prompt") == AdvantageFacts(baseline=True, token_defaults={"gamma": 0.5})
-    assert advantage_defaults("best_of_prompt") == {"margin": 0.25}
+    assert ADVANTAGES.defaults("best_of_prompt") == {"margin": 0.25}
     assert "best_of_prompt" not in ADVANTAGES.builtin
+
+
+def test_names_that_need_no_torch_are_those_of_functions() -> None:
+    assert set(DIVERGENCE_NAMES) == DIVERGENCES.keys()
+    assert {*KL_LOSSES, *KL_PENALTIES} == KL_ESTIMATORS.keys()
+    for name, meant in KL_PENALTIES.items():
+        sample = torch.tensor([0.5]), torch.tensor([0.1])
+        same = name == "k3" or KL_ESTIMATORS[name](*sample).equal(KL_ESTIMATORS[meant](*sample))
+        assert same and meant in KL_PENALTIES
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -3,7 +3,7 @@
 import pytest
 
 from roll_opd.algorithms.combinations import check_combination
-from roll_opd.algorithms.registry import policy_loss_defaults
+from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.algorithms.table import ALGORITHMS, merged_arguments
 
 
@@ -56,7 +56,7 @@ def test_a_full_divergence_needs_no_advantages() -> None:
 
 
 def test_arguments_are_merged_over_defaults() -> None:
-    defaults = policy_loss_defaults("ppo")
+    defaults = POLICY_LOSSES.defaults("ppo")
     merged, unknown = merged_arguments({"clip_range_high": 0.3, "clip_range": 0.1, "clip_ratio_c": 5.0}, defaults)
     assert merged == {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 5.0, "ratio_type": "token"}
     assert unknown == ()

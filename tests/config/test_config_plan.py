@@ -57,16 +57,14 @@ def test_plan_is_immutable_and_picklable(plan: Plan) -> None:
 
 
 def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
-    """Planning must work on a machine that has none of the engines; what it makes travels without torch, too."""
+    """Planning must work on a machine that has none of the engines, and be quick to refuse."""
     code = (
         "import sys; from roll_opd.config.build import load_plan;"
         f"load_plan({write_config(root, values)!r}, 'run', pure=True);"
-        "heavy = {'vllm', 'megatron', 'transformers', 'ray'} & set(sys.modules);"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'ray'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    plan = "import sys, roll_opd.config.plan; sys.exit('imported torch' if 'torch' in sys.modules else 0)"
-    for command in (code, plan):
-        assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stderr == ""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
 
 
 @pytest.mark.parametrize(

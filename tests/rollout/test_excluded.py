@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.algorithms.registry import advantage_defaults
+from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
@@ -56,7 +56,7 @@ def samples() -> list[Experience]:
 )
 def test_the_others_learn_as_if_it_were_not_there(estimator: str, level: str | None) -> None:
     levels = {"mean_cal_level": level, "std_cal_level": level}
-    taken = FrozenDict(levels if levels.keys() <= advantage_defaults(estimator).keys() else {})
+    taken = FrozenDict(levels if levels.keys() <= ADVANTAGES.defaults(estimator).keys() else {})
     objective = ObjectivePlan(adv_estimator=estimator, gamma=1.0, advantage_args=taken)
     found = external_advantages(samples(), objective)
     without = [sample for sample in samples() if not sample.excluded]

@@ -1,0 +1,51 @@
+"""What the sources of built-in parts say of them: importing a part would import torch, or a package that is missing."""
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A built-in part: where it is defined, the facts that it is registered with, its arguments that have a default."""
+
+    module: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@cache
+def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
+    """Return the built-in parts of a package by name: what its modules put under `decorator`; None: each is one.
+
+    Raises ValueError where a name, a fact or a default is not written as a literal.
+    """
+    (directory,) = importlib.import_module(package).__path__
+    modules = {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([directory])}
+    if decorator is None:
+        return {name: Declared(module) for name, module in modules.items()}
+    return dict(
+        declared
+        for name, module in modules.items()
+        for declared in _read(Path(directory, f"{name}.py"), module, decorator)
+    )
+
+
+def _read(source: Path, module: str, decorator: str) -> Iterator[tuple[str, Declared]]:
+    for function in ast.parse(source.read_text(encoding="utf-8")).body:
+        for call in function.decorator_list if isinstance(function, ast.FunctionDef) else ():
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) != decorator:
+                continue
+            given = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            try:
+                facts = {str(fact.arg): ast.literal_eval(fact.value) for fact in call.keywords}
+                defaults = {argument.arg: ast.literal_eval(default) for argument, default in given if default}
+                yield ast.literal_eval(call.args[0]), Declared(module, facts, defaults)
+            except ValueError as error:
+                what = "write its name, facts and defaults as literals, they are read before torch is imported"
+                raise ValueError(f"{source}:{function.lineno}: {function.name}: {what} ({error})") from error
