@@ -29,16 +29,14 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
     modules = {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([directory])}
     if decorator is None:
         return {name: Declared(module) for name, module in modules.items()}
-    return dict(
-        declared
-        for name, module in modules.items()
-        for declared in _read(Path(directory, f"{name}.py"), module, decorator)
-    )
+    sources = {module: Path(directory, f"{name}.py") for name, module in modules.items()}
+    return dict(declared for module, source in sources.items() for declared in _read(source, module, decorator))
 
 
 def _read(source: Path, module: str, decorator: str) -> Iterator[tuple[str, Declared]]:
-    for function in ast.parse(source.read_text(encoding="utf-8")).body:
-        for call in function.decorator_list if isinstance(function, ast.FunctionDef) else ():
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+        for call in function.decorator_list:
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != decorator:
                 continue
             given = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)

@@ -51,9 +51,9 @@ def test_the_configuration_can_give_every_argument_of_an_advantage(name: str) ->
 @pytest.mark.parametrize("registry", [POLICY_LOSSES, ADVANTAGES])
 def test_what_is_read_of_a_function_is_what_it_is_registered_with(registry: Registry[Any]) -> None:
     read = {name: (registry.facts(name), registry.defaults(name)) for name in registry.builtin}
-    imported = {name: defaults(registry.find(name), given_by_us=1) for name in registry.builtin}
+    functions = {name: registry.find(name) for name in registry.builtin}
     assert read == {
-        name: (registry._registered[name][1], imported[name]) for name in registry._registered if name in read
+        name: (registry._registered[name][1], defaults(function, given_by_us=1)) for name, function in functions.items()
     }
     modules = pkgutil.iter_modules(importlib.import_module(registry.package).__path__, f"{registry.package}.")
     parts = {id(part) for module in modules for part in vars(importlib.import_module(module.name)).values()}
