@@ -3,7 +3,7 @@
 import ast
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,6 @@ class Declared:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-@cache
 def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
     """Return the built-in parts of a package by name: what its modules put under `decorator`; None: each is one.
 
@@ -33,7 +32,9 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
     return dict(declared for module, source in sources.items() for declared in _read(source, module, decorator))
 
 
-def _read(source: Path, module: str, decorator: str) -> Iterator[tuple[str, Declared]]:
+@cache
+def _read(source: Path, module: str, decorator: str) -> tuple[tuple[str, Declared], ...]:
+    found: list[tuple[str, Declared]] = []
     tree = ast.parse(source.read_text(encoding="utf-8"))
     for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
         for call in function.decorator_list:
@@ -43,7 +44,8 @@ def _read(source: Path, module: str, decorator: str) -> Iterator[tuple[str, Decl
             try:
                 facts = {str(fact.arg): ast.literal_eval(fact.value) for fact in call.keywords}
                 defaults = {argument.arg: ast.literal_eval(default) for argument, default in given if default}
-                yield ast.literal_eval(call.args[0]), Declared(module, facts, defaults)
+                found.append((ast.literal_eval(call.args[0]), Declared(module, facts, defaults)))
             except ValueError as error:
                 what = "write its name, facts and defaults as literals, they are read before torch is imported"
                 raise ValueError(f"{source}:{function.lineno}: {function.name}: {what} ({error})") from error
+    return tuple(found)
