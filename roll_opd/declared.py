@@ -24,12 +24,12 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
 
     Raises ValueError where a name, a fact or a default is not written as a literal.
     """
-    (directory,) = importlib.import_module(package).__path__
-    modules = {found.name: f"{package}.{found.name}" for found in pkgutil.iter_modules([directory])}
+    directories = importlib.import_module(package).__path__
+    sources = {Path(d, f"{module.name}.py") for d in directories for module in pkgutil.iter_modules([d])}
+    modules = {source.stem: f"{package}.{source.stem}" for source in sources}
     if decorator is None:
         return {name: Declared(module) for name, module in modules.items()}
-    sources = {module: Path(directory, f"{name}.py") for name, module in modules.items()}
-    return dict(declared for module, source in sources.items() for declared in _read(source, module, decorator))
+    return dict(found for source in sources for found in _read(source, modules[source.stem], decorator))
 
 
 @cache
