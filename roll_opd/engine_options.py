@@ -23,6 +23,22 @@ DATACLASSES = {
     ),
     "vLLM": (("vllm", "engine/arg_utils.py", "EngineArgs"), ("vllm", "engine/arg_utils.py", "AsyncEngineArgs")),
 }
+_DECIDED = """
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_epsilon
+    normalization num_moe_experts moe_router_topk moe_ffn_hidden_size rotary_base params_dtype pipeline_dtype
+    gated_linear_unit activation_func add_qkv_bias add_bias_linear qk_layernorm deterministic_mode
+    calculate_per_token_loss hidden_dropout attention_dropout gradient_accumulation_fusion softmax_scale softmax_type
+    window_size window_attn_skip_freq layernorm_zero_centered_gamma rotary_interleaved multi_latent_attention
+    qk_l2_norm qk_clip attention_output_gate apply_residual_connection_post_layernorm glu_linear_offset
+    activation_func_clamp_value no_rope_freq mrope_section moe_layer_freq moe_latent_size
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_pre_softmax moe_router_score_function
+    moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    experimental_attention_variant linear_attention_freq is_hybrid_model init_method init_method_std
+    output_layer_init_method embedding_init_method embedding_init_method_std perform_initialization
+    init_model_with_meta_device heterogeneous_block_specs test_mode timers grad_scale_func no_sync_func grad_sync_func
+    param_sync_func finalize_model_grads_func autocast_dtype enable_autocast
+"""
+MEGATRON_DECIDED = frozenset(_DECIDED.split())  # by model_args, the model's config.json or the engine itself
 # what an annotation may be made of to be understood; with anything else in it, any value is accepted
 _PLAIN = {kind.__name__: kind for kind in (int, float, bool, str, dict, list, tuple)}
 _TYPING = {name: getattr(typing, name) for name in ("Any", "Optional", "Union", "Literal", "Dict", "List", "Tuple")}
@@ -30,22 +46,26 @@ _TYPING = {name: getattr(typing, name) for name in ("Any", "Optional", "Union", 
 
 @cache
 def engine_options(engine: str) -> dict[str, Any] | None:
-    """Return option -> its type (Any where that is not understood); None where the engine is not installed."""
+    """Return option -> its type (Any where that is not understood); None where they cannot be found."""
     options: dict[str, Any] = {}
     for package, file, name in DATACLASSES[engine]:
         spec = find_spec(package.partition(".")[0]) and find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             return None
         source = Path(next(iter(spec.submodule_search_locations))) / file
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-        (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
-        for node in found.body:
+        tree = ast.parse(source.read_text(encoding="utf-8") if source.is_file() else "")
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+        if not found:
+            return None  # a version that keeps them elsewhere
+        for node in found[0].body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 options[node.target.id] = _understood(node.annotation)
     return options
 
 
 def _understood(annotation: ast.expr) -> Any:
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
     names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
     if any(isinstance(node, ast.Attribute | ast.Call) for node in ast.walk(annotation)):
         return Any

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from roll_opd.declared import Declared, declarations
+from roll_opd.frozen import thaw
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Facts = TypeVar("Facts")
@@ -75,7 +76,7 @@ class Registry(Generic[Facts]):
             )
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except Exception as error:  # a module can fail in any way when it is imported
             raise self.error(
                 f"{self.kind} {name}: the module {module_name} cannot be imported: {error}; put it on PYTHONPATH or"
                 " correct the name"
@@ -137,6 +138,14 @@ def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.P
     return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}
 
 
+def annotations(part: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of what `part` takes, by name; none where they are written for a type checker alone."""
+    try:
+        return get_type_hints(part.__init__ if inspect.isclass(part) else part)
+    except (NameError, TypeError):
+        return {}
+
+
 def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
     """Return the defaults of those `arguments` that have one."""
     found = arguments(part, given_by_us)
@@ -152,10 +161,10 @@ def argument_problems(
     """
     taken = arguments(part, given_by_us)
     catches_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(part).parameters.values())
-    hints = get_type_hints(part.__init__ if inspect.isclass(part) else part)
+    hints = annotations(part)
     for name, value in given.items():
         if name in taken:
-            problem = type_problem(hints.get(name, Any), value)
+            problem = type_problem(hints.get(name, Any), thaw(value))
             if problem:
                 yield name, problem
         elif not catches_all:
@@ -174,14 +183,12 @@ def argument_problems(
 def type_problem(annotation: Any, value: Any) -> str | None:
     """Say what `value` should be where it is not what `annotation` says."""
     try:
-        adapter = TypeAdapter(annotation, config=_STRICT)
-    except PydanticSchemaGenerationError:
-        return None
-    try:
-        adapter.validate_python(value)
+        TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:
         if isinstance(value, list) and type_problem(annotation, tuple(value)) is None:
             return None  # YAML has no tuples
         texts = [str(item["msg"]).removeprefix("Input should be ") for item in error.errors(include_url=False)]
         return f"should be {' or '.join(dict.fromkeys(texts))}, got {value!r}"
+    except (PydanticUserError, NameError):
+        return None  # an annotation that only a type checker understands
     return None

@@ -64,13 +64,5 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
 
 READS_OLD = ("corrected_k3",)  # takes the log-probs under the weights that sampled, too
 # by the names of ROLL's kl_penalty and of the literature; `table` says what each may be used for
-KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
-    "kl": k1,
-    "k1": k1,
-    "abs": absolute,
-    "mse": k2,
-    "k2": k2,
-    "k3": k3,
-    "low_var_kl": low_var_kl,
-    "corrected_k3": corrected_k3,
-}
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "k3": k3}
+KL_ESTIMATORS |= {"low_var_kl": low_var_kl, "corrected_k3": corrected_k3}

@@ -7,12 +7,11 @@ needs no more than the same signature; `register_*` gives it a name and facts.
 Importing this module imports no torch, and neither do names, facts and defaults; looking a function up does.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll_opd.extensions import Registry
+from roll_opd.extensions import Registry, argument_problems
 from roll_opd.frozen import FrozenDict
 
 if TYPE_CHECKING:
@@ -82,8 +81,6 @@ def advantage(name: str, arguments: Mapping[str, Any] | None = None) -> Advantag
 
 def _checked(registry: Registry[Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     function = registry.find(name)
-    try:
-        inspect.signature(function).bind(None, **arguments)
-    except TypeError as error:
-        raise AlgorithmError(f"{registry.kind} {name} cannot be called with {dict(arguments)}: {error}") from error
+    for argument, problem in argument_problems(function, arguments, given_by_us=1):
+        raise AlgorithmError(f"{registry.kind} {name} cannot be called with {dict(arguments)}: {argument}: {problem}")
     return function

@@ -55,18 +55,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
 EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations
 
-# the names of `kl.KL_ESTIMATORS` that may be a KL loss, whose gradient must know the other model
+# the names of `kl.KL_ESTIMATORS` whose gradient knows the other model, so that they may be a KL loss
 KL_LOSSES = ("abs", "k2", "k3", "low_var_kl", "corrected_k3")
 # ... and those that may be kl_penalty, of a token's reward -> the name that ROLL means by it
-KL_PENALTIES = {
-    "kl": "kl",
-    "k1": "kl",
-    "abs": "abs",
-    "mse": "mse",
-    "k2": "mse",
-    "k3": "low_var_kl",
-    "low_var_kl": "low_var_kl",
-}
+KL_PENALTIES = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "k3": "low_var_kl"}
+KL_PENALTIES["low_var_kl"] = "low_var_kl"
 DIVERGENCE_NAMES = ("reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "skewed_forward_kl")  # of `divergences`
 
 # Trinity-RFT's names -> ours
@@ -90,7 +83,7 @@ def algorithm(name: str) -> Algorithm:
         raise AlgorithmError(f"unknown algorithm {name!r}; {known}")
     try:
         found = vars(importlib.import_module(module_name)).get(attribute)
-    except ImportError as error:
+    except Exception as error:  # a module can fail in any way when it is imported
         raise AlgorithmError(f"algorithm {name}: the module {module_name} cannot be imported: {error}") from error
     if not isinstance(found, Algorithm):
         raise AlgorithmError(f"algorithm {name}: {module_name} has no Algorithm named {attribute}")

@@ -103,16 +103,17 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
     if pipeline is not None:
         problem = f"no pipeline {pipeline!r}; known are {', '.join(SUPERVISED)}, or the dotted path of a module"
         try:
-            if pipeline not in SUPERVISED and "." in pipeline:
+            if pipeline not in SUPERVISED:
                 importlib.import_module(pipeline)  # declares its keys
             return SUPERVISED[pipeline]
         except (ImportError, KeyError) as error:
             raise ConfigError([problem + (f" ({error})" if isinstance(error, ImportError) else "")]) from None
     if pure is not None:
         return None
-    for keys in SUPERVISED.values():
+    by_role = {keys.role: keys for keys in SUPERVISED.values() if keys.role not in (*PURE_ROLES, *MIXED_ROLES)}
+    for keys in (*[by_role[role] for role in by_role if role in values], *SUPERVISED.values()):
         is_meant = values.get("algorithm_type") == keys.algorithm or not keys.own_keys.isdisjoint(values)
-        if is_meant or (keys.role not in (*PURE_ROLES, *MIXED_ROLES) and keys.role in values):
+        if is_meant or (keys.role in by_role and keys.role in values):
             return keys
     return None
 
@@ -152,7 +153,7 @@ class _Planner:
         check_objective.check_groups(top, mode, sizes.n, agentic, diagnostics)
         rows = self._prompts(top, roles, mode, bool(sections.rewards), agentic)
         given = self._demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
-        rewards = read_rewards(sections.rewards, mode, sizes.n, diagnostics)
+        rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n, diagnostics)
         if mode != "pure" and not agentic and not sections.rewards:
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
             diagnostics.problem(
@@ -251,12 +252,12 @@ class _Planner:
         steps, epochs = self._steps(top, train, data, rows)
         if diagnostics.problems or data is None:
             return None
-        total = steps * (rows // update)
+        total, own = steps * (rows // update), sorted(keys_of(keys).keys() - keys_of(Supervised))
         plan = RunPlan(
             **common,
             mode=keys.pipeline,
             pipeline=keys.pipeline,
-            pipeline_args=FrozenDict({name: getattr(top, name) for name in keys_of(keys).keys() - keys_of(Supervised)}),
+            pipeline_args=FrozenDict({key: getattr(top, key) for key in own}),
             title=keys.title,
             max_steps=steps,
             rollout_batch_size=rows,

@@ -20,11 +20,12 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
         value = getattr(top, key)
         if value not in harmless:
             diagnostics.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
-    diagnostics.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES)
-    diagnostics.is_one_of("kl_loss_fn", top.kl_loss_fn or "none", ("none", "k1", *KL_LOSSES))
+    if top.kl_loss_fn is not None:
+        diagnostics.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
     diagnostics.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
     _check_functions(top, mode, diagnostics)
-    check_distillation(top, mode, diagnostics)
+    if diagnostics.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES):
+        check_distillation(top, mode, diagnostics)
     correction.check(top, mode, diagnostics)
     if mode == "pure":
         _check_pure(top, diagnostics)

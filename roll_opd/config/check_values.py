@@ -137,8 +137,8 @@ def check_sampling(args: GeneratingArgs, key: str, diagnostics: Diagnostics) -> 
         diagnostics.problem(
             f"{key}.temperature", "0 does not sample: the student would learn from one answer only; use 1"
         )
-    changed = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
-    names = [f"{name} {getattr(args, name)}" for name in changed if changed[name]]
+    reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
+    names = [f"{name} {getattr(args, name)}" for name in reshaped if reshaped[name]]
     if names:
         diagnostics.warn(
             f"{key}: {', '.join(names)}: rollout log-probs are those of a truncated distribution, the teacher's and"

@@ -7,6 +7,7 @@ from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
 from roll_opd.frozen import thaw
+from roll_opd.megatron.memory import readable_bytes
 
 SHOWN = {  # keys of the objective that its formulas show
     *keys_of(DistillationKeys),
@@ -216,7 +217,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
 
 
 def _objective_lines(plan: RunPlan) -> list[str]:
-    objective, optimizer = plan.objective, plan.student.optimizer
+    objective, critics = plan.objective, [plan.critic] if plan.critic else []
     again = "recomputed" if objective.recompute_old_logprobs else "taken during the update (one update a rollout)"
     of_rollouts = [
         f"  advantage = {_advantage(plan)}",
@@ -226,16 +227,23 @@ def _objective_lines(plan: RunPlan) -> list[str]:
         *([f"  init_kl_coef {objective.init_kl_coef:g}: of the token-level KL"] if objective.init_kl_coef else []),
         *_other_lines(objective, ObjectiveKeys),
         *_correction_lines(objective.correction),
-        *(_other_lines(plan.critic, CriticKeys) if plan.critic else []),
+        *[line for critic in critics for line in _other_lines(critic, CriticKeys)],
     ]
     arguments = ", ".join(f"{name} {value}" for name, value in objective.policy_loss_args.items())
     of_rows = [f"  {objective.policy_loss} loss{f' ({arguments})' if arguments else ''}, {objective.loss_agg_mode}"]
     return [
         *(of_rows if plan.rollout is None else of_rollouts),
-        f"  AdamW lr {optimizer.learning_rate:g} ({optimizer.lr_scheduler_type}, {optimizer.warmup_steps} warm-up),"
-        f" betas {optimizer.adam_beta1:g} {optimizer.adam_beta2:g}, weight decay {optimizer.weight_decay:g}, clip"
-        f" {optimizer.max_grad_norm:g}",
+        f"  {_optimizer(plan.student)}",
+        *[f"  critic: {_optimizer(critic)}, mini-batches of {critic.mini_batch_sequences}" for critic in critics],
     ]
+
+
+def _optimizer(learner: TrainPlan) -> str:
+    args = learner.optimizer
+    return (
+        f"AdamW lr {args.learning_rate:g} ({args.lr_scheduler_type}, {args.warmup_steps} warm-up), betas"
+        f" {args.adam_beta1:g} {args.adam_beta2:g}, weight decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
+    )
 
 
 def _advantage(plan: RunPlan) -> str:
@@ -279,10 +287,11 @@ def _distillation_lines(plan: RunPlan) -> list[str]:
 
 def _other_lines(part: Any, keys: type[Section]) -> list[str]:
     """Return a line for each key of `keys` that is not shown elsewhere and differs from its default."""
-    lines = []
+    lines, switches = [], {"kl_penalty": "init_kl_coef", "kl_horizon": "target_kl"}
     for item in fields(keys):
         value = getattr(part, item.name)
-        if value != item.default and item.name not in SHOWN:
+        is_read = switches.get(item.name) is None or getattr(part, switches[item.name])
+        if value != item.default and item.name not in SHOWN and is_read:
             lines.append(f"  {item.name} {value}: {item.metadata['meaning']}")
     return lines
 
@@ -306,12 +315,3 @@ def _correction_lines(correction: CorrectionPlan | None) -> list[str]:
 
 def _bounds(low: float | None, high: float | None) -> str:
     return ("" if low is None else f" from {low:g}") + ("" if high is None else f" up to {high:g}")
-
-
-def readable_bytes(size: float) -> str:
-    """Write a number of bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

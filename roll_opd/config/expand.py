@@ -17,6 +17,7 @@ from roll_opd.algorithms.table import (
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import PG_VARIANTS
 from roll_opd.config.schema import Top, changed
+from roll_opd.extensions import Registry, argument_problems
 
 OF_THE_LOSS = ("loss_agg_mode",)  # given among a loss's arguments in Trinity-RFT, a key of its own here
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
@@ -70,6 +71,8 @@ def expand(top: Top, repeats: bool, diagnostics: Diagnostics) -> Top:
 
 
 def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnostics: Diagnostics) -> None:
+    if top.policy_loss is not None and not diagnostics.is_one_of("policy_loss", top.policy_loss, POLICY_LOSSES.builtin):
+        return
     variant = top.pg_variant or ("topr" if top.use_topr_loss else None)
     if variant is not None and variant not in PG_VARIANTS:
         diagnostics.problem("pg_variant", f"{variant!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
@@ -82,8 +85,6 @@ def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnosti
     named = {key: name for key, name in chosen.items() if name is not None}
     if len(set(named.values())) > 1:
         diagnostics.problem(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
-        return
-    if top.policy_loss is not None and not diagnostics.is_one_of("policy_loss", top.policy_loss, POLICY_LOSSES.builtin):
         return
     key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
     given = dict(top.policy_loss_fn_args)
@@ -109,7 +110,7 @@ def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnosti
     if name in POLICY_LOSSES.builtin:
         facts, defaults = loss_facts(name), POLICY_LOSSES.defaults(name)
         found.setdefault("loss_agg_mode", facts.loss_agg_mode)
-        given = _known("policy_loss_fn_args", f"policy loss {name}", given, defaults, diagnostics)
+        given = _known("policy_loss_fn_args", POLICY_LOSSES, name, given, diagnostics)
         trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
         if facts.reads_pg_clip and trinity and "dual_clip_loss" not in top.written:
             given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's keys have ROLL's default, which is none
@@ -117,10 +118,14 @@ def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnosti
 
 
 def _take_advantage(top: Top, row: Algorithm | None, found: dict[str, Any], diagnostics: Diagnostics) -> None:
+    roll_names = (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
+    if top.adv_estimator is not None and not diagnostics.is_one_of("adv_estimator", top.adv_estimator, roll_names):
+        return
     name = top.advantage_fn or top.adv_estimator or (row.advantage if row else None)
     given = dict(top.advantage_fn_args)
     if top.advantage_fn is not None and top.adv_estimator not in (None, top.advantage_fn):
-        diagnostics.problem("advantage_fn", "contradicts adv_estimator; write one of them")
+        other = f"adv_estimator: {top.adv_estimator}{diagnostics.where('adv_estimator')}"
+        diagnostics.problem("advantage_fn", f"contradicts {other}; write one of them, or adv_estimator=null beside it")
         return
     if name is None:
         if given:
@@ -130,8 +135,6 @@ def _take_advantage(top: Top, row: Algorithm | None, found: dict[str, Any], diag
         return
     if top.adv_estimator is None:
         name = FUNCTION_ALIASES.get(name, name)
-    elif not diagnostics.is_one_of("adv_estimator", name, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)):
-        return
     try:
         path = ADVANTAGES.located(name)
     except AlgorithmError as error:
@@ -146,15 +149,20 @@ def _take_advantage(top: Top, row: Algorithm | None, found: dict[str, Any], diag
         found |= merged_arguments({own: given[own] for own in of_tokens if own in given}, token_defaults)[0]
     given = {own: value for own, value in given.items() if own not in of_tokens}
     if name in ADVANTAGES.builtin:
-        given = _known("advantage_fn_args", f"advantage {name}", given, ADVANTAGES.defaults(name), diagnostics)
+        given = _known("advantage_fn_args", ADVANTAGES, name, given, diagnostics)
     found["advantage_fn_args"] = given
 
 
 def _known(
-    key: str, of: str, given: dict[str, Any], defaults: Mapping[str, object], diagnostics: Diagnostics
+    key: str, registry: Registry[Any], name: str, given: dict[str, Any], diagnostics: Diagnostics
 ) -> dict[str, Any]:
-    """Return the arguments under our names; says which ones the function does not take."""
-    for name in merged_arguments(given, defaults)[1]:
+    """Return the arguments under our names; says which ones the function does not take, or not with that type."""
+    defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
+    unknown = merged_arguments(given, defaults)[1]
+    for argument in unknown:
         takes = f"takes {', '.join(defaults)}" if defaults else "takes none"
-        diagnostics.problem(f"{key}.{name}", f"is no argument of {of}, which {takes}")
-    return dict(merged_arguments(given, {})[0])
+        diagnostics.problem(f"{key}.{argument}", f"is no argument of {registry.kind} {name}, which {takes}")
+    if ours and not unknown:
+        for argument, problem in argument_problems(registry.find(name), ours, given_by_us=1):
+            diagnostics.problem(f"{key}.{argument}", problem)
+    return ours

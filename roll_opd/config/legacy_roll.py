@@ -84,14 +84,6 @@ IGNORED_VLLM = _names("""
     sleep_level logger_level data_parallel_rank online_quantization online_quantization_config
 """)
 
-# Fields that a model's config.json or another key decides; writing them is a mistake worth a sentence
-MEGATRON_DECIDED = _names("""
-    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_epsilon
-    normalization num_moe_experts moe_router_topk moe_ffn_hidden_size rotary_base params_dtype pipeline_dtype
-    gated_linear_unit activation_func add_qkv_bias add_bias_linear qk_layernorm deterministic_mode
-    calculate_per_token_loss hidden_dropout attention_dropout gradient_accumulation_fusion
-""")
-
 REWARD_CLASSES_OF_ROLL = {
     "MathRuleRewardWorker": "math_rule",
     "GSM8KMathRewardWorker": "math_rule",

@@ -201,7 +201,7 @@ class DataPlan(RowKeys):
     tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
-    schema: str = "experience"  # what a row holds: a prompt; of supervised pipelines, their name
+    schema: str = "experience"  # what a row holds: `experience`, `sft` or `dpo`
     length_key: str = "prompt_length"  # what the user limits the length of rows with
 
 

@@ -248,10 +248,8 @@ def _report(error: ValidationError, path: str, diagnostics: Diagnostics) -> None
         # a union adds the tried type ("bool", "tuple[...]") to the location; the user wrote no such key
         parts = takewhile(lambda part: part not in _TYPE_NAMES and "[" not in part, map(str, item["loc"]))
         key = ".".join(part for part in (path, *parts) if part)
-        missing = item["type"] == "missing"
-        text = "written; it is missing" if missing else str(item["msg"]).removeprefix("Input should be ")
-        expected.setdefault(key, []).append(text)
-        inputs[key] = None if missing else item["input"]
+        expected.setdefault(key, []).append(str(item["msg"]).removeprefix("Input should be "))
+        inputs[key] = item["input"]
     for key, texts in expected.items():
         got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""
         diagnostics.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")

@@ -11,9 +11,10 @@ from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_K
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.read import LOCAL_JUDGE
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, shared
-from roll_opd.extensions import arguments
+from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.registry import REWARDS, reward_arguments
+from roll_opd.tracking.secrets import is_secret
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
 MOST_REWARD_CALLS = 256  # under way in a worker
@@ -140,7 +141,13 @@ def _arguments(path: str, worker: str, args: Mapping[str, object], diagnostics: 
         else:
             known = ", ".join(sorted(taken)) or "none"
             diagnostics.problem(f"{path}.{key}", f"unknown key; {worker} takes these arguments: {known}; remove it")
-    return {key: value for key, value in args.items() if key in taken}
+    kept = {key: value for key, value in args.items() if key in taken}
+    for key, value in kept.items():
+        problem = type_problem(annotations(REWARDS.find(worker)).get(key, Any), value)
+        if problem:
+            told = problem.partition(", got ")[0] if is_secret(key) else problem  # a message may be shown around
+            diagnostics.problem(f"{path}.{key}", told)
+    return kept
 
 
 def _check_spread(
@@ -164,6 +171,8 @@ def _check_spread(
 
 def _filter(path: str, section: Filter, diagnostics: Diagnostics) -> FilterPlan | None:
     if section.type == "no_filter":
+        if section.filter_args:
+            diagnostics.ignore(f"{path}.filter_args")
         return None
     if not diagnostics.is_one_of(f"{path}.type", section.type, ("no_filter", *FILTERS)):
         return None

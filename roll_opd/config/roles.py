@@ -96,7 +96,7 @@ class RoleReader:
     def supervised(self, pipeline: type[Supervised]) -> Roles:
         """Return the roles of a pipeline that learns from rows."""
         self._read_student(pipeline.role)
-        if pipeline.has_reference:
+        if pipeline.has_reference and self._roles.train is not None:
             worker = self._sections.workers.get(REFERENCE) or Worker()
             self._roles.reference = self._reference(worker)
         return self._roles

@@ -2,8 +2,8 @@
 
 A section of the configuration is a frozen dataclass of keys. Pydantic checks types and ranges strictly; nothing here
 looks at the disk or at other sections, that is the business of the checks. The types of `plan.py` inherit the classes
-of keys whose values pass through as they are, so that such a key is declared here and used where it counts, and named
-nowhere between. `docs/configuration.md` is written from these declarations.
+of keys whose values pass through as they are, so that such a key needs two lines: one here and one where it is used.
+`docs/configuration.md` is written from these declarations.
 
 A pipeline that learns from rows with answers declares its keys as a subclass of `Supervised`.
 """
@@ -55,6 +55,7 @@ def _numbers(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_number)]
+Threshold = Annotated[Number | None, BeforeValidator(lambda value: None if value == "None" else value)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
@@ -147,12 +148,12 @@ class TrainingArgs(OptimizerKeys):
     per_device_train_batch_size: Positive = key(8, "sequences in a micro-batch, unless it is limited by tokens")
     gradient_accumulation_steps: Positive = key(1, "such micro-batches in an update")
     warmup_steps: Count = key(0, "updates in which the learning rate rises from 0")
-    warmup_ratio: Fraction = key(0.0, "the same as a share of all updates, where warmup_steps is 0")
+    warmup_ratio: Fraction = key(0.0, "warm-up as a share of all updates, where warmup_steps is 0")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"] = key(
         "constant", "learning rate after the warm-up"
     )
-    lr_scheduler_kwargs: SchedulerArgs | None = key(None, "its arguments")
-    max_grad_norm: NotNegative | None = key(None, "norm of clipping, before the top-level key; 0: none")
+    lr_scheduler_kwargs: SchedulerArgs | None = key(None, "arguments of the schedule")
+    max_grad_norm: NotNegative | None = key(None, "norm of clipping, instead of the top-level key; 0: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +230,9 @@ class Worker(Section):
     sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
     use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
     use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches of log-probs by tokens")
-    max_tokens_per_microbatch_in_train: Count | None = key(None, "that limit")
-    max_tokens_per_microbatch_in_infer: Count | None = key(None, "that limit")
-    opd_kl_coef: NotNegative | None = key(None, "of a teacher: its weight, before the top-level key")
+    max_tokens_per_microbatch_in_train: Count | None = key(None, "limit of a training micro-batch")
+    max_tokens_per_microbatch_in_infer: Count | None = key(None, "limit of a log-prob micro-batch")
+    opd_kl_coef: NotNegative | None = key(None, "of a teacher: its weight, instead of the top-level key")
     tag_included: Texts | None = key(None, "of a teacher: tags of the rows it teaches; without it all")
     system_envs: Environment = key({}, "environment variables of the role's processes")
 
@@ -241,7 +242,7 @@ class Filter(Section):
     """`query_filter_config` and `response_filter_config`."""
 
     type: str = key("no_filter", "no_filter, mean_filter or std_filter")
-    filter_args: dict[str, Number | None] = key({}, "its thresholds: threshold_up and threshold_down, or std_threshold")
+    filter_args: dict[str, Threshold] = key({}, "thresholds: threshold_up and threshold_down, or std_threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +409,7 @@ class ReinforcementKeys(Section):
     kl_penalty: str = key("kl", "estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3), abs, full")
     entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
     target_kl: AboveZero | None = key(None, "KL towards which the coefficient of the token-level KL adapts")
-    kl_horizon: Positive = key(10000, "samples in which it changes by a fifth at most")
+    kl_horizon: Positive = key(10000, "samples in which init_kl_coef adapts by a fifth at most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,8 +435,8 @@ class ObjectiveKeys(ReinforcementKeys, DistillationKeys):
     """What is optimised; the formulas are in `roll_opd.algorithms`."""
 
     pg_clip: NotNegative = key(0.2, "how far ratios may be from 1")
-    pg_clip_low: NotNegative | None = key(None, "the same downwards; without it pg_clip")
-    pg_clip_high: NotNegative | None = key(None, "the same upwards; without it pg_clip")
+    pg_clip_low: NotNegative | None = key(None, "clip range of the ratio downwards; without it pg_clip")
+    pg_clip_high: NotNegative | None = key(None, "clip range of the ratio upwards; without it pg_clip")
     opd_kl_discount: Fraction = key(0.0, "discount of later tokens' reverse KL; 0: a token's own alone", OURS)
     ppo_epochs: Positive = key(1, "passes over a step's samples")
 
@@ -477,11 +478,11 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     opd_use_policy_gradient: bool | None = key(None, "accepted where it says what opd_objective does", OURS)
     allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
     adv_estimator: str | None = key(None, "how rewards become advantages; without it gae")
-    advantage_fn: str | None = key(None, "the same: a name of algorithms, a registered one or a dotted path", TRINITY)
-    advantage_fn_args: dict[str, Any] = key({}, "its arguments", TRINITY)
+    advantage_fn: str | None = key(None, "adv_estimator: a built-in or registered name, or a dotted path", TRINITY)
+    advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)
     policy_loss: str | None = key(None, "the policy loss; without it ppo, pure: importance_sampling", OURS)
-    policy_loss_fn: str | None = key(None, "the same: a name of algorithms, a registered one or a dotted path", TRINITY)
-    policy_loss_fn_args: dict[str, Any] = key({}, "its arguments", TRINITY)
+    policy_loss_fn: str | None = key(None, "policy_loss: a built-in or registered name, or a dotted path", TRINITY)
+    policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
     use_pg_clip_range: bool | None = key(None, "false: pg_clip alone counts")
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
         False, "bound a negative advantage's loss: true is 1 + 2 pg_clip, a number is itself"
@@ -489,16 +490,16 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even where it is not needed")
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "against log-probs that are apart")
     use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
-    kl_loss_fn: str | None = key(None, "its estimator: none, or a name of algorithms.kl; without it k3", TRINITY)
+    kl_loss_fn: str | None = key(None, "of the KL loss: none, or a name of algorithms.kl; without it k3", TRINITY)
     add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
-    init_kl_coef: NotNegative = key(0.2, "its coefficient")
+    init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
     max_running_requests: Positive | None = key(None, "requests under way at once, over all engines")
     is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
-    max_additional_running_prompts: Count = key(16, "how many more")
+    max_additional_running_prompts: Count = key(16, "additional prompts under way at most")
     # agentic runs can be planned and not yet run: their sections pass into the plan as they are
     custom_envs: dict[str, Any] | None = key(None, "environments by tag; planned, not yet run")
     train_env_manager: dict[str, Any] | None = key(None, "how many of which are played; planned, not yet run")
-    val_env_manager: dict[str, Any] | None = key(None, "the same for validation; planned, not yet run")
+    val_env_manager: dict[str, Any] | None = key(None, "train_env_manager of validation; planned, not yet run")
     reward_normalization: dict[str, Any] | None = key(None, "of environments' rewards; planned, not yet run")
     # change what is learned, and are not available yet where they are on
     opsd_mode: bool = key(False, "not available yet: the student teaches itself, with a solution in the prompt")

@@ -9,10 +9,10 @@ from typing import Any
 
 from roll_opd.config.device_mapping import parse_device_mapping, short_devices
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, MEGATRON_DECIDED, NEAREST_STRATEGY, STRATEGY
+from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 from roll_opd.config.plan import Layout
 from roll_opd.config.schema import Dtype, Worker
-from roll_opd.engine_options import option_problem
+from roll_opd.engine_options import MEGATRON_DECIDED, option_problem
 
 SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -65,6 +65,9 @@ def read_strategy(worker: Worker, path: str, job: str, strict: bool, diagnostics
     if worker.strategy_args is None:
         return {}
     name, config = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config or {}
+    if not name:
+        diagnostics.problem(key, f"is missing; write {wanted!r}")
+        return None
     if name == wanted:
         return config
     if name in NEAREST_STRATEGY[job]:

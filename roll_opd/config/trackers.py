@@ -80,6 +80,8 @@ def _check(name: str, args: dict[str, Any], path: str, diagnostics: Diagnostics)
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
             told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
             diagnostics.problem(f"{path}.{argument}", told.replace("argument;", f"argument of tracker {name};"))
+    for argument in args if name in TRACKERS.elsewhere else ():
+        diagnostics.problem(f"{path}.{argument}", f"unknown argument; {name} takes none")
     return args
 
 

@@ -97,3 +97,12 @@ def rollout_memory(info: ModelInfo, tp: int, dtype: str, max_model_len: int, seq
     tokens = max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
     cache = 2 * info.layers * info.kv_heads * info.head_dim * size * tokens
     return {"weights": info.parameters * size // tp, "kv_cache": cache // tp}
+
+
+def readable_bytes(size: float) -> str:
+    """Write a number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -79,6 +79,8 @@ class Checkpoints:
             _flush(partial)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, (TypeError, AttributeError, NameError)):
+                raise  # an error in a pipeline, and not the disk's
             raise CheckpointError(self._write_failed(step, error)) from error
 
     def commit(self, step: int) -> None:

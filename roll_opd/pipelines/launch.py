@@ -5,6 +5,7 @@
 
 import argparse
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
     try:
         plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure, pipeline=pipeline)
-        # imported now, for it imports torch: a wrong configuration is refused without waiting for that
+        os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
+        # imports torch: a wrong configuration is refused without waiting for that
         from roll_opd.pipelines.preflight import preflight
 
         inputs = preflight(plan)
@@ -45,19 +47,22 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
             done, path = inputs.resumed.step, inputs.resumed.path
             print(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
             return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        return exit_code(error)
+    try:
         from roll_opd.pipelines.loop import run  # imports Ray
 
         run(plan, inputs)
     except (Exception, KeyboardInterrupt) as error:
-        return exit_code(error)
+        return exit_code(error, refusals=(CheckpointError,))
     return DONE
 
 
-def exit_code(error: BaseException) -> int:
-    """Tell the user what has ended the run, and return the exit code for it."""
+def exit_code(error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS) -> int:
+    """Tell the user what has ended the run, and return the exit code; `refusals` are what the user can put right."""
     if isinstance(error, KeyboardInterrupt):
         return _ended("interrupted", INTERRUPTED)
-    if isinstance(error, REFUSALS):
+    if isinstance(error, refusals):
         return _ended(str(error), USER_ERROR)
     if isinstance(error, RunError):
         return _ended(str(error), FAILED)

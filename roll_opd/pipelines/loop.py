@@ -94,13 +94,13 @@ class Run:
 
 def run(plan: RunPlan, inputs: Inputs) -> None:
     """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way."""
+    pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
     directory = _directory(plan, resumed)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     logger = RunLogger(plan, directory, trackers, inputs.tokenizer, resumed.step if resumed else 0)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
-    pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
     gc.collect()
     gc.freeze()

@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, RunPlan, TrainPlan
+from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage
 from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.source import MixedSource, PromptSource
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.extensions import argument_problems
 from roll_opd.hf.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC, Checkpoint, find
 from roll_opd.rewards import registry as rewards
@@ -44,13 +46,12 @@ def preflight(plan: RunPlan) -> Inputs:
     """Check all of `plan` that has not been checked yet and open its data; print warnings.
 
     Raises ConfigError, CheckpointError, DataError or the error of a function, reward, tracker or model that cannot be
-    used. Sets the environment variables of `plan.env`, which imports and workers read.
+    used.
     """
     if plan.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
             [f"num_nodes is {plan.num_nodes}: start Ray on every node (ray start) and set RAY_ADDRESS to its head"]
         )
-    os.environ |= {name: str(value) for name, value in plan.env.items()}
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
@@ -123,7 +124,9 @@ def _check_named_parts(plan: RunPlan) -> None:
         advantage(objective.adv_estimator, objective.advantage_args)
     for tracker in plan.trackers:
         if tracker != JSONL:
-            trackers.find(tracker)
+            made = trackers.TRACKERS.find(tracker)
+            for name, problem in argument_problems(made, plan.tracker_args.get(tracker, {}), GIVEN_BY_US):
+                raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
 
 
 def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSource, list[Prompt]]:

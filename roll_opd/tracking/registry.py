@@ -24,7 +24,8 @@ class Tracker(Protocol):
         """Write what is not written yet. Called once, after the last `log`."""
 
 
-# (run, step resumed from or None, **arguments of tracker_kwargs) -> tracker; a class is one
+# (run, step resumed from or None, **arguments of tracker_kwargs) -> tracker; a class is one. A built-in one imports its
+# packages when it is made
 TrackerFactory = Callable[..., Tracker]
 
 
@@ -44,16 +45,7 @@ TRACKERS: Registry[TrackerFacts] = Registry(
     facts_type=TrackerFacts,
     elsewhere=("jsonl",),  # the run itself writes it
 )
-register = TRACKERS.register
-
-
-def find(name: str) -> TrackerFactory:
-    """Return the class that `name` means: a registered name, or the dotted path of a class.
-
-    It is called with the `RunDirectory`, the step resumed from (None in a new run) and, by name, the tracker's
-    arguments in `tracker_kwargs`. Raises `TrackerError`. A built-in tracker imports its packages when it is made.
-    """
-    return TRACKERS.find(name)
+register, find = TRACKERS.register, TRACKERS.find
 
 
 def run_id(run: RunDirectory, tracker: str, new: Callable[[], str]) -> str:

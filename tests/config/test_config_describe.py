@@ -10,11 +10,11 @@ from config_assets import write_config, write_model
 
 from roll_opd.cli import main
 from roll_opd.config.build import load_plan
-from roll_opd.config.describe import readable_bytes, to_json, to_text
+from roll_opd.config.describe import to_json, to_text
 from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.plan import Layout
 from roll_opd.hf.model_info import read_model
-from roll_opd.megatron.memory import parameters_per_rank
+from roll_opd.megatron.memory import parameters_per_rank, readable_bytes
 from roll_opd.paths import REPOSITORY
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from config_assets import write_model
 
 from roll_opd.config.build import load_plan
-from roll_opd.config.legacy_roll import MEGATRON_DECIDED, REWARD_CLASSES_OF_ROLL
+from roll_opd.config.legacy_roll import REWARD_CLASSES_OF_ROLL
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import (
     DataArgs,
@@ -20,7 +20,7 @@ from roll_opd.config.schema import (
     Validation,
     Worker,
 )
-from roll_opd.engine_options import engine_options
+from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
 from roll_opd.rewards.registry import REWARDS
 
 ROLL = """
