@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from roll_opd.config.legacy_roll import REWARD_CLASSES_OF_ROLL
-from roll_opd.extensions import Registry, argument_problems, arguments
+from roll_opd.extensions import Registry, arguments
 from roll_opd.rewards.interface import Reward, RewardError
 
 
@@ -52,7 +52,7 @@ def resolve(worker: str, args: Mapping[str, Any] | None = None, *given: Any) -> 
     function or class of the user's own. A class is made with `given` first. Raises `RewardError` that says what was
     looked for and what is known.
     """
-    found = _checked(worker, args)
+    found = _checked(worker, args, given)
     if not inspect.isclass(found):
         return partial(found, **args) if args else found
     made: Any = found(*given, **(args or {}))
@@ -69,19 +69,20 @@ def check(worker: str, args: Mapping[str, Any] | None = None) -> None:
         _checked(worker, args)
 
 
-def _checked(worker: str, args: Mapping[str, Any] | None) -> Callable[..., Any]:
+def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...] = ()) -> Callable[..., Any]:
     """Return the function or class that `worker` names; `RewardError` where it cannot score or does not take `args`."""
     found = _find(worker)
     is_class = inspect.isclass(found)
     if is_class and not {"score", "__call__"} & set(dir(found)):
         raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
     try:
-        problems = list(argument_problems(found, args or {}, given_by_us=0 if is_class else 1))
+        inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
+    except TypeError as error:
+        made = "made" if is_class else "called"
+        names = sorted(args or ())  # without values, one of which may be an API key
+        raise RewardError(f"reward {worker}: cannot be {made} with {names}: {error}") from error
     except ValueError:  # written in C, it has no signature that could be checked
-        return found
-    for argument, problem in problems:
-        made, told = "made" if is_class else "called", problem.partition(", got ")[0]  # the value may be an API key
-        raise RewardError(f"reward {worker}: cannot be {made} with {sorted(args or ())}: {argument}: {told}")
+        pass
     return found
 
 

@@ -24,8 +24,7 @@ class Tracker(Protocol):
         """Write what is not written yet. Called once, after the last `log`."""
 
 
-# (run, step resumed from or None, **arguments of tracker_kwargs) -> tracker; a class is one. A built-in one imports its
-# packages when it is made
+# (run, step resumed from or None, **tracker_kwargs) -> tracker: a class; built-in ones import their packages when made
 TrackerFactory = Callable[..., Tracker]
 
 
