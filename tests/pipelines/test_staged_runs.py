@@ -39,8 +39,10 @@ def test_every_algorithm_moves_the_weights(stage: Stage, name: str) -> None:
     if name == "on_policy_distill":
         run = pure(stage)
     else:
-        roles = [REFERENCE] * row.use_reference + [DEMONSTRATIONS] * bool(row.expert_data_ratio)
-        settings, config = ((CRITIC_SCHEDULE, "critic_warmup=0"), WITH_CRITIC) if row.use_critic else ((), WITH_REWARD)
+        roles = [REFERENCE] * bool(row.kl_loss) + [DEMONSTRATIONS] * bool(row.expert_data_ratio)
+        settings, config = (
+            ((CRITIC_SCHEDULE, "critic_warmup=0"), WITH_CRITIC) if row.advantage == "gae" else ((), WITH_REWARD)
+        )
         run = rewarded(stage, "~adv_estimator", f"+algorithm_type={name}", *roles, *settings, config=config)
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
