@@ -129,7 +129,7 @@ class Stage:
 def worker_settings(plan: Any) -> dict[str, Any]:
     """What its processes were built with: not the name, nor what the driver alone reads or a run's length decides."""
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    of_the_driver = ("name", "mini_batch_sequences", "epochs", "warmup_steps")
+    of_the_driver = ("name", "mini_batch_sequences", "critic_epochs", "critic_warmup")
     values = {name: value for name, value in values.items() if name not in of_the_driver}
     if "optimizer" in values:
         values["optimizer"] = replace(values["optimizer"], total_steps=1)
