@@ -13,7 +13,7 @@ from typing import Any
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import algorithm, loss_facts
 from roll_opd.config import check_files, check_layouts, check_objective, check_values, parts
-from roll_opd.config.check_packages import unavailable
+from roll_opd.config.check_packages import gpu_memory_gb, unavailable
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.legacy_roll import vision_problem
@@ -291,12 +291,15 @@ class _Planner:
 
     def _finished(self, plan: RunPlan, top: Run, roles: Roles, longest: int, validates: bool) -> RunPlan:
         models = {role.path: role.info for role in roles.placed() if role.info}
-        return replace(
+        finished = replace(
             plan,
             eval_steps=top.eval_steps if validates else 0,
+            device_memory_gb=top.device_memory_gb or gpu_memory_gb(),
             memory=FrozenDict(estimate_memory(plan, models, longest)),
             config_yaml=write_yaml(without_secrets(self.loaded.values)),
         )
+        check_layouts.check_memory(finished, self.diagnostics)
+        return finished
 
     def _prompts(
         self, top: Top, roles: Roles, mode: str, has_rewards: bool, agentic: bool

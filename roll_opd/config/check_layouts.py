@@ -8,9 +8,11 @@ from itertools import combinations
 
 from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.errors import Diagnostics
+from roll_opd.config.plan import RunPlan
 from roll_opd.config.roles import Role
 from roll_opd.config.schema import Run
 from roll_opd.megatron.layouts import check_layout, check_tensor_parallel
+from roll_opd.megatron.memory import device_memory, readable_bytes
 
 
 def check_roles(roles: Sequence[Role], diagnostics: Diagnostics) -> None:
@@ -57,3 +59,19 @@ def check_devices(roles: list[Role], top: Run, diagnostics: Diagnostics) -> None
                 f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
                 " devices, lie one inside the other or keep apart, but not overlap in part",
             )
+
+
+def check_memory(plan: RunPlan, diagnostics: Diagnostics) -> None:
+    """Warn of the devices whose roles together need more than a device has."""
+    if plan.device_memory_gb is None:
+        return
+    needs = device_memory(plan, int(plan.device_memory_gb * 2**30))
+    full = [device for device, size in needs.items() if size > plan.device_memory_gb * 2**30]
+    if full:
+        most = max(full, key=needs.__getitem__)
+        names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
+        diagnostics.warn(
+            f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
+            f" {readable_bytes(needs[most])} for {names}, all of which stay in memory; give roles devices of their own,"
+            " split them further, or lower gpu_memory_utilization or the tokens of a micro-batch"
+        )

@@ -1,5 +1,7 @@
 """Checks of what is installed and implemented: what can be planned and not be run yet, a sentence each."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 from roll_opd.algorithms.registry import ADVANTAGES
@@ -8,6 +10,8 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.megatron.supported import unsupported
 from roll_opd.rewards.registry import REWARDS
 from roll_opd.tracking.registry import lacking
+
+DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
 
 
 def unavailable(plan: RunPlan) -> list[str]:
@@ -64,3 +68,16 @@ def _rewards(plan: RunPlan) -> list[str]:
         for term in reward.terms
         if term.worker.startswith("roll.")
     ]
+
+
+def gpu_memory_gb() -> float | None:
+    """Return the GiB of this machine's smallest NVIDIA GPU; None where the driver's tool is missing or sees none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, a line each
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
+        return min(int(line) for line in done.stdout.split()) / 1024
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

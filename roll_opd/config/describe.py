@@ -7,7 +7,7 @@ from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
 from roll_opd.frozen import thaw
-from roll_opd.megatron.memory import readable_bytes
+from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
 
 SHOWN = {  # keys of the objective that its formulas show
     *keys_of(DistillationKeys),
@@ -20,9 +20,10 @@ OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, memory_bytes_per_rank`; what does not
-    apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a
-    reward names, and "*" for all others, to its `teachers` and `rewards`.
+    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, memory_bytes_per_rank` (of the stage
+    that needs most), `memory_bytes_of_stages` (the parts of each); what does not apply to it is null. For the rollout,
+    `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names, and "*" for all others, to
+    its `teachers` and `rewards`.
     """
     return {
         "mode": plan.mode,
@@ -36,6 +37,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "batch": _batch(plan),
         "objective": thaw(asdict(plan.objective)),
         "environments": thaw(plan.agentic),
+        "memory_bytes_per_device": {str(device): size for device, size in device_memory(plan).items()},
         "warnings": list(plan.warnings),
     }
 
@@ -58,7 +60,8 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "devices": list(role.devices),
             "tags": list(teacher.tags) if teacher and teacher.tags is not None else None,
             "opd_kl_coef": teacher.opd_kl_coef if teacher else None,
-            "memory_bytes_per_rank": sum(plan.memory.get(name, {}).values()),
+            "memory_bytes_per_rank": sum(fullest(plan.memory.get(name, ())).values()),
+            "memory_bytes_of_stages": [dict(parts) for parts in plan.memory.get(name, ())],
         }
     return roles
 
@@ -121,7 +124,7 @@ def to_text(plan: RunPlan) -> str:
         "Devices\n" + "\n".join(_sharing(content["roles"])),
         *_routing_section(plan, content),
         "Batch\n" + "\n".join(_batch_lines(plan, content["batch"])),
-        "Memory a rank (estimate)\n" + "\n".join(_memory_lines(plan)),
+        "Memory a rank (estimate)\n" + "\n".join([*_memory_lines(plan), *_device_lines(plan)]),
         "Objective\n" + "\n".join(_objective_lines(plan)),
     ]
     if plan.warnings:
@@ -209,11 +212,30 @@ def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
-    details = {
-        name: ", ".join(f"{part} {readable_bytes(size)}" for part, size in parts.items())
-        for name, parts in plan.memory.items()
-    }
-    return [f"  {name}: {readable_bytes(sum(plan.memory[name].values()))} ({text})" for name, text in details.items()]
+    """Write what a rank of each role needs, by part; of several stages, what each needs and the fullest one's parts."""
+    lines = []
+    for name, stages in plan.memory.items():
+        parts = fullest(stages)
+        text = ", ".join(f"{part} {readable_bytes(size)}" for part, size in parts.items())
+        lines.append(f"  {name}: {readable_bytes(sum(parts.values()))} ({text})")
+        if "kv_cache" in parts:
+            lines.append("    kv_cache: of all sequences at once; vLLM queues those that gpu_memory_utilization lacks")
+        if len(stages) > 1:
+            sizes = ", ".join(readable_bytes(sum(stage.values())) for stage in stages)
+            lines.append(f"    stages, first to last: {sizes}")
+    return lines
+
+
+def _device_lines(plan: RunPlan) -> list[str]:
+    """Write what the roles on a device need together, one line for each amount."""
+    limit = int(plan.device_memory_gb * 2**30) if plan.device_memory_gb else None
+    needs = device_memory(plan, limit)
+    of = f" of {plan.device_memory_gb:g} GiB" if plan.device_memory_gb else ""
+    devices: dict[int, list[int]] = {}
+    for device, size in needs.items():
+        devices.setdefault(size, []).append(device)
+    lines = [f"    {short_devices(those)}: {readable_bytes(size)}{of}" for size, those in devices.items()]
+    return ["  a device (all weights, states and caches stay; activations of one role at a time):", *lines]
 
 
 def _objective_lines(plan: RunPlan) -> list[str]:

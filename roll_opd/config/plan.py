@@ -313,7 +313,7 @@ class RunPlan(RunKeys, RolloutKeys):
     tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
     env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
     warnings: tuple[str, ...] = ()
-    memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> {part: estimated bytes a rank}
+    memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> of each stage {part: estimated bytes a rank}
     config_yaml: str = ""  # the composed configuration, for the run directory
 
     @property

@@ -363,6 +363,7 @@ class RunKeys(Section):
     deterministic: bool = key(False, "the same bits in every run, at some cost", OURS)
     logging_steps: Positive = key(1, "steps between lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
+    device_memory_gb: AboveZero | None = key(None, "GiB of a device, to warn of what does not fit; else its own", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)

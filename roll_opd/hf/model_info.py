@@ -50,6 +50,10 @@ class ModelInfo:
     max_positions: int
     experts: int  # 0: dense
     expert_intermediate: int  # MLP width of one expert
+    experts_per_token: int
+    shared_intermediate: int  # MLP width of the experts that see every token; 0: none
+    expert_layers: int  # layers with experts; the first others are dense
+    tied: bool  # the head is the embedding
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
 
@@ -126,12 +130,15 @@ def is_vision_config(config: dict[str, Any]) -> bool:
 
 def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    intermediate = _size(config, "intermediate_size")
+    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
+    experts = _size(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+    expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)
+    shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
     weights = weight_files(path)
     info = ModelInfo(
         path=path,
         model_type=model_type,
-        layers=_size(config, "num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=_size(config, "num_key_value_heads", default=heads),
@@ -139,21 +146,25 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         intermediate=intermediate,
         vocab=_size(config, "vocab_size"),
         max_positions=_size(config, "max_position_embeddings"),
-        experts=_size(config, "num_experts", "num_local_experts", "n_routed_experts", default=0),
-        expert_intermediate=_size(config, "moe_intermediate_size", default=intermediate),
+        experts=experts,
+        expert_intermediate=expert_intermediate,
+        experts_per_token=_size(config, "num_experts_per_tok", default=1) if experts else 0,
+        shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
+        expert_layers=max(0, layers - _size(config, "first_k_dense_replace", default=0)) if experts else 0,
+        tied=bool(config.get("tie_word_embeddings")),
         parameters=sum(map(_parameters, weights)),
         weight_files=weights,
     )
-    return info if weights else replace(info, parameters=_parameters_by_size(info, config))
+    return info if weights else replace(info, parameters=_parameters_by_size(info))
 
 
-def _parameters_by_size(info: ModelInfo, config: dict[str, Any]) -> int:
+def _parameters_by_size(info: ModelInfo) -> int:
     """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
-    embeddings = info.vocab * info.hidden * (1 if config.get("tie_word_embeddings") else 2)
+    embeddings = info.vocab * info.hidden * (1 if info.tied else 2)
     attention = 2 * info.hidden * info.head_dim * (info.heads + info.kv_heads)
-    mlp = 3 * info.hidden * (info.experts * info.expert_intermediate or info.intermediate)
-    router = info.experts * info.hidden
-    return embeddings + info.layers * (attention + mlp + router + 2 * info.hidden) + info.hidden
+    experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # and the router
+    mlps = info.expert_layers * experts + (info.layers - info.expert_layers) * 3 * info.intermediate
+    return embeddings + info.layers * (attention + 2 * info.hidden) + mlps * info.hidden + info.hidden
 
 
 def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:

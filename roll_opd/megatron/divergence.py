@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
-from roll_opd.megatron.vocabulary import CHUNK_BYTES, Columns, backward_through_logits, columns_of
+from roll_opd.megatron.memory import CHUNK_BYTES
+from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of
 
 BLOCK_COLUMNS = 4096  # of a chunk at a time in forward: bounds what the column function stores on the way
 

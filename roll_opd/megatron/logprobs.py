@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.vocabulary import CHUNK_BYTES, Columns, backward_through_logits, columns_of
+from roll_opd.megatron.memory import CHUNK_BYTES
+from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of
 
 
 def vocab_parallel_logprobs(

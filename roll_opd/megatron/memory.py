@@ -1,102 +1,221 @@
 """Estimates the memory a rank of each role needs, from the sizes in config.json.
 
-Good for "does this fit" within some ten per cent, not for the last gigabyte: fragmentation, communication
-buffers and the engines' own overhead are left out.
+Within some per cent of what is allocated: fragmentation, communication buffers and the engines' own overhead are left
+out, and savings of selective recomputation are not counted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan, TrainPlan
+from roll_opd.config.plan import CriticPlan, Layout, MegatronPlan, MicroBatchLimits, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.hf.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+CHUNK_BYTES = 64 * 2**20  # f32 logits that the head holds at a time on one rank
 JUDGE_SEQUENCES = 64  # that a judge's memory is estimated for
 VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
+VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
 GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
 MOMENT_BYTES = 8  # two fp32 Adam moments a parameter
 MASTER_BYTES = 4  # fp32 master weights where the model itself is not fp32
+PASSING = ("activations", "head")  # parts that a role needs only while it computes
+
+Parts = dict[str, int]  # name of a part -> bytes a rank
 
 
-def parameters_per_rank(info: ModelInfo, layout: Layout) -> int:
-    """Parameters on one rank: dense ones / (tp * pp), experts / (tp * pp * ep); stages taken as equal."""
-    experts = min(info.layers * info.experts * 3 * info.hidden * info.expert_intermediate, info.parameters)
-    return int(((info.parameters - experts) + experts / layout.ep) / (layout.tp * layout.pp))
+@dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a model: a layout, and over how many ranks one expert is split."""
+
+    info: ModelInfo
+    layout: Layout
+    expert_tp: int
+    has_head: bool = True  # False: a critic, whose head is one column
+
+    @property
+    def kv_heads(self) -> float:
+        """Key and value heads of a rank: with more ranks than heads each rank holds a copy of one."""
+        return max(1.0, self.info.kv_heads / self.layout.tp)
+
+    def parameters(self, stage: int) -> tuple[int, int]:
+        """Return the (dense, expert) parameters of a rank of pipeline stage `stage`.
+
+        Layers are spread evenly over stages; the first also has the embedding, the last the head, which is a copy of
+        the embedding where the two are tied.
+        """
+        info, layout = self.info, self.layout
+        experts = min(info.expert_layers * info.experts * 3 * info.hidden * info.expert_intermediate, info.parameters)
+        embedding = info.vocab * info.hidden
+        ends = min(embedding * (1 if info.tied else 2), info.parameters - experts)
+        copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
+        dense = (info.parameters - experts - ends + copied) / layout.pp
+        if layout.pp == 1:
+            dense += ends
+        elif stage == 0 or stage == layout.pp - 1:
+            dense += ends if info.tied else ends // 2
+        if not self.has_head and not info.tied and stage == layout.pp - 1:
+            dense -= ends // 2
+        return int(dense / layout.tp), int(experts / (layout.ep * self.expert_tp * layout.pp))
+
+    def layer_elements(self) -> float:
+        """Return the elements a token that one layer keeps for its backward pass on a rank, averaged over layers.
+
+        With flash attention and a fused SwiGLU these are: both norms' inputs and outputs (4 hidden), queries and keys
+        before and after rotation, values and the attention's output (3 a side), the MLP's two projections and their
+        product (3 widths). Of a mixture of experts each token comes to `experts_per_token` experts, with its hidden
+        state. After Korthikanti et al. 2022, section 4, with widths that need not be multiples of hidden.
+        """
+        info, layout = self.info, self.layout
+        sequence = layout.tp if layout.sequence_parallel else 1
+        heads = 3 * info.head_dim * (info.heads / layout.tp + self.kv_heads)
+        dense = 3 * info.intermediate / layout.tp
+        routed = info.experts_per_token * self.expert_tp / layout.tp
+        experts = routed * (info.hidden + 3 * info.expert_intermediate / self.expert_tp)
+        experts += 3 * info.shared_intermediate / layout.tp
+        mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
+        return 4 * info.hidden / sequence + heads + mlp
+
+    def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
+        """Return the elements a token of all layers that a stage keeps at its fullest, for its micro-batches under way.
+
+        `args` are Megatron's recompute options. 1F1B: pp - stage micro-batches are under way; interleaved stages
+        keep more (Narayanan et al. 2021). With full recomputation a layer keeps its input, and one is at work.
+        """
+        info, layout = self.info, self.layout
+        layers, chunks = info.layers / layout.pp, layout.vpp or 1
+        warm = layout.pp - stage if chunks == 1 else 2 * (layout.pp - stage - 1) + (chunks - 1) * layout.pp + 1
+        under_way = min(warm / chunks, micro_batches)
+        layer = self.layer_elements()
+        if args.get("recompute_granularity") != "full":
+            return under_way * layers * layer
+        several = args.get("recompute_num_layers")
+        number = min(several if isinstance(several, int) else 1, layers)
+        kept = info.hidden / (layout.tp if layout.sequence_parallel else 1)
+        if args.get("recompute_method") == "block":
+            return under_way * (number * kept + (layers - number) * layer) + layer
+        return under_way * layers / number * kept + number * layer
 
 
-def _tokens(limits: MicroBatchLimits, longest: int) -> int:
-    return limits.tokens or (limits.sequences or 1) * longest
+def shard_of(info: ModelInfo, role: MegatronPlan) -> Shard:
+    """Return what a rank of `role` holds of its model."""
+    expert_tp = role.megatron_args.get("expert_tensor_parallel_size") or role.layout.tp
+    return Shard(info, role.layout, expert_tp, not isinstance(role, CriticPlan))
 
 
-def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, dict[str, int]]:
-    """Return role name -> {part: bytes a rank}; `longest` are the tokens of the longest sequence."""
-    found: dict[str, dict[str, int]] = {}
+def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
+    """Return role name -> {part: bytes a rank} of each pipeline stage.
+
+    `longest` are the tokens of the longest sequence. Inference roles have one stage.
+    """
+    found: dict[str, tuple[Parts, ...]] = {}
     for name, role in plan.megatron_roles().items():
-        if isinstance(role, TrainPlan):
-            found[name] = train_memory(models[name], role, longest)
-        else:
-            found[name] = logprob_memory(models[name], role.layout, role.model.dtype, role.forward_limits, longest)
+        shard = shard_of(models[name], role)
+        found[name] = tuple(
+            train_memory(shard, role, longest, stage)
+            if isinstance(role, TrainPlan)
+            else logprob_memory(shard, role, longest, stage)
+            for stage in range(role.layout.pp)
+        )
     for name, engines in plan.inference_roles().items():
         sequences = -(-plan.sequences_per_step // engines.engines) if engines is plan.rollout else JUDGE_SEQUENCES
-        dtype, length = engines.model.dtype, engines.max_model_len
-        found[name] = rollout_memory(models[name], engines.tp, dtype, length, sequences)
+        found[name] = (rollout_memory(models[name], engines, sequences),)
     if plan.objective.opd_objective == "full":
         vocabulary = models[plan.student.name].vocab // plan.student.layout.tp
-        found[plan.student.name]["teacher_heads"] = sum(
+        found[plan.student.name][-1]["teacher_heads"] = sum(
             models[teacher.worker.name].hidden * vocabulary * BYTES[teacher.worker.model.dtype]
             for teacher in plan.teachers
         )
     return found
 
 
-def train_memory(info: ModelInfo, plan: TrainPlan, longest: int) -> dict[str, int]:
-    """Bytes a training rank needs.
+def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Parts:
+    """Return the bytes that a training rank of a stage needs.
 
-    weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the
-    distributed optimizer; activations = tokens * hidden * layers of one stage * pp in flight * (17 elements,
-    34 bytes in bf16; Korthikanti et al. 2022, flash attention), divided by tp with sequence parallelism
-    and by 10 + 24 / tp over 34 without; 2 elements a layer with full recomputation.
+    weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the distributed
+    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and the head's as `Shard` says.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
-    count = parameters_per_rank(info, layout)
-    master = 0 if plan.model.dtype == "fp32" else MASTER_BYTES
-    shards = layout.dp * layout.cp if plan.optimizer.use_distributed_optimizer else 1
-    tokens = _tokens(plan.train_limits, longest) // layout.cp
-    if plan.megatron_args.get("recompute_granularity") == "full":
-        elements = 2.0
-    elif layout.sequence_parallel:
-        elements = 17.0 / layout.tp
-    else:
-        elements = 5.0 + 12.0 / layout.tp
+    dense, experts = shard.parameters(stage)
+    state = MOMENT_BYTES + (0 if plan.model.dtype == "fp32" else MASTER_BYTES)
+    copies, expert_copies = layout.dp * layout.cp, layout.dp * layout.cp * layout.tp / (shard.expert_tp * layout.ep)
+    if not plan.optimizer.use_distributed_optimizer:
+        copies, expert_copies = 1, 1
+    micro_batches = max(1, plan.mini_batch_sequences // layout.dp)
+    tokens = _tokens(plan.train_limits, longest, layout)
     return {
-        "weights": count * size,
-        "gradients": count * GRADIENT_BYTES,
-        "optimizer": count * (MOMENT_BYTES + master) // shards,
-        "activations": int(tokens * info.hidden * info.layers * elements * size),
+        "weights": (dense + experts) * size,
+        "gradients": (dense + experts) * GRADIENT_BYTES,
+        "optimizer": int(state * (dense / copies + experts / expert_copies)),
+        "activations": int(tokens * shard.kept_elements(stage, plan.megatron_args, micro_batches) * size),
+        **_head(shard, tokens, size, stage),
     }
 
 
-def logprob_memory(
-    info: ModelInfo, layout: Layout, dtype: str, limits: MicroBatchLimits, longest: int
-) -> dict[str, int]:
-    """Bytes that a rank of a frozen model needs: weights, and one layer's activations (17 elements a token)."""
-    size = BYTES[dtype]
-    tokens = _tokens(limits, longest) // layout.cp
+def logprob_memory(shard: Shard, role: MegatronPlan, longest: int, stage: int) -> Parts:
+    """Return the bytes that a rank of a frozen model needs: weights, one layer's activations, and the head's."""
+    size = BYTES[role.model.dtype]
+    tokens = _tokens(role.forward_limits, longest, role.layout)
     return {
-        "weights": parameters_per_rank(info, layout) * size,
-        "activations": int(tokens * info.hidden * 17 / layout.tp * size),
+        "weights": sum(shard.parameters(stage)) * size,
+        "activations": int(tokens * shard.layer_elements() * size),
+        **_head(shard, tokens, size, stage),
     }
 
 
-def rollout_memory(info: ModelInfo, tp: int, dtype: str, max_model_len: int, sequences: int) -> dict[str, int]:
-    """Bytes an inference rank needs: weights / tp, and keys and values of `sequences` full-length sequences.
+def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
+    return (limits.tokens or (limits.sequences or 1) * longest) // layout.cp
 
-    kv_cache = 2 * layers * kv_heads * head_dim * bytes * tokens / tp. vLLM takes what gpu_memory_utilization
+
+def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
+    """Return what the last stage holds at its head: hidden states before and after the norm, a chunk of logits."""
+    if stage != shard.layout.pp - 1:
+        return {}
+    logits = min(CHUNK_BYTES, 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
+    return {"head": 2 * tokens * shard.info.hidden * size + logits}
+
+
+def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
+    """Return the bytes an inference rank needs: weights, and keys and values of `sequences` full-length sequences.
+
+    kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens. vLLM takes what gpu_memory_utilization
     allows and queues what does not fit; this is what it would need to run all of them at once.
     """
-    size = BYTES[dtype]
-    tokens = max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
-    cache = 2 * info.layers * info.kv_heads * info.head_dim * size * tokens
-    return {"weights": info.parameters * size // tp, "kv_cache": cache // tp}
+    size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp), engines.tp)
+    tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
+    cache = 2 * info.layers * shard.kv_heads * info.head_dim * size * tokens
+    return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}
+
+
+def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
+    """Return the parts of the stage that needs most."""
+    return max(stages, key=lambda parts: sum(parts.values()), default={})
+
+
+def device_memory(plan: RunPlan, device_bytes: int | None = None) -> dict[int, int]:
+    """Return device -> bytes that its roles need together.
+
+    Weights, optimizer and caches of all roles stay; of activations there are those of one role at a time. An engine on
+    a device of known size takes the share of it that gpu_memory_utilization says.
+    """
+    stays: dict[int, int] = {}
+    passes: dict[int, int] = {}
+    for name, role in plan.roles().items():
+        for device, parts in _of_devices(role, plan.memory[name]):
+            passing = sum(parts.get(part, 0) for part in PASSING)
+            staying = sum(parts.values()) - passing
+            if device_bytes and isinstance(role, RolloutPlan):
+                staying = int(role.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION) * device_bytes)
+            stays[device] = stays.get(device, 0) + staying
+            passes[device] = max(passes.get(device, 0), passing)
+    return {device: stays[device] + passes[device] for device in sorted(stays)}
+
+
+def _of_devices(
+    role: MegatronPlan | RolloutPlan, stages: tuple[Mapping[str, int], ...]
+) -> Iterator[tuple[int, Mapping[str, int]]]:
+    """Yield each device of a role with the parts of its rank; stages are consecutive blocks of ranks."""
+    for rank, device in enumerate(role.devices):
+        yield device, stages[rank * len(stages) // len(role.devices)]
 
 
 def readable_bytes(size: float) -> str:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 64 * 2**20  # f32 logits of one chunk on one rank
 TILE_ROWS = 1024  # of a tile in backward: enough for the products to be bound by arithmetic
 
 

@@ -12,9 +12,7 @@ from roll_opd.cli import main
 from roll_opd.config.build import load_plan
 from roll_opd.config.describe import to_json, to_text
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.plan import Layout
-from roll_opd.hf.model_info import read_model
-from roll_opd.megatron.memory import parameters_per_rank, readable_bytes
+from roll_opd.megatron.memory import readable_bytes
 from roll_opd.paths import REPOSITORY
 
 
@@ -31,6 +29,8 @@ def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.
     assert main(arguments) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["mode"], content["pipeline"], content["warnings"]) == ("pure", "rlvr", [])
+    stages = content["roles"]["teacher"].pop("memory_bytes_of_stages")
+    assert [sum(parts.values()) for parts in stages] == [content["roles"]["teacher"]["memory_bytes_per_rank"]]
     assert content["roles"]["teacher"] | {"memory_bytes_per_rank": 0} == {
         "strategy": "megatron_infer",
         "model": str(root / "teacher"),
@@ -104,22 +104,13 @@ def test_small_writers() -> None:
     ]
 
 
-def test_parameters_per_rank(root: Path) -> None:
-    dense = read_model(write_model(root / "dense"))
-    assert dense.parameters == 8 * 16 + 16 * 32
-    assert parameters_per_rank(dense, Layout(tp=2, pp=2, dp=3)) == dense.parameters // 4
-    expert = read_model(write_model(root / "moe", num_experts=2, num_hidden_layers=1, moe_intermediate_size=4))
-    in_experts = 1 * 2 * 3 * 16 * 4
-    assert parameters_per_rank(expert, Layout(ep=2)) == expert.parameters - in_experts // 2
-
-
 def test_memory_of_the_optimizer_is_sharded(plan: Callable[..., Any]) -> None:
-    sharded = plan({"student_train.model_args.dtype": "bf16"}).memory["student_train"]
+    sharded = plan({"student_train.model_args.dtype": "bf16"}).memory["student_train"][0]
     assert sharded["weights"] == 640 * 2
     assert sharded["gradients"] == 640 * 4
     assert sharded["optimizer"] == 640 * 12 // 2
     whole = plan({"student_train.strategy_args.strategy_config": {"use_distributed_optimizer": False}})
-    assert whole.memory["student_train"]["optimizer"] == 640 * 12
+    assert whole.memory["student_train"][0]["optimizer"] == 640 * 12
 
 
 def test_demo_example_plans_cleanly() -> None:
