@@ -6,7 +6,7 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-launches test-rooms test-fast fast-config fast-rooms lint format docs doctor clean
+.PHONY: help setup demo test test-launches test-engines test-rooms test-fast fast-config fast-rooms lint format docs doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
@@ -25,15 +25,21 @@ setup:
 demo: setup
 	@$(DEMO)
 
-# whole launches wait a lot, so the other rooms run beside them; both report on their own
+# launches and engines wait a lot, so three sessions share the cores; each reports on its own
+STAGED := $(wildcard tests/pipelines/test_staged_*.py)
+ENGINES := tests/megatron_engine tests/inference $(STAGED)
+
 test: lint
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-launches test-rooms
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=line test-launches test-engines test-rooms
 
 test-launches:
-	@$(PYTHON_IN_VENV) -u -m pytest -v tests/pipelines
+	@$(PYTHON_IN_VENV) -u -m pytest -v tests/pipelines $(STAGED:%=--ignore=%)
+
+test-engines:
+	@$(PYTHON_IN_VENV) -u -m pytest -q $(ENGINES)
 
 test-rooms:
-	@$(PYTHON_IN_VENV) -u -m pytest -q --ignore=tests/pipelines
+	@$(PYTHON_IN_VENV) -u -m pytest -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference
 
 # half of the time goes to configurations, which Hydra composes anew for every test
 test-fast: setup

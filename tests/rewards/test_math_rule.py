@@ -173,10 +173,14 @@ def test_hostile_text_is_not_right_and_ends_in_time_and_the_next_answer_is_score
     is_right(r"\boxed{\sqrt{4}}", "3", timeout=60)  # the processes are up
     reasons = {}
     for name, text in HOSTILE.items():
-        began = time.monotonic()
-        (score,) = rule.score([RewardSample("a", text, r"2\sqrt{3}", "t")])
-        assert time.monotonic() - began < 0.5 + 1, name
-        assert score.value == 0.0, name
+        for _ in range(3):  # a busy machine may take the cores away once
+            began = time.monotonic()
+            (score,) = rule.score([RewardSample("a", text, r"2\sqrt{3}", "t")])
+            seconds = time.monotonic() - began
+            assert score.value == 0.0, name
+            if seconds < 0.5 + 1:
+                break
+        assert seconds < 0.5 + 1, name
         reasons[name] = score.reason
     assert {reasons[name] for name in ("tower of powers", "sum", "power of a sum")} == {"timeout"}
     assert is_right(r"\boxed{\sqrt{4}}", "2", timeout=60) is True
