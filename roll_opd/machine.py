@@ -40,7 +40,10 @@ PROBES = {  # package -> statement that must succeed; torch's also prints its bu
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]; "
         "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names}))"
     ),
-    "torchvision": "import torch, torchvision; torchvision.ops.nms",
+    # an empty package of that name is none, see requirements.txt
+    "torchvision": (
+        "import importlib.util, torch; importlib.util.find_spec('torchvision') and __import__('torchvision').ops.nms"
+    ),
     "transformer-engine": "import transformer_engine.pytorch",
     "megatron-core": "import megatron.core.parallel_state",
     "mbridge": "import mbridge",

@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -56,6 +58,7 @@ def preflight(plan: RunPlan) -> Inputs:
         print(f"warning: {warning}", file=sys.stderr)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     problems = checkpoint_problems(plan, resumed) if resumed else []
+    problems += package_problems()
     if not os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
         problems += machine_problems(plan, torch.cuda.device_count())
     if problems:
@@ -84,6 +87,20 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
         f"{plan.rollout.name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of"
         f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs"
     ]
+
+
+def package_problems() -> list[str]:
+    """Return why no model can be imported here: transformers imports torchvision with each, where there is one."""
+    if find_spec("torchvision") is None:
+        return []
+    try:
+        import_module("torchvision")
+    except Exception as error:  # a build for CUDA beside a torch for CPUs: RuntimeError, OSError or ImportError
+        return [
+            f"the installed torchvision cannot be imported ({error}), and so no model of transformers can; it is not"
+            f" needed here: {sys.executable} -m pip uninstall -y torchvision"
+        ]
+    return []
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:

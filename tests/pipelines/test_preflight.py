@@ -12,7 +12,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
-from roll_opd.pipelines.preflight import CPU_HEAD_SIZES, checkpoint_problems, machine_problems
+from roll_opd.pipelines.preflight import CPU_HEAD_SIZES, checkpoint_problems, machine_problems, package_problems
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 
@@ -53,6 +53,17 @@ def test_head_sizes_are_the_installed_engines() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
+def test_a_torchvision_that_does_not_fit_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip installs beside a torch for CPUs: transformers would import no model any more."""
+    (tmp_path / "torchvision").mkdir()
+    broken = "import torch\ntorch.library.register_fake('torchvision::nms')(lambda boxes, scores, threshold: boxes)\n"
+    (tmp_path / "torchvision" / "__init__.py").write_text(broken)
+    assert package_problems() == []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (text,) = package_problems()
+    assert "operator torchvision::nms does not exist" in text and text.endswith("-m pip uninstall -y torchvision")
 
 
 def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
