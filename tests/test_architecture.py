@@ -23,6 +23,7 @@ FLOORS = {
     "roll_opd.config.errors": (0, "ground"),
     "roll_opd.config.legacy_roll": (0, "ground"),
     "roll_opd.command_line": (0, "ground"),
+    "roll_opd.companions": (0, "ground"),
     "roll_opd.declared": (0, "ground"),
     "roll_opd.extensions": (0, "ground"),
     "roll_opd.engine_options": (0, "ground"),

@@ -4,14 +4,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.companions import broken_companions
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
@@ -90,17 +89,15 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def package_problems() -> list[str]:
-    """Return why no model can be imported here: transformers imports torchvision with each, where there is one."""
-    if find_spec("torchvision") is None:
+    """Return why no model or no engine can be imported here, although all that they need is there."""
+    broken = broken_companions()
+    if not broken:
         return []
-    try:
-        import_module("torchvision")
-    except Exception as error:  # a build for CUDA beside a torch for CPUs: RuntimeError, OSError or ImportError
-        return [
-            f"the installed torchvision cannot be imported ({error}), and so no model of transformers can; it is not"
-            f" needed here: {sys.executable} -m pip uninstall -y torchvision"
-        ]
-    return []
+    names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
+    return [
+        f"installed packages do not fit torch, and break transformers and vLLM, which import them: {why}. They are not"
+        f" needed here: {sys.executable} -m pip uninstall -y {names}"
+    ]
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
