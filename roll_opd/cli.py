@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from roll_opd.command_line import INTERRUPTED, USER_ERROR, add_config_arguments
+from roll_opd import __version__, demo
+from roll_opd.command_line import INTERRUPTED, USER_ERROR, add_config_arguments, asked_pipeline, configuration
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`
 
@@ -38,7 +38,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.errors import ConfigError
 
     try:
-        plan = load_plan(arguments.config_path, arguments.config_name, arguments.overrides, runnable=False)
+        asked = asked_pipeline(arguments)
+        plan = load_plan(*configuration(arguments), **asked, runnable=False)
     except ConfigError as error:
         print(f"roll-opd: {error}", file=sys.stderr)
         return USER_ERROR
@@ -46,16 +47,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "distill, rlvr, sft, dpo, or the dotted path of a pipeline of your own"
-    parser.add_argument("entry", metavar="PIPELINE", help=what)
-    add_config_arguments(parser)
-
-
 def _run(arguments: argparse.Namespace) -> int:
     from roll_opd.pipelines.launch import launch
 
-    return launch(arguments, **ENTRIES.get(arguments.entry, {"pipeline": arguments.entry}))
+    return launch(arguments, **asked_pipeline(arguments))
 
 
 def _score_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +76,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return inspect_and_report()
 
 
-# of pipelines that roll out, the arguments of `load_plan`; others are known to the configuration by their name
-ENTRIES: dict[str, dict[str, Any]] = {"distill": {"pure": True}, "rlvr": {"pure": False}}
 COMMANDS: dict[str, Command] = {
     "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
-    "run": Command("train: plan, check and run a configuration to its end", _run_arguments, _run),
+    "run": Command("train: plan, check and run a configuration to its end", add_config_arguments, _run),
+    "demo": Command(
+        "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
+    ),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
     "doctor": Command("say what is installed, what will be used and what is broken", lambda parser: None, _doctor),
 }
@@ -94,6 +90,7 @@ COMMANDS: dict[str, Command] = {
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `roll-opd` with a subparser for each row of `COMMANDS`."""
     parser = argparse.ArgumentParser(prog="roll-opd", description="On-policy distillation of language models.")
+    parser.add_argument("--version", action="version", version=f"roll-opd {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.help, description=command.help)

@@ -1,12 +1,71 @@
 """What every command that reads a configuration takes, and the exit codes of all commands."""
 
 import argparse
+import os
+from typing import Any
+
+from roll_opd.config.errors import ConfigError
 
 DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+YAML = (".yaml", ".yml")
+WANTED = "give a YAML file, or --config_path DIR --config_name NAME"
+# of pipelines that roll out, the arguments of `load_plan`; others are known to the configuration by their name
+ENTRIES: dict[str, dict[str, Any]] = {"distill": {"pure": True}, "rlvr": {"pure": False}}
+# the file into which a run writes where its directory is, for `roll_opd.run`, which starts it
+RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every command that reads a configuration takes."""
-    parser.add_argument("--config_path", required=True, metavar="DIR", help="directory, from here or from examples/")
-    parser.add_argument("--config_name", required=True, metavar="NAME", help="YAML file in it, with or without .yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides: key=value, +key=value, ~key")
+def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:
+    """Add what every command that reads a configuration takes: it is a YAML file, or as in ROLL a directory and a name.
+
+    With `takes_pipeline` the first word may name the pipeline; without it the configuration tells.
+    """
+    pipeline = "[distill|rlvr|sft|dpo|MODULE] " if takes_pipeline else ""
+    parser.usage = (
+        f"%(prog)s [options] {pipeline}CONFIG.yaml [key=value ...]\n"
+        f"       %(prog)s [options] {pipeline}--config_path DIR --config_name NAME [key=value ...]"
+    )
+    parser.add_argument("--config_path", metavar="DIR", help="directory, from here or from examples/")
+    parser.add_argument("--config_name", metavar="NAME", help="YAML file in it, with or without .yaml")
+    pipeline = "the pipeline (without it the configuration tells), " if takes_pipeline else ""
+    what = f"{pipeline}the configuration's file, and overrides of it: key=value, +key=value, ~key"
+    parser.add_argument("overrides", nargs="*", metavar="words", help=what)
+
+
+def asked_pipeline(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Take the pipeline from the words of a command line; return what `load_plan` is told of it, if there is one."""
+    first = parsed.overrides[0] if parsed.overrides else ""
+    if not first or "=" in first or first.startswith("~") or first.endswith(YAML):
+        return {}
+    parsed.overrides = parsed.overrides[1:]
+    return ENTRIES.get(first, {"pipeline": first})
+
+
+def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
+    """Return directory, name and overrides of the configuration that a command line names, or raise ConfigError."""
+    files = [word for word in parsed.overrides if _is_file(word)]
+    overrides = [word for word in parsed.overrides if not _is_file(word)]
+    named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]
+    if len(files) > 1:
+        raise ConfigError([f"{' and '.join(files)} are {len(files)} configurations; a run takes one"])
+    if files and named:
+        raise ConfigError([f"{files[0]} and --{named[0]} both name the configuration; give one of them"])
+    if files:
+        directory, name = os.path.split(files[0])
+        return directory or ".", name, overrides
+    if len(named) < 2:
+        found = f"--{named[0]} alone names no configuration" if named else "no configuration is named"
+        raise ConfigError([f"{found}; {WANTED}"])
+    return parsed.config_path, parsed.config_name, overrides
+
+
+def _is_file(word: str) -> bool:
+    """Whether a word of the command line is a configuration's file; `key=file.yaml` is an override."""
+    return word.endswith(YAML) and ("=" not in word or os.path.isfile(word))
+
+
+def tell_run_directory(path: str | os.PathLike[str]) -> None:
+    """Write where a run's directory is into the file that the environment names, if it names one."""
+    if file := os.environ.get(RUN_DIRECTORY_FILE):
+        with open(file, "w", encoding="utf-8") as told:
+            told.write(os.path.realpath(path))

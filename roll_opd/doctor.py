@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from roll_opd.companions import COMPANIONS
 from roll_opd.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
         if not probe.error:
             continue
         remedy = f"install {name} again, in the build for this machine"
-        if name == "torchvision":
-            remedy = "uninstall torchvision: it does not match torch, breaks transformers, and is not needed"
+        if name in COMPANIONS:
+            remedy = f"uninstall {name}: it does not match torch, breaks transformers or vLLM, and is not needed"
         elif name == "transformer-engine":
             remedy = "install it for this torch and CUDA, or uninstall it: the local layers serve without it"
         yield Finding("broken", f"{name} {machine.versions[name]} cannot be imported: {probe.error}", remedy)

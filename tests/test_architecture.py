@@ -16,12 +16,14 @@ PACKAGE = Path(__file__).parent.parent / "roll_opd"
 
 # prefix of a module -> (floor, room); the longest prefix that fits counts. Rooms on one floor do not know each other.
 FLOORS = {
-    "roll_opd": (0, "version"),
+    "roll_opd": (8, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
+    "roll_opd.__main__": (7, "commands"),
     "roll_opd.config.plan": (0, "ground"),
     "roll_opd.config.schema": (0, "ground"),
     "roll_opd.config.errors": (0, "ground"),
     "roll_opd.config.legacy_roll": (0, "ground"),
     "roll_opd.command_line": (0, "ground"),
+    "roll_opd.companions": (0, "ground"),
     "roll_opd.declared": (0, "ground"),
     "roll_opd.extensions": (0, "ground"),
     "roll_opd.engine_options": (0, "ground"),
@@ -43,6 +45,8 @@ FLOORS = {
     "roll_opd.scoring": (7, "commands"),
     "roll_opd.doctor": (7, "commands"),
     "roll_opd.machine": (7, "commands"),
+    "roll_opd.demo": (7, "commands"),
+    "roll_opd.scripting": (7, "commands"),
 }
 ENGINES_AND_RAY = {"ray", "vllm", "megatron", "mbridge"}
 # room -> distributions' modules that none of its files imports

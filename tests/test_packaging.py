@@ -155,6 +155,57 @@ def test_no_host_is_named_where_packages_come_from():
     assert [name for name in files if "://" in (ROOT / name).read_text()] == []
 
 
+# what is installed, where the repository is not
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """What a wheel installs, built without one: the package, with what setup.py adds."""
+    place = tmp_path_factory.mktemp("installed")
+    command = ["setup.py", "-q", "egg_info", "--egg-base", str(place), "build_py", "--build-lib", str(place / "lib")]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return place / "lib"
+
+
+@pytest.mark.slow
+def test_an_installed_package_brings_groups_examples_and_the_demo(installed):
+    shipped = installed / "roll_opd/shipped"
+    expected = {path for path in (ROOT / "configs").rglob("*.yaml")} | set((ROOT / "examples").rglob("*.yaml"))
+    expected |= {path for part in ("data", "models") for path in (ROOT / "examples/demo" / part).rglob("*.*")}
+    brought = {ROOT / path.relative_to(shipped) for path in shipped.rglob("*") if path.is_file()}
+    assert brought == {path for path in expected if path.is_file()}
+    modules = {path.relative_to(ROOT) for path in (ROOT / "roll_opd").rglob("*.py")}
+    assert {path.relative_to(installed) for path in installed.rglob("*.py")} == modules
+    assert (installed / "roll_opd/py.typed").exists()
+
+
+@pytest.mark.slow
+def test_an_installed_package_plans_its_demo_without_the_repository(installed, tmp_path):
+    program = """
+import sys
+from pathlib import Path
+import roll_opd, roll_opd.paths
+from roll_opd import cli
+from roll_opd.config.build import load_plan
+assert Path(roll_opd.__file__).is_relative_to(sys.argv[1]), roll_opd.__file__
+sys.path[:] = [place for place in sys.path if Path(place) != Path(sys.argv[2])]
+assert cli.main(["demo", "d"]) == 0
+for name in sorted(path.stem for path in Path("d").glob("*.yaml")):
+    plan = load_plan("d", name)
+    assert Path(plan.student.model.path).is_relative_to(Path("d").resolve())
+assert load_plan("demo", "sft").student.model.path.startswith(sys.argv[1])  # as in the repository
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, installed, ROOT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # set-up, in a copy of what it reads
 
 

@@ -47,6 +47,7 @@ from roll_opd.config.trackers import read_trackers
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
+from roll_opd.paths import looking_beside
 from roll_opd.tracking.secrets import without_secrets
 
 TITLES = {
@@ -75,10 +76,11 @@ def load_plan(
     `warnings`.
 
     Relative paths inside a configuration are relative to the current directory, as in ROLL; what is not found there is
-    looked for in the repository (the parent of `examples/`).
+    looked for beside the configuration's file, then in the repository (the parent of `examples/`).
     """
     loaded = load_config(config_path, config_name, list(overrides))
-    return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
+    with looking_beside(loaded.directory):
+        return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
 
 
 def plan_config(
@@ -101,7 +103,7 @@ def plan_config(
 def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
     """Return the keys of the supervised pipeline that is asked for or meant; None: a run that rolls out."""
     if pipeline is not None:
-        problem = f"no pipeline {pipeline!r}; known are {', '.join(SUPERVISED)}, or the dotted path of a module"
+        problem = f"no pipeline {pipeline!r}; known: distill, rlvr, {', '.join(SUPERVISED)}, or a module's dotted path"
         try:
             if pipeline not in SUPERVISED:
                 importlib.import_module(pipeline)  # declares its keys

@@ -1,7 +1,7 @@
 """Reads a Hydra configuration: YAML files, `defaults` lists, interpolation and command-line overrides.
 
-The result is a plain dict and a map that says where each key was written, for messages. The repository's
-`configs/` directory is always on Hydra's search path, so a configuration may compose from its groups.
+The result is a plain dict and a map that says where each key was written, for messages. The
+directory `configs/` is always on Hydra's search path, so a configuration may compose from its groups.
 """
 
 import json
@@ -59,7 +59,7 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     if not (directory / f"{name}.yaml").is_file():
         present = ", ".join(sorted(path.name for path in directory.glob("*.yaml"))) or "none"
-        raise ConfigError([f"--config_name {config_name}: no {name}.yaml in {directory}; YAML files there: {present}"])
+        raise ConfigError([f"{config_name}: no {name}.yaml in {directory}; YAML files there: {present}"])
     parsed = _parse_overrides(overrides)
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
@@ -90,7 +90,7 @@ def find_config_dir(config_path: str) -> Path:
         if candidate.is_dir():
             return candidate.resolve()
     tried = ", ".join(str(path.absolute()) for path in candidates[:2])
-    raise ConfigError([f"--config_path {config_path}: no such directory; tried {tried}"])
+    raise ConfigError([f"{config_path}: no such directory with configurations; tried {tried}"])
 
 
 def _parse_overrides(overrides: list[str]) -> list[Override]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError
-from roll_opd.paths import REPOSITORY, find_path, places
+from roll_opd.paths import candidates, find_path, places
 
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (".jsonl", ".json", PARQUET_SUFFIX)  # files taken from a directory
@@ -68,9 +68,8 @@ def find_files(name: str, dataset_dir: str | None) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """Return the files that a pattern with *, ? or [ ] names, from the current directory or the repository root."""
-    given = Path(pattern).expanduser()
-    for place in (given, REPOSITORY / given):
+    """Return the files that a pattern with *, ? or [ ] names, from the first of `candidates` that has any."""
+    for place in candidates(pattern):
         files = [Path(match) for match in glob.glob(str(place), recursive=True)]
         if files := sorted(file.resolve() for file in files if file.is_file()):
             return files

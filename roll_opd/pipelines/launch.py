@@ -1,6 +1,7 @@
 """From a command line to a run: plan, check, start, and end with an exit code that says what happened.
 
 0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted.
+`roll-opd run`, the launchers in `examples/` and `python -m roll_opd.pipelines.launch` are this module.
 """
 
 import argparse
@@ -11,11 +12,22 @@ import traceback
 from collections.abc import Sequence
 
 from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.command_line import DONE, FAILED, INTERRUPTED, USER_ERROR, add_config_arguments
+from roll_opd.command_line import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    RUN_DIRECTORY_FILE,
+    USER_ERROR,
+    add_config_arguments,
+    asked_pipeline,
+    configuration,
+    tell_run_directory,
+)
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
 from roll_opd.hf.model_info import ModelFilesError
+from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.registry import TrackerError
@@ -28,16 +40,23 @@ REFUSALS = (AlgorithmError, CheckpointError, ConfigError, DataError, ModelFilesE
 def main(
     description: str, *, pure: bool | None = None, pipeline: str | None = None, arguments: Sequence[str] | None = None
 ) -> int:
-    """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`."""
+    """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`.
+
+    Where both are None, the first word may name the pipeline, as in `roll-opd run`.
+    """
     parser = argparse.ArgumentParser(description=description)
-    add_config_arguments(parser)
-    return launch(parser.parse_intermixed_args(arguments), pure=pure, pipeline=pipeline)
+    is_open = pure is None and pipeline is None
+    add_config_arguments(parser, takes_pipeline=is_open)
+    parsed = parser.parse_intermixed_args(arguments)
+    return launch(parsed, **(asked_pipeline(parsed) if is_open else {"pure": pure, "pipeline": pipeline}))
 
 
 def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: str | None = None) -> int:
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
+    if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
+        die_with_parent()
     try:
-        plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure, pipeline=pipeline)
+        plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline)
         os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
         # imports torch: a wrong configuration is refused without waiting for that
         from roll_opd.pipelines.preflight import preflight
@@ -46,6 +65,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
             print(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
+            tell_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error)
@@ -76,3 +96,7 @@ def exit_code(error: BaseException, refusals: tuple[type[Exception], ...] = REFU
 def _ended(message: str, code: int) -> int:
     print(f"roll-opd: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main("Train: plan, check and run a configuration to its end."))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_opd.cluster import placement, runtime
+from roll_opd.command_line import tell_run_directory
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.rows import DataError
@@ -97,6 +98,7 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
     directory = _directory(plan, resumed)
+    tell_run_directory(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     logger = RunLogger(plan, directory, trackers, inputs.tokenizer, resumed.step if resumed else 0)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.companions import broken_companions
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
@@ -56,6 +57,7 @@ def preflight(plan: RunPlan) -> Inputs:
         print(f"warning: {warning}", file=sys.stderr)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     problems = checkpoint_problems(plan, resumed) if resumed else []
+    problems += package_problems()
     if not os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
         problems += machine_problems(plan, torch.cuda.device_count())
     if problems:
@@ -83,6 +85,18 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
     return [
         f"{plan.rollout.name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of"
         f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs"
+    ]
+
+
+def package_problems() -> list[str]:
+    """Return why no model or no engine can be imported here, although all that they need is there."""
+    broken = broken_companions()
+    if not broken:
+        return []
+    names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
+    return [
+        f"installed packages do not fit torch, and break transformers and vLLM, which import them: {why}. They are not"
+        f" needed here: {sys.executable} -m pip uninstall -y {names}"
     ]
 
 

@@ -12,7 +12,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
-from roll_opd.pipelines.preflight import CPU_HEAD_SIZES, checkpoint_problems, machine_problems
+from roll_opd.pipelines.preflight import CPU_HEAD_SIZES, checkpoint_problems, machine_problems, package_problems
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 
@@ -53,6 +53,24 @@ def test_head_sizes_are_the_installed_engines() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+
+
+def test_companions_that_do_not_fit_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip installs beside a torch for CPUs: transformers would import no model any more, and vLLM no engine."""
+    operator = "import torch\ntorch.library.register_fake('torchvision::nms')(lambda boxes, scores, threshold: boxes)\n"
+    library = "raise OSError('Could not load this library: _torchaudio.abi3.so')\n"
+    for name, code in {
+        "torchvision": operator,
+        "torchaudio": library,
+        "torchcodec": "raise RuntimeError('FFmpeg')",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(code)
+    assert package_problems() == []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (text,) = package_problems()
+    assert "operator torchvision::nms does not exist" in text and "_torchaudio.abi3.so" in text
+    assert text.endswith("-m pip uninstall -y torchaudio torchvision")
 
 
 def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,32 +1,60 @@
 """Whole runs of pure distillation: what they leave behind, and real input."""
 
+import asyncio
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from runs import REPOSITORY, SMALL, Run, launch
+from runs import MARK, REPOSITORY, SMALL, Run, wait_until_gone
 from stage import Stage, optimizer_of
 from transformers import AutoModelForCausalLM
 
+import roll_opd
+from roll_opd.cli import main
 from roll_opd.data.gsm8k import main as convert_gsm8k
+from tests.pages import blocks
 
 STEPS = 2
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Student (DP2), inference engine and teacher (TP2) share both slots."""
-    return launch(
-        tmp_path_factory.mktemp("runs") / "whole",
+    """The page docs/quickstart.md, followed to its end from a notebook's running loop, in fewer steps.
+
+    Student (DP2), inference engine and teacher (TP2) share both slots.
+    """
+    place = tmp_path_factory.mktemp("runs") / "quickstart"
+    assert main(["demo", str(place)]) == 0
+    (place / "mine.yaml").write_text(blocks("quickstart.md", "yaml")[0], encoding="utf-8")
+    overrides = [
         *SMALL,
         "student_train.device_mapping=[0,1]",
         "student_train.training_args.per_device_train_batch_size=32",
         "student_infer.device_mapping=[0]",
         f"max_steps={STEPS}",
         "samples_per_step=64",
-    )
+    ]
+
+    async def cell(output: io.StringIO) -> dict[str, Any]:
+        with redirect_stdout(output):
+            return roll_opd.run("mine.yaml", overrides=overrides)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv(MARK, str(place))
+        result = asyncio.run(cell(output := io.StringIO()))
+    wait_until_gone(str(place))
+    latest = place / "output/mine/latest"
+    assert result == json.loads((latest / "summary.json").read_text()) | {
+        "run_directory": str(latest.resolve()),
+        "model": str(latest.resolve() / f"checkpoints/step_{STEPS}/hf"),
+    }
+    return Run(0, output.getvalue(), latest)
 
 
 def test_a_run_leaves_everything_it_promises(run: Run) -> None:
@@ -70,11 +98,16 @@ def test_prompts_are_taken_in_the_seeds_order_without_repeats(run: Run) -> None:
     assert order != sorted(order)
 
 
-def test_the_checkpoint_loads_in_transformers(run: Run) -> None:
+def test_the_checkpoint_loads_in_transformers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(run.path / f"checkpoints/step_{STEPS}/hf")
     start = AutoModelForCausalLM.from_pretrained(REPOSITORY / "examples/demo/models/student")
     moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
     assert all(moved)
+    monkeypatch.chdir(run.path.parents[2])  # where the page is when it loads the model
+    exec(blocks("quickstart.md", "python")[0].replace("step_20", f"step_{STEPS}"), {})
+    assert "661+234=<|end|><|assistant|>" in capsys.readouterr().out.replace(" ", "")
 
 
 def test_gsm8k_prompts_train(stage: Stage, tmp_path: Path, gsm8k_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

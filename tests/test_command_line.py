@@ -1,0 +1,195 @@
+"""`roll-opd` as it is typed: the words of a command, the pages that show them, and the demo that they work on."""
+
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import roll_opd
+from roll_opd import cli, command_line, scripting
+from roll_opd.command_line import asked_pipeline, configuration
+from roll_opd.config.build import load_plan
+from roll_opd.config.errors import ConfigError
+from tests.pages import blocks, commands
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo"
+
+
+def ask(*words: str) -> tuple:
+    """What `roll-opd run` makes of the words after it: what it is told of the pipeline, and the configuration."""
+    parsed = cli.parse(["run", *words])
+    return asked_pipeline(parsed), *configuration(parsed)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("distill a.yaml", ({"pure": True}, ".", "a.yaml", [])),
+        ("rlvr x/a.yaml b=1 ~c", ({"pure": False}, "x", "a.yaml", ["b=1", "~c"])),
+        ("sft --config_path x --config_name a b=1", ({"pipeline": "sft"}, "x", "a", ["b=1"])),
+        ("distill b=1 --config_path x c=2 --config_name a d=3", ({"pure": True}, "x", "a", ["b=1", "c=2", "d=3"])),
+        ("--config_path x --config_name a dpo b=1", ({"pipeline": "dpo"}, "x", "a", ["b=1"])),
+        ("my.pipelines b=1 /x/a.yaml", ({"pipeline": "my.pipelines"}, "/x", "a.yaml", ["b=1"])),
+        ("a.yaml", ({}, ".", "a.yaml", [])),
+        ("b=1 --config_path x --config_name a", ({}, "x", "a", ["b=1"])),
+        ("~b a.yaml c=d.yaml", ({}, ".", "a.yaml", ["~b", "c=d.yaml"])),
+    ],
+)
+def test_words(words: str, asked: tuple) -> None:
+    assert ask(*words.split()) == asked
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "no configuration is named; give a YAML file, or --config_path DIR --config_name NAME"),
+        ("distill b=1", "no configuration is named"),
+        ("distill --config_path x", "--config_path alone"),
+        ("distill --config_name a", "--config_name alone"),
+        ("a.yaml b.yaml", "a.yaml and b.yaml are 2 configurations"),
+        ("distill a.yaml --config_path x", "a.yaml and --config_path both"),
+    ],
+)
+def test_words_that_name_no_configuration(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ask(*words.split())
+
+
+def test_a_file_with_an_equals_sign_in_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1" / "run.yaml"
+    file.parent.mkdir()
+    file.touch()
+    assert ask(str(file)) == ({}, str(file.parent), "run.yaml", [])
+
+
+def test_an_unknown_pipeline_is_told_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "destill", "demo/onpolicy_distill.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("'destill'", "distill,", "rlvr", "sft", "dpo", "dotted path"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"roll-opd {roll_opd.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("-m", "roll_opd", "--version"), 0, roll_opd.__version__),
+        # this one imports what a run needs: it answers, and does not end in silence
+        (("-m", "roll_opd.pipelines.launch"), 2, "no configuration is named"),
+    ],
+)
+def test_as_a_module(words: tuple[str, ...], code: int, said: str) -> None:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stdout + done.stderr
+
+
+# the demo
+
+
+def test_the_demo_leads_to_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its configurations plan, from their directory and from another, with models and rows of that directory."""
+    there = tmp_path / "my demo"
+    assert cli.main(["demo", str(there)]) == 0
+    assert {file.name for file in there.glob("*.yaml")} == {file.name for file in DEMO.glob("*.yaml")}
+    assert not list(there.rglob("*.py"))
+    for file in (there / "data/train.jsonl", there / "models/teacher/model.safetensors"):
+        assert file.read_bytes() == (DEMO / file.relative_to(there)).read_bytes()
+    for name in ("onpolicy_distill", "ppo", "dpo"):
+        for directory, place in ((".", there), (there.name, tmp_path)):
+            monkeypatch.chdir(place)
+            plan = load_plan(directory, name)
+            models = [plan.student.model.path, *(teacher.worker.model.path for teacher in plan.teachers)]
+            assert plan.validation is not None
+            files = [*plan.data.files, *plan.validation.data.files]
+            assert all(Path(path).is_relative_to(there) for path in (*models, *files))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda place: (place.mkdir(), (place / "x").touch()), "is not empty"),
+        (lambda place: place.touch(), "Not a directory"),
+        (lambda place: place.symlink_to(place), "File exists"),
+    ],
+)
+def test_a_demo_that_cannot_be_written(
+    prepare: Callable, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path / "d")
+    assert cli.main(["demo", str(tmp_path / "d")]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("roll-opd: ") and said in told.err
+    assert cli.main(["demo", str(tmp_path / "empty/below")]) == 0
+
+
+# the pages
+
+
+def test_the_page_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/cli.md").read_text(encoding="utf-8")
+    for name, command in cli.COMMANDS.items():
+        assert f"(#{name})" in page or ("(#run-and-plan)" in page and f"[`{name}`]" in page)
+        parser = cli.argparse.ArgumentParser()
+        command.add_arguments(parser)
+        options = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+        assert [option for option in options if option not in page] == []
+    assert all(f"| {code} |" in page for code in (0, 1, command_line.USER_ERROR, command_line.INTERRUPTED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["cli.md", "quickstart.md"])
+def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends with 0; of `run`, the plan does. tests/pipelines/test_runs.py runs the quickstart's to its end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["roll-opd"])
+    for command, *words in commands(page):
+        if command == "cd":
+            monkeypatch.chdir(words[0])
+            for text in blocks(page, "yaml"):
+                Path("mine.yaml").write_text(text, encoding="utf-8")
+            continue
+        if command == "python":
+            assert words[:2] == ["-m", "roll_opd"]
+            words = words[2:]
+        if words[0] == "run":
+            words[0] = "plan"
+        try:
+            assert cli.main(words) == 0, words
+        except SystemExit as ended:  # --help, --version
+            assert ended.code == 0, words
+
+
+def test_rows_of_the_quickstart_are_the_demos() -> None:
+    rows = [yaml.safe_load(line) for line in blocks("quickstart.md", "json")[0].splitlines()]
+    there = [yaml.safe_load(line) for line in (DEMO / "data/train.jsonl").read_text().splitlines()[: len(rows)]]
+    assert [row["ground_truth"] for row in rows] == [row["ground_truth"] for row in there]
+    assert [row["messages"] for row in rows] == [yaml.safe_load(row["messages"]) for row in there]
+
+
+@pytest.mark.slow
+def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page gives `roll_opd.run` plans; tests/pipelines/test_runs.py trains with it."""
+    planned = []
+
+    def plan(config: scripting.Config, overrides: scripting.Overrides = ()) -> defaultdict:
+        words = [*scripting._configuration(config, tmp_path), *scripting._overrides(overrides)]
+        planned.append(cli.main(["plan", *words]))
+        return defaultdict(str)
+
+    monkeypatch.setattr(scripting, "run", plan)
+    cli.main(["demo", str(tmp_path / "quickstart")])
+    monkeypatch.chdir(tmp_path / "quickstart")
+    Path("mine.yaml").write_text(blocks("quickstart.md", "yaml")[0], encoding="utf-8")
+    scope: dict[str, Any] = {}
+    for text in blocks("quickstart.md", "python")[1:]:
+        exec(text, scope)
+    assert planned == [0, 0]
