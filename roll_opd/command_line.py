@@ -1,8 +1,17 @@
 """What every command that reads a configuration takes, and the exit codes of all commands."""
 
 import argparse
+import io
+import sys
 
-DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+
+
+def safe_output() -> None:
+    """Have what the terminal's encoding lacks printed as an escape, rather than end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,17 +1,53 @@
 """Where the paths in a configuration lead: from the current directory, or from the repository."""
 
+import os
 from pathlib import Path
+
+from roll_opd.failures import file_kind, os_sentence
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+class PathError(ValueError):
+    """A path cannot be looked at; the message says which, why and what to do."""
+
+
+def expanded(text: str) -> Path:
+    """Return the path that `text` means, with `~` and `~user` replaced. PathError where it can mean none."""
+    if not text.strip():
+        raise PathError("the path is empty; write one")
+    if "\0" in text:
+        raise PathError(f"{text!r} has a NUL character in it, which no path has; remove it")
+    found = os.path.expanduser(text)
+    if text.startswith("~") and found == text:
+        home = Path(text).parts[0]
+        raise PathError(f"{text}: there is no home directory {home}; write the path without it")
+    return Path(found)
+
+
 def find_path(text: str) -> Path | None:
-    """Return the existing path that `text` means, from the current directory or the repository root."""
-    given = Path(text).expanduser()
+    """Return the existing path that `text` means, from the current directory or the repository root.
+
+    PathError where that cannot be seen: a directory may not be entered, a name is too long, ...
+    """
+    given = expanded(text)
     for candidate in (given, REPOSITORY / given):
-        if candidate.exists():
-            return candidate.resolve()
+        try:
+            if candidate.exists():
+                return candidate.resolve()
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+            raise PathError(os_sentence(error) if isinstance(error, OSError) else f"{text}: {error}") from None
     return None
+
+
+def regular_file(path: Path) -> Path:
+    """Return `path` where it is a regular file, which can be read from its beginning again. PathError for others."""
+    try:
+        if path.is_file():
+            return path
+        raise PathError(f"{path} is {file_kind(path)}, which cannot be read twice; give a regular file")
+    except OSError as error:
+        raise PathError(os_sentence(error)) from None
 
 
 def places() -> str:

@@ -274,12 +274,15 @@ class _Planner:
     def _common(self, top: Run, roles: Roles) -> dict[str, Any]:
         """Check what every pipeline has, and return the plan's fields for it."""
         exp_name = top.exp_name or self.loaded.name
-        check_files.check_output(top, exp_name, roles.train.info if roles.train else None, self.diagnostics)
+        output_dir = check_files.check_output(
+            top, exp_name, roles.train.info if roles.train else None, self.diagnostics
+        )
         trackers = read_trackers(top, self.diagnostics)
         resume = check_files.read_resume(top, self.diagnostics)
         self.diagnostics.warn_ignored()
         return {
             **shared(RunKeys, top),
+            "output_dir": output_dir,
             "exp_name": exp_name,
             "num_nodes": check_layouts.nodes(roles.placed(), top),
             "devices_per_node": top.num_gpus_per_node,
