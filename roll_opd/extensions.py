@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from roll_opd.declared import Declared, declarations
+from roll_opd.failures import place_of
 from roll_opd.frozen import thaw
 
 Part = TypeVar("Part", bound=Callable[..., Any])
@@ -76,11 +77,10 @@ class Registry(Generic[Facts]):
             )
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # a module can fail in any way when it is imported
-            raise self.error(
-                f"{self.kind} {name}: the module {module_name} cannot be imported: {error}; put it on PYTHONPATH or"
-                " correct the name"
-            ) from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module can fail in any way when it is imported, and call exit(), too
+            raise self.error(f"{self.kind} {name}: {import_problem(module_name, error)}") from error
         found = vars(module).get(attribute)
         if not callable(found):
             raise self.error(
@@ -127,6 +127,14 @@ class Registry(Generic[Facts]):
     @property
     def _declared(self) -> Mapping[str, Declared]:
         return declarations(self.package, self.decorator)
+
+
+def import_problem(module: str, error: BaseException) -> str:
+    """Say why a user's module cannot be imported, where, and what to do."""
+    what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+    place = place_of(error)
+    where = f" ({place})" if place and place.rpartition(":")[0] != __file__ else ""
+    return f"the module {module} cannot be imported: {what}{where}; put it on PYTHONPATH or correct it or the name"
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:

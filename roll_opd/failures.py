@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -30,6 +31,8 @@ REMEDIES = {
     errno.ENFILE: "too many files are open on this machine; end some of its processes",
     errno.ENOMEM: "the machine is out of memory; end some of its processes",
 }
+_PACKAGE = str(Path(__file__).parent)
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 # in the last line of a traceback
 _RAISED = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Failure))(?:: (.*))?$")
 _QUOTED = re.compile(rf"(?<!\w)'[^'\n]{{{LONGEST_QUOTE},}}'|(?<!\w)\"[^\"\n]{{{LONGEST_QUOTE},}}\"")
@@ -45,14 +48,17 @@ def os_sentence(error: OSError) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return "file.py:12", where the error was raised as far as the user or this package can do anything about it.
+    """Return "file.py:12", where the error was raised as far as the user, else this package, can do anything about it.
 
-    That is the innermost frame outside of Python's own importing; "" for an error that was never raised.
+    That is the innermost line that is neither a library's nor Python's own; "" for an error that was never raised.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    theirs = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, _PACKAGE))]
+    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    innermost = (theirs or ours or frames)[-1:]
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in innermost)
 
 
 def unforeseen(error: BaseException) -> str:

@@ -20,13 +20,14 @@ SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
 
 
 @contextmanager
-def ray_cluster(devices_per_node: int, starting: StartUp) -> Iterator[None]:
+def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Iterator[None]:
     """Have Ray up inside the `with` block.
 
     With RAY_ADDRESS set (a cluster that somebody else started), join it. Otherwise start one on this machine whose
     processes die with this one, SIGKILL included, and whose session directory goes with them. Besides its GPUs the
     machine offers `devices_per_node` slots, which stand for devices where there is no GPU.
     """
+    starting = starting or StartUp()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -71,7 +71,7 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
             # a file without `_self_` in its defaults overrides them, which is what everybody expects
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            arguments = _hydra_arguments(parsed, directory)
+            arguments = _hydra_arguments(parsed, directory, name)
             config = compose(name, arguments)
             origins = _origins(name, arguments, directory)
     except yaml.YAMLError as error:
@@ -137,10 +137,11 @@ def _parse_overrides(overrides: list[str]) -> list[Override]:
     return parsed
 
 
-def _hydra_arguments(overrides: list[Override], directory: Path) -> list[str]:
+def _hydra_arguments(overrides: list[Override], directory: Path, name: str) -> list[str]:
     """Add our groups to the search path, and let `key=value` set a key that no file has written.
 
-    Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business.
+    Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business. In the same
+    way `group=option` and `+group=option` both choose it, whether or not the defaults lists have that group.
     """
     places = [json.dumps(f"file://{place}") for place in (GROUPS, FRAGMENTS) if place.is_dir()]
     arguments = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
@@ -148,8 +149,18 @@ def _hydra_arguments(overrides: list[Override], directory: Path) -> list[str]:
         text, key = str(override.input_line), override.key_or_group
         plain = text[:1] not in "+~" and override.package is None and not key.startswith("hydra.")
         is_group = (directory / key).is_dir() or (GROUPS / key).is_dir()
-        arguments.append(f"++{text}" if plain and not is_group else text)
+        if is_group and override.package is None and text[:2] != "++" and text[:1] != "~":
+            text = text.lstrip("+")
+            arguments.append(text if key in _groups(name, arguments[:1]) else f"+{text}")
+        else:
+            arguments.append(f"++{text}" if plain and not is_group else text)
     return arguments
+
+
+def _groups(name: str, arguments: list[str]) -> set[str]:
+    """Return the groups that the defaults lists choose an option of."""
+    composed = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN).defaults
+    return {default.config_path.rpartition("/")[0] for default in composed if default.config_path}
 
 
 def _origins(name: str, arguments: list[str], directory: Path) -> dict[str, str]:

@@ -58,6 +58,11 @@ class Checkpoints:
         for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
             shutil.rmtree(leftover)
 
+    def newest(self) -> tuple[int, Path] | None:
+        """Return the step and the path of the newest complete one, None where there is none."""
+        found = complete(self._run.path)[:1]
+        return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
+
     def due(self, step: int) -> bool:
         """Whether to save after `step`."""
         every = self._plan.save_steps
