@@ -87,8 +87,7 @@ def _vllm_fields() -> tuple[dict[str, ast.expr], dict[str, dict[str, float]]]:
                 ):
                     aliases[name] = value
                 case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=ast.Name(id="Field"), keywords=given)):
-                    limits = {item.arg: item.value.value for item in given if isinstance(item.value, ast.Constant)}
-                    bounds[name] = {bound: limits[bound] for bound in _BOUNDS if bound in limits}
+                    bounds[name] = {item.arg: ast.literal_eval(item.value) for item in given if item.arg in _BOUNDS}
     return aliases, {name: limits for name, limits in bounds.items() if limits}
 
 

@@ -50,6 +50,16 @@ def regular_file(path: Path) -> Path:
         raise PathError(os_sentence(error)) from None
 
 
+def content(path: Path) -> bytes:
+    """Return what is in a regular file that should not be empty. PathError for others, which may never end."""
+    try:
+        if not regular_file(path).stat().st_size:
+            raise PathError(f"{path} is empty; get it again")
+        return path.read_bytes()
+    except OSError as error:
+        raise PathError(os_sentence(error)) from None
+
+
 def places() -> str:
     """Name the directories from which relative paths are looked up."""
     here = Path.cwd()

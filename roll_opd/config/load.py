@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.yaml_files import LOADER, endless_reference, use_bounded_files, value_problem, yaml_message
+from roll_opd.config.yaml_files import LOADER, bounded_work, use_bounded_files, value_problem, yaml_message
 from roll_opd.failures import file_kind, os_sentence
 from roll_opd.paths import REPOSITORY, PathError, expanded
 
@@ -65,6 +65,11 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
         raise ConfigError([f"--config_path {config_path} --config_name {config_name}: {os_sentence(error)}"]) from None
     except PathError as error:
         raise ConfigError([f"--config_path {config_path}: {error}"]) from None
+    with bounded_work():
+        return _composed(directory, name, overrides)
+
+
+def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     parsed = _parse_overrides(overrides)
     use_bounded_files()
     try:
@@ -85,14 +90,10 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
     diagnostics = Diagnostics(origins)
     if not config:
         raise ConfigError([f"{directory / name}.yaml is empty; write at least the roles of a run, or copy an example"])
-    if (key := endless_reference(config)) is not None:
-        raise ConfigError(
-            [f"{key}: its ${{references}} would become more than a million characters; write the value itself"]
-        )
-    variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     values = _resolve(config, "", diagnostics)
     if diagnostics.problems:
         raise ConfigError(diagnostics.problems)
+    variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     return LoadedConfig(name, directory, values, origins, variables)
 
 
@@ -124,7 +125,7 @@ def _parse_overrides(overrides: list[str]) -> list[Override]:
             text = f"{devices[1]}={json.dumps(devices[2])}"
         try:
             override = OverridesParser.create().parse_override(text)
-        except (HydraException, RecursionError) as error:
+        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
             problems.append(
                 f"override {text!r} cannot be read: {_one_line(error)}; write key=value, +key=value or ~key"
             )

@@ -6,6 +6,10 @@ all.
 
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,6 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
 from yaml.reader import Reader
 
 from roll_opd.config.errors import ConfigError
@@ -25,8 +28,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten 
 MOST_BYTES = 2**20  # of a file: the largest known has 20 kB
 MOST_NODES = 20_000  # values of a file, those of aliases counted each time
 MOST_DEPTH = 60  # sections within sections
-MOST_TEXT = 10**6  # characters and values of a configuration when its ${references} are filled in
-REFERENCE = re.compile(r"\$\{(\.*)([\w.-]+)\}")
+MOST_SECONDS = 3.0  # of computing, to compose a configuration; a large one takes 0.3
 INT64 = 2**63
 
 
@@ -53,6 +55,8 @@ def check_file(path: Path) -> None:
     """Raise ConfigError, with the line, where `path` is no YAML file that can be read in a moment."""
     try:
         size = regular_file(path).stat().st_size
+        if not size:
+            raise ConfigError([f"{path} is empty; write at least the roles of a run, or copy an example"])
         if size > MOST_BYTES:
             raise ConfigError(
                 [f"{path} has {size:,} bytes, and a configuration at most {MOST_BYTES:,}; is this the file?"]
@@ -128,36 +132,31 @@ def value_problem(value: Any) -> str | None:
     return None
 
 
-def endless_reference(config: Any) -> str | None:
-    """Return the dotted key whose ${references} would grow beyond `MOST_TEXT` when they are filled in, if there is one.
+class _TooMuchWork(BaseException):
+    """Not an Exception: OmegaConf would take that for the failure of one reference, and go on with the next."""
 
-    References in a circle are left to OmegaConf, which names them.
+
+@contextmanager
+def bounded_work() -> Iterator[None]:
+    """Raise ConfigError where composing, inside the block, takes longer than any configuration that means something.
+
+    References to references multiply as aliases do, and Hydra's language has too many ways to write them to count them
+    before. Python leaves such limits to the main thread.
     """
-    texts: dict[str, str] = {}
-    members: dict[str, list[str]] = {}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    def visit(node: Any, path: str) -> None:
-        if isinstance(node, dict | list):
-            items = node.items() if isinstance(node, dict) else enumerate(node)
-            named = [(f"{path}.{key}" if path else str(key), value) for key, value in items]
-            members[path] = [key for key, _ in named]
-            for key, value in named:
-                visit(value, key)
-        elif isinstance(node, str):
-            texts[path] = node
+    def too_much(*_: object) -> None:
+        raise _TooMuchWork
 
-    visit(OmegaConf.to_container(config, resolve=False), "")
-    known: dict[str, int] = {}
-
-    def size(path: str) -> int:
-        if path not in known:
-            known[path] = 1  # a circle ends here
-            text = texts.get(path, "")
-            total = 1 + len(text) + sum(map(size, members.get(path, ())))
-            for dots, name in REFERENCE.findall(text):
-                base = path.split(".")[: -len(dots)] if dots else []
-                total += size(".".join([*base, name]))
-            known[path] = total
-        return known[path]
-
-    return next((path for path in (*texts, *members) if path and size(path) > MOST_TEXT), None)
+    before = signal.signal(signal.SIGVTALRM, too_much)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    try:
+        yield
+    except _TooMuchWork:
+        what = f"composing the configuration takes more than {MOST_SECONDS:g} s"
+        raise ConfigError([f"{what}: its ${{references}} multiply; write the values themselves"]) from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

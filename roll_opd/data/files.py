@@ -128,6 +128,8 @@ class JsonlFile:
         return position
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        if not os.fstat(file.fileno()).st_size:
+            return  # also what only looks like a file, as those of /proc do, and may never end
         for number, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
             if len(raw) == LONGEST_LINE:
                 raise DataError(

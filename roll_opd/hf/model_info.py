@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.failures import os_sentence
-from roll_opd.paths import PathError, find_path, places
+from roll_opd.paths import PathError, content, find_path, places
 
 MODEL_TYPES = (
     "llama",
@@ -94,9 +94,9 @@ def _in_hub_cache(name: str) -> Path | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object. Raises ModelFilesError with file and line if it is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelFilesError(os_sentence(error)) from None
+        value = json.loads(content(path).decode("utf-8"))
+    except PathError as error:
+        raise ModelFilesError(str(error)) from None
     except UnicodeDecodeError as error:
         raise ModelFilesError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get it again"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.config.plan import CheckpointPlan
-from roll_opd.paths import regular_file
+from roll_opd.paths import content
 from roll_opd.tracking.run_directory import RunDirectory
 
 STATE_FILE = "run_state.json"
@@ -39,7 +39,7 @@ class Checkpoint:
     def read(cls, path: Path) -> "Checkpoint":
         """Open the checkpoint at `path`. CheckpointError where there is none."""
         try:
-            state = json.loads(regular_file(path / STATE_FILE).read_text())
+            state = json.loads(content(path / STATE_FILE).decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint ({error}); give a run directory or its checkpoints/step_N"
