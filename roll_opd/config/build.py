@@ -5,7 +5,6 @@ models, layouts, devices, lengths, batches, data, output. Everything that can be
 out together.
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +44,7 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.trackers import read_trackers
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
-from roll_opd.extensions import import_problem
+from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.tracking.secrets import without_secrets
@@ -105,14 +104,10 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
         problem = f"no pipeline {pipeline!r}; known are {', '.join(SUPERVISED)}, or the dotted path of a module"
         try:
             if pipeline not in SUPERVISED:
-                importlib.import_module(pipeline)  # declares its keys
+                users_module(pipeline)  # declares its keys
             return SUPERVISED[pipeline]
-        except KeyError:
-            raise ConfigError([problem]) from None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # as it may be of a user's module
-            raise ConfigError([f"{problem}: {import_problem(pipeline, error)}"]) from None
+        except (ImportError, KeyError) as error:
+            raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
     if pure is not None:
         return None
     by_role = {keys.role: keys for keys in SUPERVISED.values() if keys.role not in (*PURE_ROLES, *MIXED_ROLES)}

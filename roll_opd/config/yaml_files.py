@@ -55,8 +55,6 @@ def check_file(path: Path) -> None:
     """Raise ConfigError, with the line, where `path` is no YAML file that can be read in a moment."""
     try:
         size = regular_file(path).stat().st_size
-        if not size:
-            raise ConfigError([f"{path} is empty; write at least the roles of a run, or copy an example"])
         if size > MOST_BYTES:
             raise ConfigError(
                 [f"{path} has {size:,} bytes, and a configuration at most {MOST_BYTES:,}; is this the file?"]

@@ -7,6 +7,7 @@ weights are not on this machine, from the sizes in config.json.
 import hashlib
 import json
 import math
+import operator
 import os
 import struct
 from dataclasses import dataclass, replace
@@ -230,7 +231,7 @@ def _parameters(file: Path) -> int:
         try:
             header = json.loads(stream.read(size))
             tensors = [value for name, value in header.items() if name != "__metadata__"]
-            total = sum(math.prod(tensor["shape"]) for tensor in tensors)
+            total = sum(math.prod(map(operator.index, tensor["shape"])) for tensor in tensors)
             needed = 8 + size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
             raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None

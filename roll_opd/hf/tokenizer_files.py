@@ -5,6 +5,7 @@ and chat template included. Names and paths say nothing about that; the files do
 """
 
 import hashlib
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def largest_token_id(path: Path) -> int | None:
     content = read_json(file)
     try:
         added = [token["id"] for token in content.get("added_tokens") or []]
-        return max([*_vocabulary(content).values(), *added], default=None)
+        return max(map(operator.index, [*_vocabulary(content).values(), *added]), default=None)
     except MALFORMED:
         raise ModelFilesError(f"{file} is not in the form of the tokenizers library") from None
 
