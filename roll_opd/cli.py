@@ -13,7 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from roll_opd import __version__, demo
-from roll_opd.command_line import INTERRUPTED, USER_ERROR, add_config_arguments, asked_pipeline, configuration
+from roll_opd.command_line import (
+    FAILED,
+    INTERRUPTED,
+    USER_ERROR,
+    add_config_arguments,
+    asked_pipeline,
+    configuration,
+    safe_output,
+)
+from roll_opd.failures import os_sentence, tell
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`
 
@@ -112,15 +121,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code; a wrong command line exits with 2."""
+    safe_output()
     parsed = parse(arguments)
     try:
         return COMMANDS[parsed.command].run(parsed)
     except KeyboardInterrupt:
+        print("roll-opd: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # the reader (head, less) has seen enough; keep Python from complaining about it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
+        return USER_ERROR
+    except Exception as error:  # a user meets a sentence, whatever it is
+        tell(error)
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -1,18 +1,27 @@
 """What every command that reads a configuration takes, and the exit codes of all commands."""
 
 import argparse
+import io
 import os
+import sys
 from typing import Any
 
 from roll_opd.config.errors import ConfigError
 
-DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 YAML = (".yaml", ".yml")
 WANTED = "give a YAML file, or --config_path DIR --config_name NAME"
 # of pipelines that roll out, the arguments of `load_plan`; others are known to the configuration by their name
 ENTRIES: dict[str, dict[str, Any]] = {"distill": {"pure": True}, "rlvr": {"pure": False}}
 # the file into which a run writes where its directory is, for `roll_opd.run`, which starts it
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
+
+
+def safe_output() -> None:
+    """Have what the terminal's encoding lacks printed as an escape, rather than end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:

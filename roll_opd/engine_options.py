@@ -5,13 +5,16 @@ understood without an import, are held against the dataclasses that will take th
 """
 
 import ast
+import copy
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from roll_opd.extensions import type_problem
 
@@ -23,6 +26,9 @@ DATACLASSES = {
     ),
     "vLLM": (("vllm", "engine/arg_utils.py", "EngineArgs"), ("vllm", "engine/arg_utils.py", "AsyncEngineArgs")),
 }
+# vLLM's own classes behind its arguments: what its type names mean, and between what bounds its numbers lie
+VLLM_FIELDS = ("cache", "scheduler", "parallel", "model", "load", "offload")
+_BOUNDS = ("ge", "gt", "le", "lt")
 _DECIDED = """
     num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_epsilon
     normalization num_moe_experts moe_router_topk moe_ffn_hidden_size rotary_base params_dtype pipeline_dtype
@@ -48,6 +54,7 @@ _TYPING = {name: getattr(typing, name) for name in ("Any", "Optional", "Union", 
 def engine_options(engine: str) -> dict[str, Any] | None:
     """Return option -> its type (Any where that is not understood); None where they cannot be found."""
     options: dict[str, Any] = {}
+    aliases, bounds = _vllm_fields() if engine == "vLLM" else ({}, {})
     for package, file, name in DATACLASSES[engine]:
         spec = find_spec(package.partition(".")[0]) and find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -59,13 +66,46 @@ def engine_options(engine: str) -> dict[str, Any] | None:
             return None  # a version that keeps them elsewhere
         for node in found[0].body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                options[node.target.id] = _understood(node.annotation)
-    return options
+                options[node.target.id] = _understood(node.annotation, aliases)
+    bounded = {name: bounds[name] for name in options.keys() & bounds.keys() if options[name] is not Any}
+    return options | {name: Annotated[options[name], Field(**limits)] for name, limits in bounded.items()}
 
 
-def _understood(annotation: ast.expr) -> Any:
+def _vllm_fields() -> tuple[dict[str, ast.expr], dict[str, dict[str, float]]]:
+    """Return what vLLM's names of types stand for, and the bounds of its options."""
+    aliases: dict[str, ast.expr] = {}
+    bounds: dict[str, dict[str, float]] = {}
+    spec = find_spec("vllm")
+    places = spec.submodule_search_locations if spec else None
+    for module in VLLM_FIELDS if places else ():
+        source = Path(next(iter(places or ()))) / "config" / f"{module}.py"
+        tree = ast.parse(source.read_text(encoding="utf-8") if source.is_file() else "")
+        for node in ast.walk(tree):
+            match node:
+                case ast.Assign(
+                    targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id="Literal")) as value
+                ):
+                    aliases[name] = value
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=ast.Name(id="Field"), keywords=given)):
+                    bounds[name] = {item.arg: ast.literal_eval(item.value) for item in given if item.arg in _BOUNDS}
+    return aliases, {name: limits for name, limits in bounds.items() if limits}
+
+
+class _Resolved(ast.NodeTransformer):
+    """Puts what a name of a type stands for in its place."""
+
+    def __init__(self, aliases: Mapping[str, ast.expr]) -> None:
+        self._aliases = aliases
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        meant = self._aliases.get(node.id)
+        return node if meant is None else self.visit(copy.deepcopy(meant))
+
+
+def _understood(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
+    annotation = _Resolved(aliases).visit(annotation)
     names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
     if any(isinstance(node, ast.Attribute | ast.Call) for node in ast.walk(annotation)):
         return Any

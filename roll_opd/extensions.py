@@ -9,11 +9,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from roll_opd.declared import Declared, declarations
+from roll_opd.failures import place_of
 from roll_opd.frozen import thaw
 
 Part = TypeVar("Part", bound=Callable[..., Any])
@@ -75,12 +77,9 @@ class Registry(Generic[Facts]):
                 f"unknown {self.kind} {name!r}; known are {self.known}, or a dotted path such as {self.example}"
             )
         try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # a module can fail in any way when it is imported
-            raise self.error(
-                f"{self.kind} {name}: the module {module_name} cannot be imported: {error}; put it on PYTHONPATH or"
-                " correct the name"
-            ) from error
+            module = users_module(module_name)
+        except ImportError as error:
+            raise self.error(f"{self.kind} {name}: {error}") from error
         found = vars(module).get(attribute)
         if not callable(found):
             raise self.error(
@@ -129,6 +128,21 @@ class Registry(Generic[Facts]):
         return declarations(self.package, self.decorator)
 
 
+def users_module(name: str) -> ModuleType:
+    """Import a module that a configuration names. ImportError says in a sentence what is wrong with it, and where."""
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module can fail in any way when it is imported, and call exit(), too
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        place = place_of(error)
+        where = f" ({place})" if place and not place.startswith(__file__) else ""
+        raise ImportError(
+            f"the module {name} cannot be imported: {what}{where}; put it on PYTHONPATH, or correct it or the name"
+        ) from error
+
+
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
     """Return the arguments that a configuration may give `part`, by name: all but the first `given_by_us`.
 
@@ -160,7 +174,11 @@ def argument_problems(
     Types are read from annotations, strictly: "1" is no number. What is not annotated is not checked.
     """
     taken = arguments(part, given_by_us)
-    catches_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(part).parameters.values())
+    parameters = inspect.signature(part).parameters.values()
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if places < given_by_us and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        yield "its call", f"gives {given_by_us} arguments before those of the configuration, and it takes {places}"
+    catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     hints = annotations(part)
     for name, value in given.items():
         if name in taken:

@@ -1,15 +1,22 @@
 """Where the paths in a configuration lead: from the current directory, from its own file, or from the repository."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+
+from roll_opd.failures import file_kind, os_sentence
 
 _PACKAGE = Path(__file__).resolve().parent
 SHIPPED = _PACKAGE / "shipped"  # made by setup.py, in an installed package alone
 # what has `configs/` and `examples/` in it: the repository, or what an installed package brings of it
 REPOSITORY = SHIPPED if SHIPPED.is_dir() else _PACKAGE.parent
 _beside: ContextVar[tuple[Path, ...]] = ContextVar("_beside", default=())
+
+
+class PathError(ValueError):
+    """A path cannot be looked at; the message says which, why and what to do."""
 
 
 @contextmanager
@@ -25,15 +32,57 @@ def looking_beside(directory: Path) -> Iterator[None]:
 def candidates(text: str) -> list[Path]:
     """Return where `text` may lead, first choice first: from here, from the configuration's file, from the repository.
 
-    From here comes first, as in ROLL. An absolute path leads to itself.
+    From here comes first, as in ROLL. An absolute path leads to itself. PathError where `text` can be no path.
     """
-    given = Path(text).expanduser()
+    given = expanded(text)
     return [given] if given.is_absolute() else [place / given for place in (Path(), *_beside.get(), REPOSITORY)]
 
 
+def expanded(text: str) -> Path:
+    """Return the path that `text` means, with `~` and `~user` replaced. PathError where it can mean none."""
+    if not text.strip():
+        raise PathError("the path is empty; write one")
+    if "\0" in text:
+        raise PathError(f"{text!r} has a NUL character in it, which no path has; remove it")
+    found = os.path.expanduser(text)
+    if text.startswith("~") and found == text:
+        home = Path(text).parts[0]
+        raise PathError(f"{text}: there is no home directory {home}; write the path without it")
+    return Path(found)
+
+
 def find_path(text: str) -> Path | None:
-    """Return the existing path that `text` means, the first of `candidates`."""
-    return next((candidate.resolve() for candidate in candidates(text) if candidate.exists()), None)
+    """Return the existing path that `text` means, the first of `candidates`.
+
+    PathError where that cannot be seen: a directory may not be entered, a name is too long, ...
+    """
+    for candidate in candidates(text):
+        try:
+            if candidate.exists():
+                return candidate.resolve()
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+            raise PathError(os_sentence(error) if isinstance(error, OSError) else f"{text}: {error}") from None
+    return None
+
+
+def regular_file(path: Path) -> Path:
+    """Return `path` where it is a regular file, which can be read from its beginning again. PathError for others."""
+    try:
+        if path.is_file():
+            return path
+        raise PathError(f"{path} is {file_kind(path)}, which cannot be read twice; give a regular file")
+    except OSError as error:
+        raise PathError(os_sentence(error)) from None
+
+
+def content(path: Path) -> bytes:
+    """Return what is in a regular file that should not be empty. PathError for others, which may never end."""
+    try:
+        if not regular_file(path).stat().st_size:
+            raise PathError(f"{path} is empty; get it again")
+        return path.read_bytes()
+    except OSError as error:
+        raise PathError(os_sentence(error)) from None
 
 
 def places() -> str:

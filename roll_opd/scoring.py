@@ -11,9 +11,11 @@ from pathlib import Path
 from roll_opd.cli import SIZES
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.config.errors import Diagnostics
+from roll_opd.failures import os_sentence
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.megatron.layouts import check_tensor_parallel
 from roll_opd.megatron.supported import unsupported
+from roll_opd.paths import PathError, regular_file
 
 ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
 
@@ -71,7 +73,7 @@ def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diag
 def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
     bad = rows = 0
     try:
-        with path.open(encoding="utf-8") as lines:
+        with regular_file(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
@@ -80,7 +82,10 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
                 bad += reason is not None
                 if reason and bad <= ROWS_NAMED:
                     diagnostics.problem(f"--input {path}:{number}", reason)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        diagnostics.problem("--input", os_sentence(error))
+        return
+    except (PathError, UnicodeDecodeError) as error:
         diagnostics.problem("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:
@@ -93,7 +98,7 @@ def _bad_row(line: str, info: ModelInfo) -> str | None:
     try:
         row = json.loads(line)
         tokens, prompt_length, _ = row["tokens"], row["prompt_length"], row["id"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         return f'not a row {{"id", "tokens", "prompt_length"}}: {error!r}'
     if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         return "tokens must be a list of integers"

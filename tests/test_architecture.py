@@ -27,6 +27,7 @@ FLOORS = {
     "roll_opd.declared": (0, "ground"),
     "roll_opd.extensions": (0, "ground"),
     "roll_opd.engine_options": (0, "ground"),
+    "roll_opd.failures": (0, "ground"),
     "roll_opd.frozen": (0, "ground"),
     "roll_opd.hf": (0, "ground"),
     "roll_opd.paths": (0, "ground"),

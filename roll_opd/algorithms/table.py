@@ -4,11 +4,11 @@ Names and flags are Trinity-RFT's. The functions that a row names, their default
 stand in `losses` and `advantages`. Here are also the names of what is no extension point. Needs no torch.
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AdvantageFacts, AlgorithmError, PolicyLossFacts
+from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 
 ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"
@@ -82,9 +82,9 @@ def algorithm(name: str) -> Algorithm:
         known = f"known are {', '.join(sorted(ALGORITHMS))}, or a dotted path such as mypackage.MINE"
         raise AlgorithmError(f"unknown algorithm {name!r}; {known}")
     try:
-        found = vars(importlib.import_module(module_name)).get(attribute)
-    except Exception as error:  # a module can fail in any way when it is imported
-        raise AlgorithmError(f"algorithm {name}: the module {module_name} cannot be imported: {error}") from error
+        found = vars(users_module(module_name)).get(attribute)
+    except ImportError as error:
+        raise AlgorithmError(f"algorithm {name}: {error}") from error
     if not isinstance(found, Algorithm):
         raise AlgorithmError(f"algorithm {name}: {module_name} has no Algorithm named {attribute}")
     return found

@@ -4,6 +4,7 @@ Device d is device d % devices_per_node of node d // devices_per_node. Roles tha
 device; roles that do not, do not. On a machine without GPUs a device is a slot: an equal share of its cores.
 """
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll_opd.cluster.runtime import SLOT, ClusterError
+from roll_opd.cluster.runtime import SLOT
+from roll_opd.cluster.start_up import ClusterError, StartUp
 
 SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
 PLACEMENT_SECONDS = 120
@@ -28,10 +30,11 @@ class Device:
 
 
 class Placement:
-    """All devices of a run, reserved."""
+    """All devices of a run, reserved. Whoever starts something there says so to `starting`."""
 
-    def __init__(self, num_nodes: int, devices_per_node: int) -> None:
+    def __init__(self, num_nodes: int, devices_per_node: int, starting: StartUp | None = None) -> None:
         """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few."""
+        self.starting = starting or StartUp()
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT
         # a cluster that is large enough but busy is waited for, one that is too small is not
@@ -48,7 +51,9 @@ class Placement:
             for _ in range(num_nodes)
         ]
         for group in self._groups:
-            if not group.wait(PLACEMENT_SECONDS):
+            with self.starting.waiting_for(f"{devices_per_node} free {self._resource} on a node"):
+                is_placed = group.wait(PLACEMENT_SECONDS)
+            if not is_placed:
                 raise ClusterError(
                     f"the cluster has no node with {devices_per_node} free {self._resource}: it offers "
                     f"{ray.cluster_resources()}. Lower num_gpus_per_node / num_nodes, or free the devices"
@@ -83,7 +88,13 @@ class Placement:
     def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         claim = {"num_gpus": SHARE} if on_gpu else {"resources": {SLOT: SHARE}}
-        cores, gpus = ray.get(_look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote())
+        seen = _look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote()
+        patience = None if math.isinf(self.starting.seconds) else self.starting.seconds
+        with self.starting.waiting_for("the first process of Ray's"):
+            try:
+                cores, gpus = ray.get(seen, timeout=patience)
+            except ray.exceptions.GetTimeoutError:
+                raise ClusterError(f"the first process of Ray's {self.starting.too_late()}") from None
         return Device(group, bundle, max(1, cores // devices_per_node), gpus[0] if on_gpu else None)
 
 

@@ -7,21 +7,38 @@ is dead as well. The reaper keeps a list of the driver's descendants and ends th
 are needed, for the engine core may run on another node than the driver.
 """
 
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 import psutil
 
 LOOK_SECONDS = 1.0  # between looks at which processes descend from the driver
 GRACE_SECONDS = 1.0  # for those that leave by themselves
+# of Python's own processes that remove the shared memory and the semaphores of those that were killed
+TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 5.0
+
+
+class Reaper:
+    """The process that watches, as the one that it watches sees it."""
+
+    def __init__(self, told: IO[bytes]) -> None:
+        self._told = told
+
+    def remove_at_the_end(self, directory: Path) -> None:
+        """Have `directory` removed when every process is gone."""
+        self._told.write(f"{directory}\n".encode())
+        self._told.flush()
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guarded() -> Iterator[Reaper]:
     """Have a reaper watch this process inside the `with` block."""
     driver = psutil.Process()
     preexisting = [str(child.pid) for child in driver.children(recursive=True)]  # not started inside the block
@@ -31,25 +48,38 @@ def guarded() -> Iterator[None]:
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
     )
+    assert reaper.stdin is not None
     try:
-        yield
+        yield Reaper(reaper.stdin)
     finally:
-        assert reaper.stdin is not None
         reaper.stdin.close()
         reaper.wait()
 
 
 def watch(driver: int, preexisting: set[int]) -> None:
-    """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`."""
+    """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`.
+
+    Each line of the input is a directory to remove after that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gone = threading.Event()
-    threading.Thread(target=_set_at_end_of_input, args=(gone,), daemon=True).start()
+    directories: list[str] = []
+    threading.Thread(target=_read_input, args=(directories, gone), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
     while not gone.wait(LOOK_SECONDS):
         descendants = {process for process in descendants | _descendants(driver) if process.is_running()}
     started = [process for process in descendants if process.pid not in spared]
-    _, alive = psutil.wait_procs(started, timeout=GRACE_SECONDS)
+    trackers = [process for process in started if _is_tracker(process)]
+    _end([process for process in started if process not in trackers], GRACE_SECONDS)
+    _end(trackers, TRACKER_SECONDS)
+    for directory in directories:
+        _remove(Path(directory))
+
+
+def _end(processes: list[psutil.Process], grace: float) -> None:
+    """Kill those of `processes` that have not left by themselves after `grace` seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=grace)
     for process in alive:  # psutil checks that the number still means the same process
         try:
             process.kill()
@@ -57,8 +87,24 @@ def watch(driver: int, preexisting: set[int]) -> None:
             continue
 
 
-def _set_at_end_of_input(gone: threading.Event) -> None:
-    sys.stdin.read()
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return TRACKER in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _remove(directory: Path) -> None:
+    """Remove a session directory of Ray's, and the link to it, which is named after the newest."""
+    shutil.rmtree(directory, ignore_errors=True)
+    latest = directory.parent / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
+
+
+def _read_input(directories: list[str], gone: threading.Event) -> None:
+    for line in sys.stdin:
+        directories.append(line.rstrip("\n"))
     gone.set()
 
 

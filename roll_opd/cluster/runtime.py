@@ -2,46 +2,69 @@
 
 import logging
 import os
+import secrets
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.start_up import ClusterError, StartUp
+from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
 
 
-class ClusterError(RuntimeError):
-    """The cluster cannot hold the run; the message says what is missing and what to do."""
-
-
 @contextmanager
-def ray_cluster(devices_per_node: int) -> Iterator[None]:
+def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Iterator[None]:
     """Have Ray up inside the `with` block.
 
     With RAY_ADDRESS set (a cluster that somebody else started), join it. Otherwise start one on this machine whose
-    processes die with this one, SIGKILL included. Besides its GPUs the machine offers `devices_per_node` slots,
-    which stand for devices where there is no GPU.
+    processes die with this one, SIGKILL included, and whose session directory goes with them. Besides its GPUs the
+    machine offers `devices_per_node` slots, which stand for devices where there is no GPU.
     """
+    starting = starting or StartUp()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the run: no other process goes first
     # authentication stays on; its notice would be printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    common: dict[str, Any] = {"log_to_driver": "ROLL_OPD_DEBUG" in os.environ, "logging_level": "warning"}
-    with guarded():
+    common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
+    if shlex.quote(sys.executable) != sys.executable:
+        # a shell starts Ray's workers with the interpreter's path as it is: below "My Projects" none would ever start
+        common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
+    with guarded() as reaper:
         if os.environ.get("RAY_ADDRESS"):
-            ray.init(**common)
+            with starting.waiting_for(f"the Ray cluster at {os.environ['RAY_ADDRESS']}"):
+                _init(**common)
         else:
+            # a token of its own: Ray would write one into the home directory, which may not be there
+            if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
             for counted in ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms"):
                 os.environ.setdefault(counted, "0")  # the metrics of a cluster of one run are never read
             cores = max(os.cpu_count() or 1, devices_per_node)
             resources = {SLOT: float(devices_per_node)}
-            ray.init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
+            with starting.waiting_for("Ray"):
+                session = _init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
+            starting.logs = session / "logs"
+            if DEBUG not in os.environ:
+                reaper.remove_at_the_end(session)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _init(*args: Any, **options: Any) -> Path:
+    """Start Ray, or join it; return its session directory. ClusterError where it does not start."""
+    try:
+        return Path(ray.init(*args, **options).address_info["session_dir"])
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ClusterError(f"Ray does not start: {type(error).__name__}: {' '.join(lines[:3])}") from error

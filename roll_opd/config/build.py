@@ -5,7 +5,6 @@ models, layouts, devices, lengths, batches, data, output. Everything that can be
 out together.
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +44,7 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.trackers import read_trackers
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
+from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.paths import looking_beside
@@ -106,10 +106,10 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
         problem = f"no pipeline {pipeline!r}; known: distill, rlvr, {', '.join(SUPERVISED)}, or a module's dotted path"
         try:
             if pipeline not in SUPERVISED:
-                importlib.import_module(pipeline)  # declares its keys
+                users_module(pipeline)  # declares its keys
             return SUPERVISED[pipeline]
         except (ImportError, KeyError) as error:
-            raise ConfigError([problem + (f" ({error})" if isinstance(error, ImportError) else "")]) from None
+            raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
     if pure is not None:
         return None
     by_role = {keys.role: keys for keys in SUPERVISED.values() if keys.role not in (*PURE_ROLES, *MIXED_ROLES)}
@@ -276,12 +276,15 @@ class _Planner:
     def _common(self, top: Run, roles: Roles) -> dict[str, Any]:
         """Check what every pipeline has, and return the plan's fields for it."""
         exp_name = top.exp_name or self.loaded.name
-        check_files.check_output(top, exp_name, roles.train.info if roles.train else None, self.diagnostics)
+        output_dir = check_files.check_output(
+            top, exp_name, roles.train.info if roles.train else None, self.diagnostics
+        )
         trackers = read_trackers(top, self.diagnostics)
         resume = check_files.read_resume(top, self.diagnostics)
         self.diagnostics.warn_ignored()
         return {
             **shared(RunKeys, top),
+            "output_dir": output_dir,
             "exp_name": exp_name,
             "num_nodes": check_layouts.nodes(roles.placed(), top),
             "devices_per_node": top.num_gpus_per_node,

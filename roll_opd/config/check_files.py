@@ -21,7 +21,7 @@ from roll_opd.data.templates import TEMPLATES
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.hf.tokenizer_files import has_tokenizer, largest_token_id, tokenizer_difference
-from roll_opd.paths import find_path
+from roll_opd.paths import expanded, find_path
 
 # our names for columns of rows with answers, which a key of the configuration may name otherwise
 ANSWER_KEYS = {
@@ -34,6 +34,7 @@ ANSWER_KEYS = {
 }
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 SHARE_TOLERANCE = 0.01  # thirds written as 0.33 are meant to be thirds
+LONGEST_NAME = 255  # bytes of a directory's name
 
 
 def read_data(
@@ -249,7 +250,7 @@ def compare_models(roles: Roles, allow_self_teacher: bool, diagnostics: Diagnost
     for role in roles.teachers.values():
         if role.info is None:
             continue
-        if not allow_self_teacher and same_weights(train.info, role.info):
+        if not allow_self_teacher and _same_weights(train, role, diagnostics):
             same = "path" if train.info.path == role.info.path else "weights"
             diagnostics.problem(
                 f"{role.path}.model_args.model_name_or_path",
@@ -264,6 +265,12 @@ def compare_models(roles: Roles, allow_self_teacher: bool, diagnostics: Diagnost
                 f"{role.path}: the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the ids"
                 " between are padding that the student must not sample"
             )
+
+
+def _same_weights(train: Role, role: Role, diagnostics: Diagnostics) -> bool:
+    with diagnostics.about(f"{role.path}.model_args.model_name_or_path"):
+        return train.info is not None and role.info is not None and same_weights(train.info, role.info)
+    return False
 
 
 def _compare_tokenizers(train: Role, role: Role, what: str, diagnostics: Diagnostics) -> bool:
@@ -304,11 +311,19 @@ def _check_vocabulary(role: Role, diagnostics: Diagnostics) -> None:
         )
 
 
-def check_output(top: Run, exp_name: str, student: ModelInfo | None, diagnostics: Diagnostics) -> None:
-    """Check that the run directory can be made and that at least one checkpoint fits on its disk."""
+def check_output(top: Run, exp_name: str, student: ModelInfo | None, diagnostics: Diagnostics) -> str:
+    """Return `output_dir`, `~` replaced; check that the run directory can be made and that a checkpoint fits on it."""
     if not exp_name or "/" in exp_name or exp_name in (".", ".."):
         diagnostics.problem("exp_name", f"{exp_name!r} cannot name a directory; use letters, digits, - and _")
-    wanted = Path(top.output_dir).expanduser().absolute() / exp_name
+    elif len(os.fsencode(exp_name)) > LONGEST_NAME:
+        diagnostics.problem("exp_name", f"{exp_name!r} is longer than the {LONGEST_NAME} bytes of a directory's name")
+    else:
+        with diagnostics.about("output_dir"):
+            _check_place(expanded(top.output_dir).absolute() / exp_name, student, diagnostics)
+    return os.path.expanduser(top.output_dir)
+
+
+def _check_place(wanted: Path, student: ModelInfo | None, diagnostics: Diagnostics) -> None:
     place = next(parent for parent in (wanted, *wanted.parents) if parent.exists())
     if not place.is_dir():
         diagnostics.problem("output_dir", f"{place} is a file, so {wanted} cannot be made; choose another directory")
@@ -332,11 +347,12 @@ def read_resume(top: Run, diagnostics: Diagnostics) -> bool | str:
     """Return what to resume from: False, True (the newest of this experiment) or an existing directory."""
     if isinstance(top.resume_from_checkpoint, bool):
         return top.resume_from_checkpoint
-    found = find_path(top.resume_from_checkpoint)
-    if found is None or not found.is_dir():
+    with diagnostics.about("resume_from_checkpoint"):
+        found = find_path(top.resume_from_checkpoint)
+        if found is not None and found.is_dir():
+            return str(found)
         diagnostics.problem(
             "resume_from_checkpoint",
             f"{top.resume_from_checkpoint!r} is no directory; give a run or checkpoint directory, or true",
         )
-        return False
-    return str(found)
+    return False

@@ -147,6 +147,7 @@ def check_sampling(args: GeneratingArgs, key: str, diagnostics: Diagnostics) -> 
 
 
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
+MOST_SEQUENCES = 10**7  # of a step: all of them are in the driver's memory at once
 
 
 def demonstration_rows(mini_batch: int, share: float) -> int:
@@ -167,6 +168,13 @@ def mini_batch(
     args, dp = train.worker.training_args, train.megatron.layout.dp
     mini = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp
     sequences = top.rollout_batch_size * n
+    if sequences > MOST_SEQUENCES:
+        diagnostics.problem(
+            "rollout_batch_size",
+            f"{top.rollout_batch_size} prompts x {n} responses are more than the {MOST_SEQUENCES:,} sequences that a"
+            " step can hold; lower one of them",
+        )
+        return None
     arithmetic = (
         f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps"
         f" {args.gradient_accumulation_steps} x data-parallel size {dp}"

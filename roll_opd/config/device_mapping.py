@@ -55,9 +55,9 @@ def _literal_list(value: int | Sequence[int]) -> list[int]:
 def _parse_text(text: str) -> list[int]:
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        value = _interpret(tree.body, text)
+    except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} cannot be read; {ACCEPTED}") from None
-    value = _interpret(tree.body, text)
     return [value] if isinstance(value, int) else value
 
 

@@ -4,16 +4,20 @@ Every check writes into one `Diagnostics`, so that a user sees all problems of a
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from roll_opd.failures import os_sentence, shortened
+from roll_opd.paths import PathError
 
 
 class ConfigError(Exception):
     """The user's configuration is wrong. `problems` holds one sentence each; nothing has been started."""
 
     def __init__(self, problems: list[str]) -> None:
-        super().__init__(problems)
-        self.problems = list(problems)
+        self.problems = [shortened(text) for text in problems]
+        super().__init__(self.problems)
 
     def __str__(self) -> str:
         many = len(self.problems) > 1
@@ -35,9 +39,19 @@ class Diagnostics:
         """Add a problem about `key` (a dotted path), once."""
         self._add(self.problems, f"{key}: {text}{self.where(key)}")
 
+    @contextmanager
+    def about(self, key: str) -> Iterator[None]:
+        """Make problems about `key` of what the system refuses inside the block: rights, loops of links, long names."""
+        try:
+            yield
+        except OSError as error:
+            self.problem(key, os_sentence(error))
+        except PathError as error:
+            self.problem(key, str(error))
+
     def warn(self, text: str) -> None:
         """Add a warning, once."""
-        self._add(self.warnings, text)
+        self._add(self.warnings, shortened(text))
 
     def block(self, key: str, text: str) -> None:
         """Add a sentence about `key` that leaves planning possible and refuses the run, once."""

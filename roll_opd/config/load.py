@@ -22,7 +22,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.paths import REPOSITORY
+from roll_opd.config.yaml_files import LOADER, bounded_work, use_bounded_files, value_problem, yaml_message
+from roll_opd.failures import file_kind, os_sentence
+from roll_opd.paths import REPOSITORY, PathError, expanded
 
 GROUPS = REPOSITORY / "configs"
 # ROLL's YAML compose "../config/traj_envs@_here_" and the like; from here that leads to our copies of the names
@@ -55,37 +57,59 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
     `config_path` is looked up relative to the current directory, then to the repository's `examples/`.
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
-    directory = find_config_dir(config_path)
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
-    if not (directory / f"{name}.yaml").is_file():
-        present = ", ".join(sorted(path.name for path in directory.glob("*.yaml"))) or "none"
-        raise ConfigError([f"{config_name}: no {name}.yaml in {directory}; YAML files there: {present}"])
+    try:
+        directory = find_config_dir(config_path)
+        _check_exists(directory, name, config_name)
+    except OSError as error:
+        raise ConfigError([f"{config_name} in {config_path}: {os_sentence(error)}"]) from None
+    except PathError as error:
+        raise ConfigError([f"{config_path}: {error}"]) from None
+    with bounded_work():
+        return _composed(directory, name, overrides)
+
+
+def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     parsed = _parse_overrides(overrides)
+    use_bounded_files()
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
             # a file without `_self_` in its defaults overrides them, which is what everybody expects
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            arguments = _hydra_arguments(parsed, directory)
+            arguments = _hydra_arguments(parsed, directory, name)
             config = compose(name, arguments)
             origins = _origins(name, arguments, directory)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError([_yaml_message(error)]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([yaml_message(error, directory / f"{name}.yaml")]) from None
+    except RecursionError:
+        circle = "a defaults list leads back to its own file, or sections lie too deep within each other"
+        raise ConfigError([f"{directory / name}.yaml: {circle}; remove that entry"]) from None
     except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError([f"{directory / name}.yaml: {_one_line(error)}"]) from None
     origins.update({key: COMMAND_LINE for override in parsed for key in _override_keys(override)})
     diagnostics = Diagnostics(origins)
     if not config:
         raise ConfigError([f"{directory / name}.yaml is empty; write at least the roles of a run, or copy an example"])
-    variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     values = _resolve(config, "", diagnostics)
     if diagnostics.problems:
         raise ConfigError(diagnostics.problems)
+    variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     return LoadedConfig(name, directory, values, origins, variables)
+
+
+def _check_exists(directory: Path, name: str, written: str) -> None:
+    file = directory / f"{name}.yaml"
+    if file.is_file():
+        return
+    if file.exists():
+        raise ConfigError([f"{written}: {file} is {file_kind(file)}; give the name of a YAML file"])
+    present = ", ".join(sorted(path.name for path in directory.glob("*.yaml") if path.is_file())) or "none"
+    raise ConfigError([f"{written}: no {name}.yaml in {directory}; YAML files there: {present}"])
 
 
 def find_config_dir(config_path: str) -> Path:
     """Return the directory that `config_path` names, from the current directory or from `examples/`."""
-    candidates = [Path(config_path).expanduser(), REPOSITORY / "examples" / config_path, REPOSITORY / config_path]
+    candidates = [expanded(config_path), REPOSITORY / "examples" / config_path, REPOSITORY / config_path]
     for candidate in candidates:
         if candidate.is_dir():
             return candidate.resolve()
@@ -101,7 +125,7 @@ def _parse_overrides(overrides: list[str]) -> list[Override]:
             text = f"{devices[1]}={json.dumps(devices[2])}"
         try:
             override = OverridesParser.create().parse_override(text)
-        except HydraException as error:
+        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
             problems.append(
                 f"override {text!r} cannot be read: {_one_line(error)}; write key=value, +key=value or ~key"
             )
@@ -114,10 +138,11 @@ def _parse_overrides(overrides: list[str]) -> list[Override]:
     return parsed
 
 
-def _hydra_arguments(overrides: list[Override], directory: Path) -> list[str]:
+def _hydra_arguments(overrides: list[Override], directory: Path, name: str) -> list[str]:
     """Add our groups to the search path, and let `key=value` set a key that no file has written.
 
-    Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business.
+    Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business. In the same
+    way `group=option` and `+group=option` both choose it, whether or not the defaults lists have that group.
     """
     places = [json.dumps(f"file://{place}") for place in (GROUPS, FRAGMENTS) if place.is_dir()]
     arguments = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
@@ -125,8 +150,18 @@ def _hydra_arguments(overrides: list[Override], directory: Path) -> list[str]:
         text, key = str(override.input_line), override.key_or_group
         plain = text[:1] not in "+~" and override.package is None and not key.startswith("hydra.")
         is_group = (directory / key).is_dir() or (GROUPS / key).is_dir()
-        arguments.append(f"++{text}" if plain and not is_group else text)
+        if is_group and override.package is None and text[:2] != "++" and text[:1] != "~":
+            text = text.lstrip("+")
+            arguments.append(text if key in _groups(name, arguments[:1]) else f"+{text}")
+        else:
+            arguments.append(f"++{text}" if plain and not is_group else text)
     return arguments
+
+
+def _groups(name: str, arguments: list[str]) -> set[str]:
+    """Return the groups that the defaults lists choose an option of."""
+    composed = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN).defaults
+    return {default.config_path.rpartition("/")[0] for default in composed if default.config_path}
 
 
 def _origins(name: str, arguments: list[str], directory: Path) -> dict[str, str]:
@@ -155,7 +190,7 @@ def _key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
                 lines[key] = f"{shown}:{key_node.start_mark.line + 1}"
                 visit(value_node, key)
 
-    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=LOADER)
     if root is not None:
         visit(root, package)
     return lines
@@ -186,25 +221,22 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostic
         except MissingMandatoryValue:
             diagnostics.problem(path, "has no value yet (???); give one, here or on the command line")
             continue
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError) as error:
             diagnostics.problem(path, f"{_one_line(error)}; write that key, or change this reference to it")
             continue
+        for text in (key, value):
+            if wrong := value_problem(text):
+                diagnostics.problem(path, wrong)
         if isinstance(value, DictConfig | ListConfig):
             value = _resolve(value, path, diagnostics)
         resolved[key] = value
     return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
 
 
-def _yaml_message(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
-    return f"{where}not valid YAML: {error.problem or error.context}"
-
-
 def _one_line(error: Exception) -> str:
     """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 text ({error.reason} at byte {error.start})"
+    if isinstance(error, OSError) and error.strerror:
+        return os_sentence(error)
     if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -59,12 +59,14 @@ Threshold = Annotated[Number | None, BeforeValidator(lambda value: None if value
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # what engines keep counts and lengths in
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is in memory, or under way, all at once
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, which vLLM seeds, takes no larger one
 Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-Environment = dict[str, str | int | float]
+Environment = dict[Annotated[str, Field(pattern="^[^=]+$")], str | int | float]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Level = Literal["token", "segment", "geometric", "sequence"]
 
@@ -145,8 +147,8 @@ class TrainingArgs(OptimizerKeys):
     """`training_args`: the optimizer and its schedule. Batch sizes are per data-parallel rank, steps are updates."""
 
     ignored = roll.IGNORED_TRAINING_ARGS
-    per_device_train_batch_size: Positive = key(8, "sequences in a micro-batch, unless it is limited by tokens")
-    gradient_accumulation_steps: Positive = key(1, "such micro-batches in an update")
+    per_device_train_batch_size: Many = key(8, "sequences in a micro-batch, unless it is limited by tokens")
+    gradient_accumulation_steps: Many = key(1, "such micro-batches in an update")
     warmup_steps: Count = key(0, "updates in which the learning rate rises from 0")
     warmup_ratio: Fraction = key(0.0, "warm-up as a share of all updates, where warmup_steps is 0")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"] = key(
@@ -189,7 +191,7 @@ class GeneratingArgs(SamplingKeys):
 
     ignored = roll.IGNORED_GENERATING_ARGS
     max_new_tokens: Positive | None = key(None, "most tokens of a response; without it response_length")
-    num_return_sequences: Positive | None = key(None, "responses a prompt; without it num_return_sequences_in_group")
+    num_return_sequences: Many | None = key(None, "responses a prompt; without it num_return_sequences_in_group")
     stop_strings: Texts | None = key(None, "texts that end a response")
 
 
@@ -225,7 +227,7 @@ class Worker(Section):
     device_mapping: str | int | tuple[int, ...] | None = key(
         None, 'devices, such as "list(range(0,8))"; without GPUs a device is a share of the cores'
     )
-    infer_batch_size: Positive = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
+    infer_batch_size: Many = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
     use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
     sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
     use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
@@ -259,7 +261,7 @@ class Term(Section):
 class RewardKeys(Section):
     """How a domain's rewards are run."""
 
-    world_size: Positive = key(1, "processes")
+    world_size: Annotated[int, Field(ge=1, le=4096)] = key(1, "processes")
     on_error: Literal["zero", "drop", "stop"] = key("stop", "what becomes of a sample whose reward fails", OURS)
 
 
@@ -269,8 +271,8 @@ class Reward(Term, RewardKeys):
 
     ignored = roll.IGNORED_REWARD
     tag_included: Texts | None = key(None, "tags of the rows it scores; without it all")
-    infer_batch_size: Positive = key(16, "most samples in a call of the reward")
-    max_concurrency: Positive | None = key(None, "calls under way in a process")
+    infer_batch_size: Many = key(16, "most samples in a call of the reward")
+    max_concurrency: Many | None = key(None, "calls under way in a process")
     terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
     query_filter_config: Filter = key(Filter(), "which groups of samples count")
     response_filter_config: Filter = key(Filter(), "which single samples take their group along")
@@ -359,11 +361,15 @@ class RunKeys(Section):
     """What a run of any pipeline has."""
 
     output_dir: str = key("./output", "where the directory <exp_name>/<run> is made")
-    seed: Count = key(42, "of samples, the order of rows and new weights")
+    seed: Seed = key(42, "of samples, the order of rows and new weights")
     deterministic: bool = key(False, "the same bits in every run, at some cost", OURS)
     logging_steps: Positive = key(1, "steps between lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
     device_memory_gb: AboveZero | None = key(None, "GiB of a device, to warn of what does not fit; else its own", OURS)
+    startup_seconds: AboveZero = key(
+        1800.0, "how long any part of a run may take to start, until the run gives up", OURS
+    )
+    grace_seconds: NotNegative = key(120.0, "how long a step may go on after SIGTERM, to end with a checkpoint", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,8 +381,10 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     system_envs: Environment = key({}, "environment variables of all processes")
     track_with: Texts = key(("tensorboard",), "trackers: built-in names or dotted paths")
     tracker_kwargs: dict[str, Any] = key({}, "arguments of the tracker; of several, by name")
-    num_nodes: Positive | None = key(None, "without it as many as the device mappings reach over")
-    num_gpus_per_node: Positive = key(8, "devices of a node; without GPUs, shares of its cores")
+    num_nodes: Many | None = key(None, "without it as many as the device mappings reach over")
+    num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
+        8, "devices of a node; without GPUs, shares of its cores"
+    )
     max_steps: Positive | None = key(500, "steps of the run")
     resume_from_checkpoint: bool | str = key(False, "true: the experiment's newest checkpoint; or a run or checkpoint")
     max_grad_norm: NotNegative = key(1.0, "norm at which gradients are clipped; 0: none")
@@ -455,8 +463,8 @@ class CriticKeys(Section):
 class RolloutKeys(Section):
     """How a step rolls out."""
 
-    rollout_batch_size: Positive = key(128, "prompts a step")
-    samples_per_step: Count = key(4, "samples a step in samples.jsonl", OURS)
+    rollout_batch_size: Many = key(128, "prompts a step")
+    samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(4, "samples a step in samples.jsonl", OURS)
     async_generation_ratio: NotNegative = key(0.0, "steps that generation runs ahead of training; 0 alone is available")
 
 
@@ -468,7 +476,7 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     prompt_length: Positive = key(1024, "most tokens of a prompt")
     response_length: Positive | None = key(None, "most tokens of a response")
     sequence_length: Positive | None = key(None, "most tokens of both; says what response_length does not")
-    num_return_sequences_in_group: Positive | None = key(None, "responses a prompt")
+    num_return_sequences_in_group: Many | None = key(None, "responses a prompt")
     validation: Validation | None = key(None, "held-out prompts, answered now and then")
     demonstrations: Demonstrations | None = key(None, "rows with answers that join the student's samples", OURS)
     expert_data_ratio: Fraction | None = key(None, "their share of an update; without it the algorithm's", TRINITY)
@@ -496,7 +504,9 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
     max_running_requests: Positive | None = key(None, "requests under way at once, over all engines")
     is_use_additional_prompts: bool = key(False, "answer more prompts than needed, in case filters reject some")
-    max_additional_running_prompts: Count = key(16, "additional prompts under way at most")
+    max_additional_running_prompts: Annotated[int, Field(ge=0, le=10**6)] = key(
+        16, "additional prompts under way at most"
+    )
     # agentic runs can be planned and not yet run: their sections pass into the plan as they are
     custom_envs: dict[str, Any] | None = key(None, "environments by tag; planned, not yet run")
     train_env_manager: dict[str, Any] | None = key(None, "how many of which are played; planned, not yet run")
@@ -556,7 +566,7 @@ class Supervised(Run):
 
     max_steps: Annotated[int, Field(ge=-1)] | None = key(None, "steps of the run; -1: from num_train_epochs")
     sequence_length: Positive = key(1024, "most tokens of a prompt and its answer")
-    train_batch_size: Positive | None = key(None, "rows a step; without it those of one update", OURS)
+    train_batch_size: Many | None = key(None, "rows a step; without it those of one update", OURS)
     validation: HeldOut | None = key(None, "rows on which the loss is measured")
 
     def __init_subclass__(cls) -> None:

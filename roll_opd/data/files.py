@@ -9,17 +9,20 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError
-from roll_opd.paths import candidates, find_path, places
+from roll_opd.failures import os_sentence
+from roll_opd.paths import PathError, candidates, find_path, places, regular_file
 
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (".jsonl", ".json", PARQUET_SUFFIX)  # files taken from a directory
 PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
+LONGEST_LINE = 2**26  # bytes: what is longer is no row but another kind of file, and would fill the memory
 
 
 class RowFile(Protocol):
@@ -46,8 +49,17 @@ class RowFile(Protocol):
 def find_files(name: str, dataset_dir: str | None) -> list[Path]:
     """Return the files that an entry of `file_name` means: a file, those of a directory, or those of a pattern.
 
-    Looked up as it is, then below `dataset_dir`. Raises `DataError` if there is none.
+    Looked up as it is, then below `dataset_dir`. Raises `DataError` if there is none that can be read.
     """
+    try:
+        return _found(name, dataset_dir)
+    except PathError as error:
+        raise DataError(f"{error} (the path of a JSONL or Parquet file)") from None
+    except OSError as error:
+        raise DataError(os_sentence(error)) from None
+
+
+def _found(name: str, dataset_dir: str | None) -> list[Path]:
     candidates = [name, os.path.join(dataset_dir, name)] if dataset_dir else [name]
     for candidate in candidates:
         found = find_path(candidate)
@@ -60,7 +72,7 @@ def find_files(name: str, dataset_dir: str | None) -> list[Path]:
                     f"the directory {found} has no files named {' or '.join(f'*{s}' for s in SUFFIXES)}; put some there"
                 )
         else:
-            files = [found]
+            files = [regular_file(found)]
         if files:
             return files
     below = f" or below dataset_dir {dataset_dir!r}" if dataset_dir else ""
@@ -95,7 +107,7 @@ class JsonlFile:
     def scan(self) -> Iterator[tuple[int, int, Any]]:
         position = 0
         with self.path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):
+            for line, raw in enumerate(self._lines(file), start=1):
                 if raw.strip():
                     yield line, position, _decode(raw)
                 position += len(raw)
@@ -109,10 +121,20 @@ class JsonlFile:
 
     def count(self) -> int:
         with self.path.open("rb") as file:
-            return sum(1 for raw in file if raw.strip())
+            return sum(1 for raw in self._lines(file) if raw.strip())
 
     def bytes_before(self, position: int) -> int:
         return position
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        if not os.fstat(file.fileno()).st_size:
+            return  # also what only looks like a file, as those of /proc do, and may never end
+        for number, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
+            if len(raw) == LONGEST_LINE:
+                raise DataError(
+                    f"{self.path}:{number} is longer than {LONGEST_LINE >> 20} MiB; is this a file of rows, one a line?"
+                )
+            yield raw
 
 
 class ParquetFile:

@@ -27,7 +27,7 @@ def first_tags(data: DataPlan) -> tuple[set[str], bool]:
                 if tag is None or isinstance(tag, str):
                     tags.add(DEFAULT_TAG if tag is None else tag)
             complete = complete and next(rows, rows) is rows
-        except DataError:
+        except (DataError, OSError):
             continue
     return tags, complete
 

@@ -7,13 +7,15 @@ weights are not on this machine, from the sizes in config.json.
 import hashlib
 import json
 import math
+import operator
 import os
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll_opd.paths import find_path, places
+from roll_opd.failures import os_sentence
+from roll_opd.paths import PathError, content, find_path, places
 
 MODEL_TYPES = (
     "llama",
@@ -26,6 +28,7 @@ MODEL_TYPES = (
     "glm4_moe",
 )  # decoders that can be planned
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+LARGEST_SIZE = 2**31 - 1  # of a number in config.json: what engines keep shapes in
 FINGERPRINT_PIECES = 16
 FINGERPRINT_BYTES = 65_536
 
@@ -63,13 +66,19 @@ def find_model(text: str) -> Path:
 
     Raises ModelFilesError if there is none; nothing is ever downloaded.
     """
-    found = find_path(text) or _in_hub_cache(text)
+    try:
+        found = find_path(text) or _in_hub_cache(text)
+        is_file = found is not None and not found.is_dir()
+    except PathError as error:
+        raise ModelFilesError(f"{error} (a model is the path of a local Hugging Face model directory)") from None
+    except OSError as error:
+        raise ModelFilesError(os_sentence(error)) from None
     if found is None:
         raise ModelFilesError(
             f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; give the"
             " path of a local Hugging Face model directory"
         )
-    if not found.is_dir():
+    if is_file:
         raise ModelFilesError(f"model {text!r} is a file; give the directory with config.json and the weights")
     return found
 
@@ -77,7 +86,7 @@ def find_model(text: str) -> Path:
 def _in_hub_cache(name: str) -> Path | None:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         return None
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
     repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
     try:
         commit = (repository / "refs" / "main").read_text().strip()
@@ -90,11 +99,15 @@ def _in_hub_cache(name: str) -> Path | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object. Raises ModelFilesError with file and line if it is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelFilesError(f"{path} is not valid JSON: {error}") from None
+        value = json.loads(content(path).decode("utf-8"))
+    except PathError as error:
+        raise ModelFilesError(str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ModelFilesError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get it again"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path} is not valid JSON: {error}; get it again") from None
     if not isinstance(value, dict):
         raise ModelFilesError(f"{path} should hold a JSON object")
     return value
@@ -102,8 +115,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_model(path: Path) -> ModelInfo:
     """Return what is known of the model in directory `path`. Raises ModelFilesError."""
-    if not (path / "config.json").is_file():
-        raise ModelFilesError(f"{path} has no config.json; it is not a Hugging Face model directory")
+    try:
+        if not (path / "config.json").is_file():
+            raise ModelFilesError(f"{path} has no config.json; it is not a Hugging Face model directory")
+    except OSError as error:
+        raise ModelFilesError(os_sentence(error)) from None
     config = read_json(path / "config.json")
     model_type = str(config.get("model_type", ""))
     if is_vision_config(config):
@@ -119,7 +135,7 @@ def read_model(path: Path) -> ModelInfo:
     except ModelFilesError as error:
         raise ModelFilesError(f"{path}: {error}") from None
     except OSError as error:
-        raise ModelFilesError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+        raise ModelFilesError(os_sentence(error)) from None
 
 
 def is_vision_config(config: dict[str, Any]) -> bool:
@@ -175,6 +191,10 @@ def _size(config: dict[str, Any], *names: str, default: int | None = None) -> in
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ModelFilesError(f"{name} in config.json should be a whole number, got {value!r}")
+        if value > LARGEST_SIZE:
+            raise ModelFilesError(
+                f"{name} in config.json is more than {LARGEST_SIZE}, which no model has; get it again"
+            )
         if value > 0:
             return value
     if default is None:
@@ -189,7 +209,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     """
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = _indexed(index)
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ModelFilesError(f"weight file {missing[0]} that the index names is missing; download it again")
@@ -204,6 +224,14 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return ()
 
 
+def _indexed(index: Path) -> list[str]:
+    """Return the names of the weight files in an index."""
+    weight_map = read_json(index).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) and name for name in weight_map.values()):
+        raise ModelFilesError(f"weight_map in {index.name} should give each weight the name of a file; get it again")
+    return sorted(set(weight_map.values()))
+
+
 def _parameters(file: Path) -> int:
     """Count the parameters in one safetensors file from its header."""
     with file.open("rb") as stream:
@@ -214,9 +242,9 @@ def _parameters(file: Path) -> int:
         try:
             header = json.loads(stream.read(size))
             tensors = [value for name, value in header.items() if name != "__metadata__"]
-            total = sum(math.prod(tensor["shape"]) for tensor in tensors)
+            total = sum(math.prod(map(operator.index, tensor["shape"])) for tensor in tensors)
             needed = 8 + size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
             raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None
     if file.stat().st_size < needed:
         raise ModelFilesError(f"{file.name} is cut off: {file.stat().st_size} of {needed} bytes; get it again")

@@ -5,9 +5,11 @@ and chat template included. Names and paths say nothing about that; the files do
 """
 
 import hashlib
+import operator
 from pathlib import Path
 from typing import Any
 
+from roll_opd.failures import os_sentence
 from roll_opd.hf.model_info import ModelFilesError, read_json
 
 # steps of tokenizer.json besides its model; each changes which ids a text becomes
@@ -17,7 +19,7 @@ SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", 
 OTHER_FORMATS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
 
 
-MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError)
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -36,7 +38,7 @@ def largest_token_id(path: Path) -> int | None:
     content = read_json(file)
     try:
         added = [token["id"] for token in content.get("added_tokens") or []]
-        return max([*_vocabulary(content).values(), *added], default=None)
+        return max(map(operator.index, [*_vocabulary(content).values(), *added]), default=None)
     except MALFORMED:
         raise ModelFilesError(f"{file} is not in the form of the tokenizers library") from None
 
@@ -55,7 +57,7 @@ def tokenizer_difference(student: Path, teacher: Path) -> str | None:
             or _template_difference(_chat_template(student), _chat_template(teacher))
         )
     except OSError as error:
-        raise ModelFilesError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise ModelFilesError(os_sentence(error)) from None
     except MALFORMED:
         raise ModelFilesError(f"a tokenizer file of {student} or {teacher} is not in a known form") from None
 

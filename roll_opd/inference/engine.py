@@ -25,6 +25,7 @@ from roll_opd.inference.completion import (
     token_logprobs,
     token_prompt,
 )
+from roll_opd.inference.failure import awaited
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
     check_engine_args,
@@ -88,8 +89,9 @@ class InferenceEngine:
     async def _launch(cls, arguments: "AsyncEngineArgs", **attributes: Any) -> "InferenceEngine":
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
-        await engine._warm_up()
+        with awaited():
+            engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
+            await engine._warm_up()
         return engine
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingPlan, seed: int) -> Completion:

@@ -7,6 +7,7 @@ makes vLLM's child processes end with their parent. Other vLLM processes see no 
 import multiprocessing
 import os
 
+from roll_opd.inference.failure import listen
 from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE, die_with_parent
 
 PLUGIN_NAME = "roll_opd"
@@ -15,7 +16,11 @@ DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
 
 
 def register() -> None:
-    """Register the weight transfer; with `ROLL_OPD_DIE_WITH_PARENT=1` also watch the parent. Idempotent."""
+    """Register the weight transfer, and have failures told; with `ROLL_OPD_DIE_WITH_PARENT=1` also watch the parent.
+
+    Idempotent.
+    """
+    listen()
     _register_backend()
     if os.environ.get(DIE_WITH_PARENT) == "1":
         _follow_parent()

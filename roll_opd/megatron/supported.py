@@ -32,6 +32,8 @@ def unsupported(path: Path) -> list[str]:
         if config.get(key) not in (None, proven)
     ]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; get the file again"]
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.config.plan import CheckpointPlan
+from roll_opd.paths import content
 from roll_opd.tracking.run_directory import RunDirectory
 
 STATE_FILE = "run_state.json"
@@ -38,12 +39,13 @@ class Checkpoint:
     def read(cls, path: Path) -> "Checkpoint":
         """Open the checkpoint at `path`. CheckpointError where there is none."""
         try:
-            state = json.loads((path / STATE_FILE).read_text())
-        except (OSError, ValueError) as error:
+            state = json.loads(content(path / STATE_FILE).decode("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint ({error}); give a run directory or its checkpoints/step_N"
             ) from error
-        if not {"step", "source"} <= state.keys() or not (path / "state").is_dir():
+        whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
+        if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"))
 
@@ -55,6 +57,11 @@ class Checkpoints:
         self._run, self._plan, self._last_step = run, plan, last_step
         for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
             shutil.rmtree(leftover)
+
+    def newest(self) -> tuple[int, Path] | None:
+        """Return the step and the path of the newest complete one, None where there is none."""
+        found = complete(self._run.path)[:1]
+        return (int(found[0].name.removeprefix("step_")), found[0]) if found else None
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`."""
@@ -116,8 +123,9 @@ class Checkpoints:
 
 def complete(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run directory, newest first."""
-    paths = [path for path in (run / "checkpoints").glob("step_*") if (path / STATE_FILE).exists()]
-    return sorted(paths, key=lambda path: -int(path.name.removeprefix("step_")))
+    steps = {path: path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")}
+    paths = [path for path, step in steps.items() if step.isdecimal() and (path / STATE_FILE).is_file()]
+    return sorted(paths, key=lambda path: -int(steps[path]))
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:

@@ -1,6 +1,7 @@
 """From a command line to a run: plan, check, start, and end with an exit code that says what happened.
 
-0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted.
+0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted;
+143 ended by SIGTERM.
 `roll-opd run`, the launchers in `examples/` and `python -m roll_opd.pipelines.launch` are this module.
 """
 
@@ -17,21 +18,24 @@ from roll_opd.command_line import (
     FAILED,
     INTERRUPTED,
     RUN_DIRECTORY_FILE,
+    TERMINATED,
     USER_ERROR,
     add_config_arguments,
     asked_pipeline,
     configuration,
+    safe_output,
     tell_run_directory,
 )
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
+from roll_opd.failures import os_sentence, tell
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.rewards.interface import RewardError
 from roll_opd.tracking.registry import TrackerError
-from roll_opd.workers.errors import RunError
+from roll_opd.workers.errors import RunError, Terminated
 
 # what the user can put right
 REFUSALS = (AlgorithmError, CheckpointError, ConfigError, DataError, ModelFilesError, RewardError, TrackerError)
@@ -53,6 +57,7 @@ def main(
 
 def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: str | None = None) -> int:
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
+    safe_output()
     if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
         die_with_parent()
     try:
@@ -68,20 +73,27 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
             tell_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
-        return exit_code(error)
+        return exit_code(error, is_started=False)
     try:
         from roll_opd.pipelines.loop import run  # imports Ray
 
         run(plan, inputs)
     except (Exception, KeyboardInterrupt) as error:
-        return exit_code(error, refusals=(CheckpointError,))
+        return exit_code(error, refusals=(CheckpointError, ConfigError))
     return DONE
 
 
-def exit_code(error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS) -> int:
-    """Tell the user what has ended the run, and return the exit code; `refusals` are what the user can put right."""
+def exit_code(
+    error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
+) -> int:
+    """Tell the user what has ended the run, and return the exit code; `refusals` are what the user can put right.
+
+    A traceback is shown of a run alone: before one `is_started`, every error is a sentence.
+    """
+    if isinstance(error, Terminated):
+        return _ended(str(error), TERMINATED)
     if isinstance(error, KeyboardInterrupt):
-        return _ended("interrupted", INTERRUPTED)
+        return _ended(str(error) or "interrupted", INTERRUPTED)
     if isinstance(error, refusals):
         return _ended(str(error), USER_ERROR)
     if isinstance(error, RunError):
@@ -89,7 +101,12 @@ def exit_code(error: BaseException, refusals: tuple[type[Exception], ...] = REFU
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         hint = "free space or change output_dir, then use resume_from_checkpoint=true"
         return _ended(f"{error}; {hint}", USER_ERROR)
-    traceback.print_exception(error)
+    if is_started:
+        traceback.print_exception(error)
+        return FAILED
+    if isinstance(error, OSError):
+        return _ended(os_sentence(error), USER_ERROR)
+    tell(error)
     return FAILED
 
 

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_opd.cluster import placement, runtime
+from roll_opd.cluster.start_up import ClusterError, StartUp
 from roll_opd.command_line import tell_run_directory
+from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.rows import DataError
 from roll_opd.data.source import PromptSource
+from roll_opd.failures import os_sentence
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
+from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.tracking.clock import PhaseClock
@@ -41,6 +45,7 @@ class Run:
     logger: RunLogger
     checkpoints: Checkpoints
     resumed: Checkpoint | None  # None: the run is a new one
+    ending: Ending
 
     @property
     def clock(self) -> PhaseClock:
@@ -59,7 +64,7 @@ class Run:
     async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
         """Have the state of a resumed run loaded."""
         if self.resumed:
-            await load(self.resumed.path)
+            await self.placement.starting.of(f"the state after step {self.resumed.step}", load(self.resumed.path))
 
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""
@@ -67,6 +72,7 @@ class Run:
             self.clock.lap()  # start-up belongs to no step
         else:
             self.logger.start(await validate() if self.held_out else {})
+        self.ending.is_training = True  # from now on there is something to be saved
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
         """Return the metrics of `validate` every `eval_steps` steps and after the last one, else none."""
@@ -82,22 +88,38 @@ class Run:
     ) -> AsyncIterator[None]:
         """Write a checkpoint, if one is due, before the block, which logs the step; make it valid after the block.
 
-        So a checkpoint's run has all its steps on record. `kl_coef` is that of the next step.
+        So a checkpoint's run has all its steps on record. `kl_coef` is that of the next step. Terminated, after a
+        checkpoint, where SIGTERM has come.
         """
-        is_due = self.checkpoints.due(step)
-        if is_due:
+
+        async def write() -> None:
             with self.clock.phase("checkpoint"):
                 await self.checkpoints.write(step, save, self.source.state_dict(), kl_coef)
+
+        is_written = self.checkpoints.due(step) or self.ending.is_asked_for
+        if is_written:
+            await write()
         yield
-        if is_due:
+        if self.ending.is_asked_for and not is_written:  # while the step was logged
+            await write()
+            is_written = True
+        if is_written:
             self.checkpoints.commit(step)
+        if self.ending.is_asked_for and step < self.plan.max_steps:
+            raise self.ending.saved(step)
 
 
 def run(plan: RunPlan, inputs: Inputs) -> None:
-    """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way."""
+    """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way.
+
+    A run that ends before its start-up is over leaves nothing behind.
+    """
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
-    directory = _directory(plan, resumed)
+    try:
+        directory = _directory(plan, resumed)
+    except OSError as error:
+        raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
     tell_run_directory(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
@@ -106,19 +128,31 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
     gc.collect()
     gc.freeze()
+    starting = StartUp(plan.startup_seconds, logger.note)
+    ending = Ending(checkpoints, plan.grace_seconds, logger.note)
     try:
-        with runtime.ray_cluster(plan.devices_per_node):
-            devices = placement.Placement(plan.num_nodes, plan.devices_per_node)
-            opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed)
-            asyncio.run(pipeline.train(opened))
+        with ending.before_the_loop(), runtime.ray_cluster(plan.devices_per_node, starting):
+            ending.listen()
+            devices = placement.Placement(plan.num_nodes, plan.devices_per_node, starting)
+            opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, ending)
+            asyncio.run(_trained(pipeline.train, opened))
+    except KeyboardInterrupt:
+        raise ending.interrupted() from None
     except SkippedUpdates as error:
         raise RunError(f"{error}: {logger.skipped(error.samples)}") from error
-    except (runtime.ClusterError, DataError) as error:
+    except (ClusterError, DataError) as error:
         raise RunError(str(error)) from error
     finally:
         trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
         gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
+        if not directory.has_begun:
+            directory.discard()
     logger.finish()
+
+
+async def _trained(train: Callable[[Run], Awaitable[None]], run: Run) -> None:
+    with run.ending.of_the_loop():
+        await train(run)
 
 
 def _directory(plan: RunPlan, resumed: Checkpoint | None) -> RunDirectory:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.companions import broken_companions
 from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import DataPlan, RunPlan, TrainPlan
+from roll_opd.config.plan import DataPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage
 from roll_opd.data.preview import whole_steps
@@ -22,13 +22,14 @@ from roll_opd.data.source import MixedSource, PromptSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extensions import argument_problems
 from roll_opd.hf.model_info import read_model
-from roll_opd.pipelines.checkpoints import CRITIC, Checkpoint, find
+from roll_opd.pipelines.checkpoints import CRITIC, STATE_FILE, Checkpoint, CheckpointError, find
 from roll_opd.rewards import registry as rewards
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_BLOCKS = 32  # tokens, of which its blocks hold a multiple: get_supported_kernel_block_sizes
 # what a model's weights have their shapes from
 SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
 
@@ -66,8 +67,20 @@ def preflight(plan: RunPlan) -> Inputs:
     tokenizer = load_tokenizer(plan.student.model.path)
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
-        source.load_state_dict(resumed.source_state)
+        _restore(source, resumed)
     return Inputs(resumed, tokenizer, source, held_out)
+
+
+def _restore(source: PromptSource, resumed: Checkpoint) -> None:
+    try:
+        source.load_state_dict(resumed.source_state)
+    except DataError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{resumed.path}: {STATE_FILE} is damaged ({type(error).__name__}: {error}); give another of the run's"
+            " checkpoints"
+        ) from error
 
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
@@ -78,14 +91,30 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
         return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
     if plan.rollout is None:
         return []
+    engines = [plan.rollout, *(reward.engine for reward in plan.rewards if reward.engine)]
+    problems = [problem for engine in engines for problem in _cpu_engine_problems(engine)]
     size = read_model(Path(plan.rollout.model.path)).head_dim
     if size in CPU_HEAD_SIZES:
-        return []
+        return problems
     known = ", ".join(map(str, CPU_HEAD_SIZES))
     return [
+        *problems,
         f"{plan.rollout.name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of"
-        f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs"
+        f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs",
     ]
+
+
+def _cpu_engine_problems(engine: RolloutPlan) -> list[str]:
+    """Return what of an engine's own arguments vLLM cannot do without a GPU."""
+    key, problems = f"{engine.name}.strategy_args.strategy_config", []
+    block = engine.engine_args.get("block_size")
+    if block and block % CPU_BLOCKS:
+        problems.append(
+            f"{key}.block_size: {block} cannot be computed on a CPU; use a multiple of {CPU_BLOCKS}, or leave it out"
+        )
+    if engine.engine_args.get("enable_chunked_prefill"):
+        problems.append(f"{key}.enable_chunked_prefill: breaks seeded sampling on a CPU; leave it out")
+    return problems
 
 
 def package_problems() -> list[str]:

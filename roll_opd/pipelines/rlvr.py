@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
+from roll_opd.pipelines.reward_trial import try_rewards
 from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, next_kl_coef
 from roll_opd.rollout.batch import Rollout, fill_batch
@@ -22,6 +23,7 @@ async def train(run: Run) -> None:
     assert plan.rollout is not None
     temperature = plan.rollout.sampling.temperature
     reward_pools = await start_reward_pools(plan, run.placement)
+    await try_rewards(reward_pools, source)
 
     async def validation_of(sampler: Sampler) -> dict[str, float]:
         assert plan.validation is not None

@@ -91,7 +91,7 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     if plan.critic:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
     sampler, *_ = await asyncio.gather(
-        start_sampler(plan, plan.rollout, placement), *_setups(plan, student, *teachers, reference, critic)
+        start_sampler(plan, plan.rollout, placement), *_setups(plan, placement, student, *teachers, reference, critic)
     )
     return RunWorkers(student, sampler, FrozenModels(teachers, reference=reference), critic)
 
@@ -112,7 +112,7 @@ async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[Supervi
     """Start the student that learns from rows, and the reference policy where there is one."""
     student = SupervisedStudent(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     reference = _reference(plan, placement)
-    await asyncio.gather(*_setups(plan, student, reference))
+    await asyncio.gather(*_setups(plan, placement, student, reference))
     return student, reference
 
 
@@ -125,7 +125,8 @@ async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placemen
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
         actors.append(actor_class.options(**placement.options(devices, env)).remote())
-    await asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
+    setups = asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
+    await placement.starting.of(f"{rollout.name} (vLLM)", setups)
     return Sampler(ActorGroup(actors))
 
 
@@ -150,7 +151,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
     async def begin(reward: RewardPlan) -> RewardPool:
         sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
         pool = RewardPool(reward, spawn, plan.student.model.path, sampler)
-        await pool.start()
+        await placement.starting.of(f"rewards.{reward.domain}", pool.start())
         return pool
 
     return tuple(await asyncio.gather(*[begin(reward) for reward in plan.rewards]))
@@ -183,8 +184,16 @@ def _reference(plan: RunPlan, placement: Placement) -> FrozenModel | None:
     return FrozenModel(plan.reference.name, _frozen(plan, plan.reference, placement), _vocab_size(plan.reference))
 
 
-def _setups(plan: RunPlan, *roles: Learner | FrozenModel | None) -> list[Coroutine[Any, Any, Any]]:
-    return [role.group.setup(seed=plan.seed, deterministic=plan.deterministic) for role in roles if role]
+def _setups(
+    plan: RunPlan, placement: Placement, *roles: Learner | FrozenModel | None
+) -> list[Coroutine[Any, Any, Any]]:
+    groups = [role.group for role in roles if role]
+    return [
+        placement.starting.of(
+            f"{group.plan.name} (Megatron)", group.setup(seed=plan.seed, deterministic=plan.deterministic)
+        )
+        for group in groups
+    ]
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:

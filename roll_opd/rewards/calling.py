@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
+from roll_opd.failures import place_of
 from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.interface import (
     TIMEOUT,
@@ -74,7 +75,7 @@ class Caller:
             return Failure(TIMEOUT, f"reward {self._name} ran out of time{allowed}")
         raised = error.error if isinstance(error, _Raised) else error
         kind = type(raised).__name__
-        return Failure(kind, f"reward {self._name} raised {kind}: {raised}")
+        return Failure(kind, f"reward {self._name} raised {kind}: {raised} ({place_of(raised)})")
 
 
 class _Raised(Exception):

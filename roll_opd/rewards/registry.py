@@ -23,6 +23,7 @@ class RewardFacts:
     keeps_time: bool = False  # it limits its own time; others have `timeout` seconds a sample
     max_concurrency: int | None = None  # calls under way at once by default; None: as many as the processes take
     endpoint_arguments: frozenset[str] = frozenset()  # those that only a judge behind an endpoint has
+    asks_a_service: bool = False  # a call leaves this machine, or costs money
 
 
 REWARDS: Registry[RewardFacts] = Registry(

@@ -9,9 +9,12 @@ import json
 import math
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ class RunDirectory:
     """One run's directory; make it with `create` or `resume`."""
 
     path: Path
+    made: tuple[Path, ...] = ()  # it and those above it that were made with it, innermost first
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
@@ -38,7 +42,8 @@ class RunDirectory:
         Raises `OSError` where it cannot be written, and `FileExistsError` where `latest` is not a link.
         """
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        run = cls(Path(output_dir) / exp_name / run_id)
+        path = Path(output_dir) / exp_name / run_id
+        run = cls(path, tuple(takewhile(lambda parent: not parent.exists(), (path, *path.parents))))
         run.path.mkdir(parents=True)
         run._link_latest()
         return run
@@ -56,6 +61,23 @@ class RunDirectory:
             truncate_jsonl(run.path / name, step)
         run._link_latest()
         return run
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is on record: the state before the first step, or a checkpoint."""
+        return self.metrics_file.exists() or any(self.checkpoints.glob("step_*"))
+
+    def discard(self) -> None:
+        """Remove a run that never began, with the directories that were made for it, and point `latest` at another."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        earlier = self.runs(self.path.parent.parent, self.path.parent.name)
+        if earlier:
+            RunDirectory(earlier[0])._link_latest()
+        else:
+            (self.path.parent / "latest").unlink(missing_ok=True)
+        for parent in self.made[1:]:
+            with suppress(OSError):  # another run is in it
+                parent.rmdir()
 
     @staticmethod
     def runs(output_dir: str | Path, exp_name: str) -> list[Path]:

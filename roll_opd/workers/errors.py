@@ -14,3 +14,11 @@ class SkippedUpdates(RunError):
     def __init__(self, message: str, samples: Sequence[Any]) -> None:
         super().__init__(message)
         self.samples = samples
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C has ended the run; the message says how to go on."""
+
+
+class Terminated(RunError):
+    """SIGTERM has ended the run; the message says what was saved and how to go on."""

@@ -23,16 +23,30 @@ class _Rank:
     """What every rank of a Megatron role has."""
 
     _engine: Any
+    _listening: socket.socket | None = None  # of rank 0, from the moment that its port is named to the others
+    _store: Any = None  # where the ranks of a process group meet; of rank 0
 
     def address(self) -> tuple[str, int]:
-        """Return this node's address and a free port: where rank 0's process group will listen."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Return this node's address and the port at which rank 0's process group listens, which is taken at once."""
+        self._listening = socket.create_server(("", 0), backlog=1024)
+        return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
 
     def setup(self, *, master_addr: str, master_port: int, plan: MegatronPlan, seed: int, deterministic: bool) -> None:
         """Join the process group and load the model."""
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
+        # as under torchrun, no rank opens the port: rank 0 has it, and no other run can take it in between
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        if self._listening is not None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(
+                master_addr,
+                master_port,
+                len(plan.devices),
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._listening.detach(),
+            )
         self._engine = self._build(plan, seed, deterministic)
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:

@@ -151,7 +151,7 @@ def open_stage(place: Path) -> Iterator[Stage]:
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
         with runtime.ray_cluster(plan.devices_per_node):
             stage = Stage(plan, place, events)
-            patch.setattr(runtime, "ray_cluster", lambda devices_per_node: nullcontext())
+            patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
             patch.setattr(loop.asyncio, "run", events.run_until_complete)
             patch.setattr(placement, "Placement", lambda *nodes: stage.placement)
             patch.setattr(rlvr, "start_reward_pools", stage.reward_pools)

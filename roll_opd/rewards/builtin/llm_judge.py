@@ -32,7 +32,12 @@ ENDPOINT_ARGUMENTS = """
 """
 
 
-@register("llm_judge", keeps_time=True, endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()))
+@register(
+    "llm_judge",
+    keeps_time=True,
+    asks_a_service=True,
+    endpoint_arguments=frozenset(ENDPOINT_ARGUMENTS.split()),
+)
 class LLMJudge:
     """The verdict of a judge on each sample, 0..1; None for a row that lacks what the question names."""
 

@@ -19,7 +19,7 @@ ADVICE = {
 }
 
 
-@register("remote", keeps_time=True, max_concurrency=4)  # a call is for a batch
+@register("remote", keeps_time=True, asks_a_service=True, max_concurrency=4)  # a call is for a batch
 class Remote:
     """The rewards that `url` answers to a POST of samples."""
 

@@ -1,0 +1,86 @@
+"""How a run ends before its last step: what SIGTERM and Ctrl-C leave, and how to go on from there."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from roll_opd.pipelines.checkpoints import Checkpoints
+from roll_opd.workers.errors import Interrupted, Terminated
+
+
+class Ending:
+    """Turns SIGTERM into the end of the run: of its step, with a checkpoint, where that does not take too long."""
+
+    def __init__(self, checkpoints: Checkpoints, grace_seconds: float, say: Callable[[str], None]) -> None:
+        """`grace_seconds`: how long the step may still take; `say` prints a line."""
+        self._checkpoints, self._grace, self._say = checkpoints, grace_seconds, say
+        self.is_asked_for = False
+        self.is_training = False  # there are steps, which are worth to be finished
+
+    @contextmanager
+    def before_the_loop(self) -> Iterator[None]:
+        """End the run at SIGTERM inside the block, but for the time in which `of_the_loop` has taken it over."""
+        if threading.current_thread() is not threading.main_thread():  # Python leaves signals to that
+            yield
+            return
+        before = signal.getsignal(signal.SIGTERM)
+        self.listen()
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def listen(self) -> None:
+        """Take SIGTERM over, again after a library has."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._stop)
+
+    @contextmanager
+    def of_the_loop(self) -> Iterator[None]:
+        """Take SIGTERM over for the task that is running, inside the block. Terminated where it has ended that."""
+        task, events = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: events.call_soon_threadsafe(self._ask, task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.is_asked_for:
+                raise
+            late = f", which the step did not end within {self._grace:g} s of" if self.is_training else ""
+            raise Terminated(f"ended by SIGTERM{late}{self.how_to_go_on()}") from None
+        finally:
+            self.listen()
+
+    def saved(self, step: int) -> Terminated:
+        """Return the end of a run that has been saved after `step`."""
+        return Terminated(f"ended by SIGTERM after step {step}{self.how_to_go_on()}")
+
+    def interrupted(self) -> Interrupted:
+        """Return the end of a run by Ctrl-C."""
+        return Interrupted(f"interrupted{self.how_to_go_on()}")
+
+    def how_to_go_on(self) -> str:
+        """Say, after a semicolon, what the run can be resumed from."""
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return "; no checkpoint was written, so there is nothing to go on from"
+        return f"; go on after step {newest[0]} with resume_from_checkpoint=true ({newest[1]})"
+
+    def _ask(self, task: "asyncio.Task[Any]") -> None:
+        if self.is_asked_for or not self.is_training:
+            self.is_asked_for = True
+            task.cancel()
+            return
+        self.is_asked_for = True
+        self._say(f"SIGTERM: the run ends with this step and a checkpoint, or in {self._grace:g} s (grace_seconds)")
+        asyncio.get_running_loop().call_later(self._grace, task.cancel)
+
+    def _stop(self, *_: object) -> None:
+        if self.is_asked_for:
+            return  # the run is ending already
+        self.is_asked_for = True
+        raise Terminated(f"ended by SIGTERM{self.how_to_go_on()}")

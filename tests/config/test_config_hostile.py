@@ -1,0 +1,206 @@
+"""Input that is no configuration at all, or means more than it says: a sentence in moments, whatever it is.
+
+YAML that never ends, numbers that no engine takes, paths that lead nowhere, files that are no files, rights that lack.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_assets import base_values, write_config
+
+from roll_opd import cli
+from roll_opd.config.build import load_plan
+from roll_opd.config.errors import ConfigError
+from roll_opd.config.load import load_config
+from roll_opd.config.yaml_files import MOST_BYTES
+
+MODEL = "student_train.model_args.model_name_or_path"
+ROWS = "student_train.data_args.file_name"
+ENGINE = "student_infer.strategy_args.strategy_config"
+TRAINER = "student_train.strategy_args.strategy_config"
+
+
+def doubled(line: str, times: int = 40) -> str:
+    return "a0: xxxxxxxxxx\n" + "".join(line.format(i=i, j=i - 1) for i in range(1, times))
+
+
+YAML: dict[str, tuple[str | bytes, str]] = {
+    "aliases of aliases": (doubled("a{i}: &a{i} [*a{j}, *a{j}]\n").replace("a0:", "a0: &a0"), "values"),
+    "an alias of itself": ("a: &a {b: *a}\n", "inside of &a"),
+    "references to references": (doubled("a{i}: ${{a{j}}}${{a{j}}}\n"), "multiply"),
+    "sections of sections": (doubled("a{i}:\n  x: ${{a{j}}}\n  y: ${{a{j}}}\n"), "multiply"),
+    "a circle of references": ("exp_name: ${a}\na: ${exp_name}\n", "exp_name"),
+    "depth": ("a: " + "[" * 2000 + "]" * 2000, "within each other"),
+    "depth of blocks": ("".join(f"{'  ' * i}k:\n" for i in range(500)), "within each other"),
+    "many values": (f"a: [{'1,' * 60_000}1]", "values"),
+    "size": ("# x\n" * (MOST_BYTES // 4 + 1), "bytes"),
+    "itself among its defaults": ("defaults: [run]\n", "defaults list"),
+    "defaults that are a number": ("defaults: 3\n", "run.yaml"),
+    "a NUL": ('a: "x\0y"\n', "line 1: the character U+0000"),
+    "an escaped NUL": ('exp_name: "x\\0y"\n', "exp_name: 'x\\x00y' has a NUL"),
+    "half a character": ('exp_name: "\\ud800"\n', "character"),
+    "a control character": ("a: 1\nb: \x07\n", "line 2"),
+    "Latin-1": ("a: 1\nb: é\n".encode("latin-1"), "line 2: not UTF-8"),
+    "UTF-16": ("a: 1\n".encode("utf-16"), "not UTF-8"),
+    "an object": ("a: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+    "binary data": ("exp_name: !!binary aGVsbG8=\n", "binary"),
+    "a number of many digits": (f"seed: {'9' * 5000}\n", "run.yaml"),
+    "a number of many bits": (f"seed: 0x{'f' * 5000}\n", "20000 bits"),
+}
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_without_end_or_sense(name: str, tmp_path: Path) -> None:
+    text, said = YAML[name]
+    (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    start = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path), "run", [])
+    assert time.process_time() - start < 4
+    assert said in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_files_that_the_defaults_name_are_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("defaults: [other]\n")
+    (tmp_path / "other.yaml").write_text("a: &a {b: *a}\n")
+    with pytest.raises(ConfigError, match=r"other\.yaml, line 1: \*a stands inside"):
+        load_config(str(tmp_path), "run", [])
+
+
+VALUES: list[tuple[str, Any, str]] = [
+    ("seed", 2**32, "4294967295"),
+    ("seed", 2**70, "71 bits"),
+    ("max_steps", 10**12, "2147483647"),
+    ("rollout_batch_size", 10**9, "1000000"),
+    ("max_additional_running_prompts", 10**9, "1000000"),
+    ("num_gpus_per_node", 10**6, "1024"),
+    (f"{ENGINE}.max_num_seqs", -4, "greater than or equal to 1"),
+    (f"{ENGINE}.gpu_memory_utilization", 17, "less than or equal to 1"),
+    (f"{ENGINE}.block_size", 0, "greater than 0"),
+    (f"{ENGINE}.kv_cache_dtype", "fp9", "'fp8'"),
+    (f"{TRAINER}.recompute_granularity", "fulll", "'selective'"),
+    ("output_dir", "~nosuchuser/x", "no home directory ~nosuchuser"),
+    (MODEL, "~nosuchuser/x", "no home directory ~nosuchuser"),
+    (ROWS, "~nosuchuser/x", "no home directory ~nosuchuser"),
+    ("resume_from_checkpoint", "~nosuchuser/x", "no home directory ~nosuchuser"),
+    ("output_dir", "x" * 300, "too long"),
+    (MODEL, "x" * 300, "too long"),
+    (ROWS, "x" * 300, "too long"),
+    ("exp_name", "x" * 300, "255 bytes"),
+    ("output_dir", "a\0b", "NUL"),
+    (MODEL, "", "missing"),
+    (ROWS, "", "empty"),
+    (ROWS, "/dev/zero", "a device"),
+    ("output_dir", "", "empty"),
+    ("system_envs", {"A=B": "1"}, "pattern"),
+    ("student_train.device_mapping", "list(range(0,1)) + " * 700 + "x", "characters"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), VALUES, ids=[f"{key}-{said}" for key, _, said in VALUES])
+def test_values_that_nothing_can_use(key: str, value: Any, said: str, problems: Callable[..., list[str]]) -> None:
+    (about,) = [text for text in problems({key: value}) if text.startswith(f"{key}")]
+    assert said in about and len(about) < 1500
+
+
+def _fifo(root: Path) -> None:
+    (root / "train.jsonl").unlink()
+    os.mkfifo(root / "train.jsonl")
+
+
+def _written(name: str, content: Any) -> Callable[[Path], None]:
+    return lambda root: (root / name).write_text(content if isinstance(content, str) else json.dumps(content)) and None
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        file = root / "student" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+INDEX = "student/model.safetensors.index.json"
+FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "a FIFO of rows": (_fifo, ROWS, "FIFO"),
+    "an index that is a list": (_written(INDEX, []), MODEL, "JSON object"),
+    "an index of numbers": (_written(INDEX, {"weight_map": {"a": 3}}), MODEL, "weight_map"),
+    "an index without a map": (_written(INDEX, {"weight_map": [1]}), MODEL, "weight_map"),
+    "JSON without end": (_written("student/config.json", "[" * 100_000), MODEL, "not valid JSON"),
+    "a size of 18 digits": (_config(vocab_size=10**18), MODEL, "vocab_size"),
+    "rope_parameters that are a list": (_config(rope_parameters=[1]), "student_train", "rope_parameters"),
+    "a link to itself": (lambda root: _replaced(root / "student"), MODEL, "not found"),
+}
+
+
+def _replaced(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.symlink_to(directory)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_none(name: str, root: Path, values: dict[str, Any]) -> None:
+    damage, key, said = FILES[name]
+    damage(root)
+    with pytest.raises(ConfigError) as caught:
+        load_plan(write_config(root, values), "run", pure=True)
+    assert any(text.startswith(key) and said in text for text in caught.value.problems), caught.value
+
+
+@pytest.fixture
+def without_rights() -> Iterator[Path]:
+    """A directory that everybody may enter, for a process that is nobody, even where the tests belong to root."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    yield place
+    os.seteuid(os.getuid())
+    for directory in [path for path in place.rglob("*") if path.is_dir()]:
+        directory.chmod(0o755)
+    shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("key", [MODEL, ROWS, "output_dir", "resume_from_checkpoint", "--config_path"])
+def test_directories_that_may_not_be_entered(key: str, without_rights: Path) -> None:
+    values = base_values(without_rights)
+    closed = without_rights / "closed"
+    (closed / "deep").mkdir(parents=True)
+    path, directory = values, write_config(without_rights, values)
+    *parents, last = key.split(".")
+    for parent in parents:
+        path = path[parent]
+    if key == "--config_path":
+        directory = str(closed / "deep")
+    else:
+        path[last] = str(closed / "deep")
+        write_config(without_rights, values)
+    closed.chmod(0)
+    if os.getuid() == 0:
+        os.seteuid(65534)
+    with pytest.raises(ConfigError) as caught:
+        load_plan(directory, "run", pure=True)
+    assert any(text.startswith(key) and "Permission denied" in text for text in caught.value.problems), caught.value
+
+
+def test_home_means_the_same_everywhere(
+    plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plan({"output_dir": "~/runs"}).output_dir == f"{tmp_path}/runs"
+
+
+def test_what_nobody_foresaw_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("roll_opd.config.build.load_plan", fails)
+    assert cli.main(["plan", "--config_path", "demo", "--config_name", "rlvr"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("roll-opd: ") and "KeyError: 'a bug'" in said and "ROLL_OPD_DEBUG=1" in said
+    assert "Traceback" not in said and f"{Path(__file__).name}:" in said
