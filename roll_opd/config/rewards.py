@@ -1,6 +1,5 @@
 """Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from roll_opd.config.read import LOCAL_JUDGE
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, shared
 from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
+from roll_opd.hints import nearest
 from roll_opd.rewards.registry import REWARDS, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
@@ -120,10 +120,10 @@ def _worker(path: str, name: str, diagnostics: Diagnostics) -> str:
     if known in REWARDS.builtin:
         return known
     names = (*REWARD_CLASSES_OF_ROLL, *REWARDS.builtin)
-    near = difflib.get_close_matches(class_name, names, n=1, cutoff=0.8)
+    near = nearest(class_name, names)
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
         return known
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
     diagnostics.problem(
         f"{path}.worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class"
     )
