@@ -57,7 +57,9 @@ class Diagnostics:
         if self.dropped:
             names = ", ".join(sorted(self.dropped))
             self.warnings.insert(
-                0, f"no key of this name exists, so it counts as a variable of the file and does nothing: {names}"
+                0,
+                "no key is called so, or nearly so: taken for variables of the file, which do nothing by themselves (in"
+                f" ROLL, too): {names}",
             )
         if self.ignored:
             self.warnings.insert(

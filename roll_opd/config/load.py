@@ -218,7 +218,9 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostic
 def _unresolved(text: str) -> str:
     unset = UNSET.search(text)
     if unset:
-        return f"{text}; set it (export {unset[1]}=...), or write the value here"
+        return (
+            f"the environment variable {unset[1]} is not set; set it (export {unset[1]}=...), or write the value here"
+        )
     return f"{text}; write that key, or change this reference to it"
 
 

@@ -126,6 +126,8 @@ def _sort_settings(
     for key, value in config.items():
         if value is None:
             continue
+        if key == "recompute_modules" and isinstance(value, str):
+            value = value.split(",")  # as ROLL takes it
         if key in SIZES:
             if _is_positive(value):
                 sizes[SIZES[key]] = value

@@ -14,6 +14,7 @@ from roll_opd.data.rows import DataError
 CHUNK = 2**20  # bytes read at a time, and twice as many whenever an element does not end in them
 LARGEST = 2**28  # characters of an element; a bracket that is missing would make one of the whole file
 PARTIAL = 16  # characters from the end of what is read that an error in a cut-off element may be: `nul`, `\ud83`
+OF_NUMBERS = "0123456789.eE+-"
 SPACE = " \t\r\n\ufeff"
 
 
@@ -95,7 +96,8 @@ class _Window:
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self._text, self._next)
-                if end < len(self._text) or self._ended:  # a number at the end of what is read may go on
+                after = self._text[end : end + 1]
+                if self._ended or (after and after not in OF_NUMBERS):  # a number that is cut looks like a whole one
                     break
             except json.JSONDecodeError as error:
                 is_cut = "Unterminated" in error.msg or error.pos > len(self._text) - PARTIAL

@@ -111,7 +111,7 @@ def read_model(path: Path) -> ModelInfo:
         )
     if model_type not in MODEL_TYPES:
         raise ModelFilesError(
-            f"{path} has model_type {model_type!r}, which is not available; use a model of type {', '.join(RUN)}"
+            f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(RUN)}"
             f" ({', '.join(name for name in MODEL_TYPES if name not in RUN)} can be planned, not run)"
         )
     try:
