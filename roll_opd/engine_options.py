@@ -6,7 +6,6 @@ understood without an import, are held against the dataclasses that will take th
 
 import ast
 import copy
-import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from roll_opd.extensions import type_problem
+from roll_opd.hints import nearest
 
 # engine -> (package, file, dataclass), a later one inheriting from an earlier one
 DATACLASSES = {
@@ -45,6 +45,15 @@ _DECIDED = """
     param_sync_func finalize_model_grads_func autocast_dtype enable_autocast
 """
 MEGATRON_DECIDED = frozenset(_DECIDED.split())  # by model_args, the model's config.json or the engine itself
+# options of earlier vLLM versions that decided how it works, and nothing of what it computes
+_GONE = """
+    cuda_graph_sizes max_seq_len_to_capture max_context_len_to_capture full_cuda_graph use_v2_block_manager
+    num_scheduler_steps multi_step_stream_outputs scheduler_delay_factor preemption_mode num_lookahead_slots swap_space
+    worker_use_ray engine_use_ray disable_log_requests disable_async_output_proc tokenizer_pool_size
+    tokenizer_pool_type tokenizer_pool_extra_config ray_workers_use_nsight collect_detailed_traces
+    disable_frontend_multiprocessing max_num_partial_prefills max_long_partial_prefills
+"""
+GONE = {"vLLM": frozenset(_GONE.split())}
 # what an annotation may be made of to be understood; with anything else in it, any value is accepted
 _PLAIN = {kind.__name__: kind for kind in (int, float, bool, str, dict, list, tuple)}
 _TYPING = {name: getattr(typing, name) for name in ("Any", "Optional", "Union", "Literal", "Dict", "List", "Tuple")}
@@ -114,6 +123,12 @@ def _understood(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:
     return eval(ast.unparse(annotation), {"__builtins__": {}, **_PLAIN, **_TYPING})
 
 
+def is_gone(engine: str, name: str) -> bool:
+    """Whether `name` is an option of earlier versions that the installed one does not have."""
+    options = engine_options(engine)
+    return options is not None and name not in options and name in GONE.get(engine, ())
+
+
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
     """Say what is wrong with an option of an engine; None: nothing, or the engine is not installed.
 
@@ -124,6 +139,6 @@ def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str]
         return None
     if name in options:
         return type_problem(options[name], value)
-    near = difflib.get_close_matches(name, sorted({*options, *also_known}), n=1, cutoff=0.5)
+    near = nearest(name, {*options, *also_known})
     what = "unknown engine argument of vLLM" if engine == "vLLM" else f"unknown key for a {engine} strategy"
-    return f"{what}; {f'did you mean {near[0]!r}?' if near else 'remove it'}"
+    return f"{what}; {f'did you mean {near!r}?' if near else 'remove it'}"

@@ -4,7 +4,6 @@ What the configuration must know of a part stands on the part: its arguments are
 is to know are the facts that it is registered with.
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from roll_opd.declared import Declared, declarations
 from roll_opd.failures import place_of
 from roll_opd.frozen import thaw
+from roll_opd.hints import nearest
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Facts = TypeVar("Facts")
@@ -186,10 +186,10 @@ def argument_problems(
             if problem:
                 yield name, problem
         elif not catches_all:
-            near = difflib.get_close_matches(name, taken, n=1, cutoff=0.5)
+            near = nearest(name, taken)
             yield (
                 name,
-                f"unknown argument; did you mean {near[0]!r}?"
+                f"unknown argument; did you mean {near!r}?"
                 if near
                 else (f"unknown argument; known are {', '.join(taken) or 'none'}"),
             )

@@ -1,6 +1,7 @@
 """Where the paths in a configuration lead: from the current directory, from its own file, or from the repository."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -8,6 +9,19 @@ from pathlib import Path
 
 from roll_opd.failures import file_kind, os_sentence
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
+FILES = (
+    ".json",
+    ".jsonl",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".gz",
+    ".yaml",
+    ".py",
+    ".safetensors",
+)  # no repository is called so
 _PACKAGE = Path(__file__).resolve().parent
 SHIPPED = _PACKAGE / "shipped"  # made by setup.py, in an installed package alone
 # what has `configs/` and `examples/` in it: the repository, or what an installed package brings of it
@@ -88,3 +102,11 @@ def content(path: Path) -> bytes:
 def places() -> str:
     """Name the directories from which relative paths are looked up."""
     return " or ".join(map(str, dict.fromkeys((Path.cwd(), *_beside.get(), REPOSITORY))))
+
+
+def hub_hint(name: str, kind: str = "model") -> str | None:
+    """Say how to get what may be the name of a model or data set (`kind`) on the Hugging Face Hub; None: it is none."""
+    if not HUB_NAME.fullmatch(name) or Path(name).suffix in FILES:
+        return None
+    option = "" if kind == "model" else f" --repo-type {kind}"
+    return f"if it is the name of a {kind} on the Hugging Face Hub, run hf download {name}{option} --local-dir {name}"

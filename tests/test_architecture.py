@@ -30,6 +30,7 @@ FLOORS = {
     "roll_opd.failures": (0, "ground"),
     "roll_opd.frozen": (0, "ground"),
     "roll_opd.hf": (0, "ground"),
+    "roll_opd.hints": (0, "ground"),
     "roll_opd.paths": (0, "ground"),
     "roll_opd.algorithms": (1, "algorithms"),
     "roll_opd.data": (1, "data"),

@@ -15,7 +15,7 @@ from roll_opd.config import check_files, check_layouts, check_objective, check_v
 from roll_opd.config.check_packages import gpu_memory_gb, unavailable
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
-from roll_opd.config.legacy_roll import vision_problem
+from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
 from roll_opd.config.load import LoadedConfig, load_config, write_yaml
 from roll_opd.config.plan import (
     CheckpointPlan,
@@ -44,6 +44,7 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.trackers import read_trackers
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
+from roll_opd.data.rows import DataError
 from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
@@ -88,6 +89,8 @@ def plan_config(
 ) -> RunPlan:
     """Return the plan of an already composed configuration; see `load_plan`."""
     diagnostics = Diagnostics(loaded.origins)
+    if hopeless := vision_problem(loaded.values) or off_policy_problem(loaded.values):
+        raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
     keys = _supervised_pipeline(loaded.values, pure, pipeline)
     planner = _Planner(loaded, diagnostics)
     plan = planner.supervised(keys) if keys else planner.rolled_out(pure)
@@ -130,9 +133,11 @@ class _Planner:
     def rolled_out(self, pure: bool | None) -> RunPlan | None:
         """Return the plan of a run that rolls out; None, or with problems reported, where it cannot be one."""
         values, diagnostics = self.loaded.values, self.diagnostics
-        for hopeless in (vision_problem(values), pipeline_problem(values, diagnostics)):
-            if hopeless:
-                raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
+        hopeless = pipeline_problem(values, diagnostics)
+        if is_agentic(values):
+            hopeless = hopeless or rollout_only_problem(values)
+        if hopeless:
+            raise ConfigError([hopeless])
         sections = read_sections(values, self.loaded.variables, None, diagnostics)
         if isinstance(sections.top, Top):
             repeats = any(w.generating_args.num_return_sequences for w in sections.workers.values() if w)
@@ -418,7 +423,11 @@ class _Planner:
         if not epochs:
             diagnostics.problem("max_steps", f"is missing; write it, or {key}")
         elif data is not None:
-            found = count_rows(data)
+            try:
+                found = count_rows(data)
+            except DataError as error:
+                diagnostics.problem(f"{train.path}.data_args.file_name", str(error))
+                return 1, None
             if steps := whole_steps(epochs, found, rows):
                 return steps, epochs
             few = f"{epochs:g} epochs of {found} rows are less than one step of {rows}; write max_steps"

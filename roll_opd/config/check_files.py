@@ -3,7 +3,6 @@
 Reads a little of the disk and writes nothing; problems and warnings go to `Diagnostics`.
 """
 
-import difflib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,14 @@ from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
 from roll_opd.config.roles import Role, Roles
 from roll_opd.config.schema import DataArgs, Run, Section
 from roll_opd.data.files import find_files
+from roll_opd.data.formats import refusal
 from roll_opd.data.preview import first_tags
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.hf.tokenizer_files import has_tokenizer, largest_token_id, tokenizer_difference
+from roll_opd.hints import nearest
 from roll_opd.paths import expanded, find_path
 
 # our names for columns of rows with answers, which a key of the configuration may name otherwise
@@ -56,8 +57,9 @@ def read_data(
             diagnostics.problem(f"{path}.file_name", str(error))
             missing = True
     for file in files:
-        if not os.access(file, os.R_OK):
-            diagnostics.problem(f"{path}.file_name", f"{file} may not be read")
+        refused = f"{file} may not be read" if not os.access(file, os.R_OK) else refusal(file)
+        if refused:
+            diagnostics.problem(f"{path}.file_name", refused)
             missing = True
     template = _template(args, path, top, diagnostics)
     if missing:
@@ -86,7 +88,10 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
         if "prompt" in written:
-            columns["messages"] = ""  # as in ROLL: who names the prompt means it, whatever else the rows have
+            columns |= {
+                "messages": "",
+                "conversations": "",
+            }  # as in ROLL: who names the prompt means it, whatever else there is
         columns |= written
     return FrozenDict({key: name for key, name in columns.items() if name != key})
 
@@ -100,8 +105,8 @@ def _template(args: DataArgs, path: str, top: Run, diagnostics: Diagnostics) -> 
         written[f"{path}.template"] = args.template
     for key, name in written.items():
         if name not in TEMPLATES:
-            near = difflib.get_close_matches(name, TEMPLATES, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = nearest(name, TEMPLATES)
+            hint = f"; did you mean {near!r}?" if near else "."
             diagnostics.problem(key, f"{name!r} is not a known template{hint} Known: {', '.join(TEMPLATES)}")
     if top.global_template and args.template and top.global_template != args.template:
         diagnostics.warn(f"{path}.template: {args.template} has no effect beside global_template {top.global_template}")
@@ -133,11 +138,12 @@ def _by_domain(
     domains = {reward.domain: reward.tags for reward in rewards}
     tags, complete = first_tags(data)
     streams: list[StreamPlan] = []
-    for (name, share), weight in zip(shares.items(), _weights(list(shares.values()), key, diagnostics), strict=True):
+    weights = _weights(_with_rest(shares, key, diagnostics), key, diagnostics)
+    for (name, share), weight in zip(shares.items(), weights, strict=True):
         if name not in domains and name not in tags and complete:
             known = sorted({*domains, *tags})
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else "; write one of those that exist:"
+            near = nearest(name, known)
+            hint = f"; did you mean {near!r}?" if near else "; write one of those that exist:"
             diagnostics.problem(
                 f"{key}.{name}",
                 f"{share:g} is given to {name!r}, which is neither a domain of rewards nor a tag of the data{hint}"
@@ -178,6 +184,19 @@ def _by_file(args: DataArgs, key: str, diagnostics: Diagnostics) -> tuple[Stream
     return tuple(streams)
 
 
+def _with_rest(shares: Mapping[str, float], key: str, diagnostics: Diagnostics) -> list[float]:
+    """Return the shares, with what they leave given to the last domain, as ROLL gives it the rest of a batch."""
+    *others, last = shares
+    left = 1 - sum(shares[name] for name in others)
+    if sum(shares.values()) >= 1 - SHARE_TOLERANCE - 1e-9:
+        return list(shares.values())
+    diagnostics.warn(
+        f"{key}: the shares sum to {sum(shares.values()):g}; as in ROLL the last domain gets what the others leave:"
+        f" {last} {left:g} instead of {shares[last]:g}"
+    )
+    return [*(shares[name] for name in others), left]
+
+
 def _weights(shares: Sequence[float], key: str, diagnostics: Diagnostics) -> list[float]:
     total = sum(shares)
     if abs(total - 1) > SHARE_TOLERANCE + 1e-9:
@@ -208,7 +227,13 @@ def check_tags(
     """
     if not any(tags is not None for tags in (*teacher_tags.values(), *(reward.tags for reward in rewards))):
         return
-    train_tags = first_tags(data)[0] if data else set()
+    all_tags = first_tags(data)[0] if data else set()
+    train_tags = {tag for tag in all_tags if data and data.draws(tag)}
+    if never := sorted(all_tags - train_tags):
+        diagnostics.warn(
+            f"rows with tag {', '.join(never)} are never drawn: no domain of domain_interleave_probs with a share"
+            " has them"
+        )
     validation_tags = first_tags(validation)[0] if validation else set()
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
@@ -227,7 +252,7 @@ def check_tags(
             diagnostics.block(
                 "rewards", f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
             )
-    present = train_tags | validation_tags
+    present = all_tags | validation_tags
     for path, tags in [*teacher_tags.items(), *((f"rewards.{reward.domain}", reward.tags) for reward in rewards)]:
         if tags and present and not present.intersection(tags):
             diagnostics.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")

@@ -34,6 +34,7 @@ class Diagnostics:
     blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
 
     def problem(self, key: str, text: str) -> None:
         """Add a problem about `key` (a dotted path), once."""
@@ -61,11 +62,23 @@ class Diagnostics:
         """Note a key of ROLL's that is accepted and has no effect."""
         self.ignored.add(key)
 
+    def drop(self, key: str) -> None:
+        """Note a key at the top that no part of a run reads: a variable of the file, as far as one can tell."""
+        self.dropped.add(key)
+
     def warn_ignored(self) -> None:
-        """Name all keys without effect in one warning, before the others."""
+        """Name all keys without effect in one warning, and all that nobody knows in another, before the others."""
+        if self.dropped:
+            names = ", ".join(sorted(self.dropped))
+            self.warnings.insert(
+                0,
+                "no key is called so, or nearly so: taken for variables of the file, which do nothing by themselves (in"
+                f" ROLL, too): {names}",
+            )
         if self.ignored:
-            names = ", ".join(sorted(self.ignored))
-            self.warnings.insert(0, f"these ROLL keys are accepted but have no effect here: {names}")
+            self.warnings.insert(
+                0, f"these ROLL keys are accepted but have no effect here: {_by_section(self.ignored)}"
+            )
 
     def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
         """Add a problem where `value` is none of the `known` names, and say whether it is."""
@@ -87,3 +100,25 @@ class Diagnostics:
     def _add(sentences: list[str], text: str) -> None:
         if text not in sentences:
             sentences.append(text)
+
+
+def _by_section(keys: Collection[str]) -> str:
+    """Return keys in few words: those at the top, then those of each section once, whichever roles have them."""
+    sections: dict[str, set[str]] = {}
+    for key in keys:
+        *path, last = key.split(".")
+        named = [part for part in path if part.endswith(("_args", "_config"))]
+        sections.setdefault(named[-1] if named else _place(path), set()).add(last)
+    return "; ".join(_listed(section, sorted(names)) for section, names in sorted(sections.items()))
+
+
+def _place(path: list[str]) -> str:
+    if path and (path[0] in ("teacher", "reference", "critic") or path[0].endswith(("_train", "_infer"))):
+        return "of roles: "
+    return "of rewards: " if path and path[0] == "rewards" else ".".join(path)
+
+
+def _listed(section: str, names: list[str]) -> str:
+    if not section or section.endswith(": "):
+        return section + ", ".join(names)
+    return f"{section}.{names[0]}" if len(names) == 1 else f"{section}.{{{', '.join(names)}}}"

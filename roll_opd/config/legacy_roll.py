@@ -4,10 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any, Literal
-
-from roll_opd.hf.model_info import ModelFilesError, find_model, is_vision_config, read_json
 
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")  # the path of a user's own class or function
 
@@ -44,7 +41,7 @@ IGNORED_WORKER = _names("""
 """)
 
 IGNORED_MODEL_ARGS = _names("""
-    attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout lora_rank
+    attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout
     additional_target autocast_adapter_dtype gradient_checkpointing_use_reentrant device_map num_labels
     model_config_kwargs moe_aux_loss_coef ulysses_size vision_dp
 """)
@@ -77,7 +74,7 @@ IGNORED_MEGATRON = _names("""
     accumulate_allreduce_grads_in_fp32 use_flash_attn delay_grad_reduce ddp_bucket_size ddp_num_buckets
     ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather optimizer_cpu_offload
     optimizer_offload_fraction use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d bounded_cpu_grad_staging
-    offload_model_from_cpu_master save_only_model ckpt_format
+    offload_model_from_cpu_master save_only_model ckpt_format max_grad_norm
 """)
 # ROLL's own words inside a vLLM strategy_config
 IGNORED_VLLM = _names("""
@@ -150,56 +147,3 @@ INSTEAD = {
     **dict.fromkeys(("reward_norm", "reward_shift", "reward_scale"), "write norm_mean_type and norm_std_type"),
     "infer_correction": "write train_infer_correction",
 }
-
-# keys of ROLL's vision and diffusion configurations that no text configuration has
-VISION_KEYS = {"image", "images", "video", "videos", "image_flag_key", "max_pixels", "min_pixels", "vlm_filter"}
-VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b", re.IGNORECASE)
-
-
-def vision_problem(values: Mapping[str, Any]) -> str | None:
-    """Return the sentence for a vision, video or image-generation configuration, None for a text one.
-
-    One sentence is more use to its owner than the forty unknown keys that the ordinary checks would find.
-    """
-    for key, value in _leaves(values, ""):
-        last, text = key.rpartition(".")[2], value if isinstance(value, str) else ""
-        reason = None
-        if last in VISION_KEYS and value is not None:
-            reason = f"{last} belongs to a vision or video configuration"
-        elif last == "pure_opd_pipeline_type" and text.endswith("_vlm"):
-            reason = f"{text!r} is the pipeline of a vision-language model"
-        elif last == "strategy_name" and text.startswith("diffusion"):
-            reason = f"{text!r} trains an image or video generator"
-        # a reward's own judge is its worker's business
-        elif last in ("model_name_or_path", "pretrain") and text and not key.startswith("rewards."):
-            reason = _vision_model(text)
-        if reason:
-            return f"{key}: {reason}; only text models can be trained here, use ROLL itself for vision and video"
-    return None
-
-
-def _vision_model(model: str) -> str | None:
-    try:
-        path = find_model(model)
-    except ModelFilesError:
-        return f"{model} is a vision-language or video model" if VISION_MODEL.search(model) else None
-    try:
-        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    except ModelFilesError:
-        return None  # told by the role that reads this model
-    return f"{path} is a vision-language model ({config.get('model_type')})" if is_vision_config(config) else None
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            # null, as ROLL's shared fragments write it, says nothing; environments describe themselves
-            if key not in ("custom_env", "custom_envs"):
-                yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list):
-        yield prefix, value
-        for item in value:
-            if isinstance(item, Mapping):
-                yield from _leaves(item, prefix)
-    else:
-        yield prefix, value

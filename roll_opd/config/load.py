@@ -6,7 +6,9 @@ directory `configs/` is always on Hydra's search path, so a configuration may co
 
 import json
 import re
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,18 +24,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from roll_opd.config.errors import ConfigError, Diagnostics
+from roll_opd.config.overrides import SearchPath, hydra_arguments, is_group, search_path
 from roll_opd.config.yaml_files import LOADER, bounded_work, use_bounded_files, value_problem, yaml_message
 from roll_opd.failures import file_kind, os_sentence
 from roll_opd.paths import REPOSITORY, PathError, expanded
 
-GROUPS = REPOSITORY / "configs"
-# ROLL's YAML compose "../config/traj_envs@_here_" and the like; from here that leads to our copies of the names
-FRAGMENTS = REPOSITORY / "examples" / "config"
+PACKAGE = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
 # lines of Hydra's and OmegaConf's messages that speak of their own insides
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")
+UNSET = re.compile(r"Environment variable '([^']+)' not found")
 DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
 
 
@@ -52,15 +54,12 @@ class LoadedConfig:
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
-    """Compose `config_name` (with or without .yaml) in the directory `config_path`.
+    """Compose `config_name` (with or without .yaml) in the directory `config_path`, looked for in `config_places`.
 
-    `config_path` is looked up relative to the current directory, then to the repository's `examples/`.
     An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
     """
-    name = config_name.removesuffix(".yaml").removesuffix(".yml")
     try:
-        directory = find_config_dir(config_path)
-        _check_exists(directory, name, config_name)
+        directory, name = find_config(config_path, config_name)
     except OSError as error:
         raise ConfigError([f"{config_name} in {config_path}: {os_sentence(error)}"]) from None
     except PathError as error:
@@ -70,26 +69,32 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
 
 
 def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
+    file = directory / f"{name}.yaml"
     parsed = _parse_overrides(overrides)
     use_bounded_files()
+    places: SearchPath | None = None
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
             # a file without `_self_` in its defaults overrides them, which is what everybody expects
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            arguments = _hydra_arguments(parsed, directory, name)
+            warnings.filterwarnings("ignore", message=".*is not available")  # of the search path: told where it matters
+            places = search_path(parsed, file)
+            arguments = hydra_arguments(parsed, file, places, _chosen_groups(name, parsed, places))
             config = compose(name, arguments)
-            origins = _origins(name, arguments, directory)
+            origins = _origins(name, arguments, places)
     except yaml.YAMLError as error:
-        raise ConfigError([yaml_message(error, directory / f"{name}.yaml")]) from None
+        raise ConfigError([yaml_message(error, file)]) from None
     except RecursionError:
         circle = "a defaults list leads back to its own file, or sections lie too deep within each other"
-        raise ConfigError([f"{directory / name}.yaml: {circle}; remove that entry"]) from None
+        raise ConfigError([f"{file}: {circle}; remove that entry"]) from None
     except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError([f"{directory / name}.yaml: {_one_line(error)}"]) from None
+        absent = places.missing if places else []
+        hint = f"; hydra.searchpath names {_listed(absent)}, which is no directory" if absent else ""
+        raise ConfigError([f"{file}: {_one_line(error)}{hint}"]) from None
     origins.update({key: COMMAND_LINE for override in parsed for key in _override_keys(override)})
     diagnostics = Diagnostics(origins)
     if not config:
-        raise ConfigError([f"{directory / name}.yaml is empty; write at least the roles of a run, or copy an example"])
+        raise ConfigError([f"{file} is empty; write at least the roles of a run, or copy an example"])
     values = _resolve(config, "", diagnostics)
     if diagnostics.problems:
         raise ConfigError(diagnostics.problems)
@@ -97,24 +102,40 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     return LoadedConfig(name, directory, values, origins, variables)
 
 
-def _check_exists(directory: Path, name: str, written: str) -> None:
-    file = directory / f"{name}.yaml"
-    if file.is_file():
-        return
-    if file.exists():
-        raise ConfigError([f"{written}: {file} is {file_kind(file)}; give the name of a YAML file"])
-    present = ", ".join(sorted(path.name for path in directory.glob("*.yaml") if path.is_file())) or "none"
-    raise ConfigError([f"{written}: no {name}.yaml in {directory}; YAML files there: {present}"])
+def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
+    """Return directory and name of the YAML file in the first of `config_places` that has it.
+
+    Raises ConfigError where none has it, PathError or OSError where that cannot be seen.
+    """
+    name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    places = config_places(config_path)
+    for place in places:
+        if (place / f"{name}.yaml").is_file():
+            return place.resolve(), name
+    found = [place for place in places if place.is_dir()]
+    if not found:
+        raise ConfigError([f"{config_path}: no such directory; looked for {_listed(places)}"])
+    for file in (place / f"{name}.yaml" for place in found):
+        if file.exists():
+            raise ConfigError([f"{config_name}: {file} is {file_kind(file)}; give the name of a YAML file"])
+    present = ", ".join(sorted({path.name for place in found for path in place.glob("*.yaml") if path.is_file()}))
+    raise ConfigError([f"{config_name}: no {name}.yaml in {_listed(found)}; YAML files there: {present or 'none'}"])
 
 
-def find_config_dir(config_path: str) -> Path:
-    """Return the directory that `config_path` names, from the current directory or from `examples/`."""
-    candidates = [expanded(config_path), REPOSITORY / "examples" / config_path, REPOSITORY / config_path]
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate.resolve()
-    tried = ", ".join(str(path.absolute()) for path in candidates[:2])
-    raise ConfigError([f"{config_path}: no such directory with configurations; tried {tried}"])
+def config_places(config_path: str) -> list[Path]:
+    """Return where a directory of configurations may be, in the order in which it is looked for.
+
+    In the current directory; in `examples/` there; beside the script that was started, as in ROLL; in our own
+    `examples/`; in the repository. A place without the file that is asked for does not hide those behind it.
+    """
+    given, script = expanded(config_path), Path(sys.argv[0]).resolve()
+    beside = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
+    bases = (Path.cwd(), Path.cwd() / "examples", *beside, REPOSITORY / "examples", REPOSITORY)
+    return list(dict.fromkeys(base / given for base in bases))
+
+
+def _listed(places: Sequence[Path | str]) -> str:
+    return " or ".join(map(str, places))
 
 
 def _parse_overrides(overrides: list[str]) -> list[Override]:
@@ -138,40 +159,23 @@ def _parse_overrides(overrides: list[str]) -> list[Override]:
     return parsed
 
 
-def _hydra_arguments(overrides: list[Override], directory: Path, name: str) -> list[str]:
-    """Add our groups to the search path, and let `key=value` set a key that no file has written.
-
-    Hydra alone would refuse such a key and ask for `+key`; whether a key is known is the schema's business. In the same
-    way `group=option` and `+group=option` both choose it, whether or not the defaults lists have that group.
-    """
-    places = [json.dumps(f"file://{place}") for place in (GROUPS, FRAGMENTS) if place.is_dir()]
-    arguments = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
-    for override in overrides:
-        text, key = str(override.input_line), override.key_or_group
-        plain = text[:1] not in "+~" and override.package is None and not key.startswith("hydra.")
-        is_group = (directory / key).is_dir() or (GROUPS / key).is_dir()
-        if is_group and override.package is None and text[:2] != "++" and text[:1] != "~":
-            text = text.lstrip("+")
-            arguments.append(text if key in _groups(name, arguments[:1]) else f"+{text}")
-        else:
-            arguments.append(f"++{text}" if plain and not is_group else text)
-    return arguments
+def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
+    """Return the groups of the defaults lists; only where an override asks for one, since reading them takes time."""
+    if not any(is_group(override, places) for override in overrides):
+        return frozenset()
+    arguments = [places.argument] if places.argument else []
+    found = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN)
+    return frozenset(found.overrides.known_choices)
 
 
-def _groups(name: str, arguments: list[str]) -> set[str]:
-    """Return the groups that the defaults lists choose an option of."""
-    composed = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN).defaults
-    return {default.config_path.rpartition("/")[0] for default in composed if default.config_path}
-
-
-def _origins(name: str, arguments: list[str], directory: Path) -> dict[str, str]:
+def _origins(name: str, arguments: list[str], places: SearchPath) -> dict[str, str]:
     """Map each dotted key to "file:line"; a later file of the defaults list wins, as its value does."""
     composed = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN).defaults
     origins: dict[str, str] = {}
     for default in composed:
         if default.config_path is None or default.config_path.startswith("hydra/"):
             continue
-        for root in (directory, GROUPS, FRAGMENTS):
+        for root in places.directories:
             file = root / f"{default.config_path}.yaml"
             if file.is_file():
                 shown = file.name if default.primary else f"{default.config_path}.yaml"
@@ -222,7 +226,7 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostic
             diagnostics.problem(path, "has no value yet (???); give one, here or on the command line")
             continue
         except (OmegaConfBaseException, RecursionError) as error:
-            diagnostics.problem(path, f"{_one_line(error)}; write that key, or change this reference to it")
+            diagnostics.problem(path, _unresolved(_one_line(error)))
             continue
         for text in (key, value):
             if wrong := value_problem(text):
@@ -231,6 +235,15 @@ def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostic
             value = _resolve(value, path, diagnostics)
         resolved[key] = value
     return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
+
+
+def _unresolved(text: str) -> str:
+    unset = UNSET.search(text)
+    if unset:
+        return (
+            f"the environment variable {unset[1]} is not set; set it (export {unset[1]}=...), or write the value here"
+        )
+    return f"{text}; write that key, or change this reference to it"
 
 
 def _one_line(error: Exception) -> str:

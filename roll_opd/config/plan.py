@@ -204,6 +204,11 @@ class DataPlan(RowKeys):
     schema: str = "experience"  # what a row holds: `experience`, `sft` or `dpo`
     length_key: str = "prompt_length"  # what the user limits the length of rows with
 
+    def draws(self, tag: str) -> bool:
+        """Whether rows with `tag` are drawn at all."""
+        drawn = [stream.tags for stream in self.streams if stream.weight]
+        return not drawn or any(tags is None or tag in tags for tags in drawn)
+
 
 @dataclass(frozen=True)
 class ValidationPlan:

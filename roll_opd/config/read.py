@@ -4,9 +4,9 @@ A section with a wrong value is left out (None) and the others go on, so that la
 can. Keys nobody knows are reported with the nearest known key; ROLL's keys without a meaning are gathered.
 """
 
-import difflib
 import json
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -16,6 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import REWARD_KEYS_OF_ROLL
 from roll_opd.config.schema import (
+    DataArgs,
+    GeneratingArgs,
+    ModelArgs,
     Reward,
     Run,
     Section,
@@ -23,10 +26,12 @@ from roll_opd.config.schema import (
     SupervisedWorker,
     Term,
     Top,
+    TrainingArgs,
     Worker,
     keys_of,
     mark_written,
 )
+from roll_opd.hints import nearest
 
 S = TypeVar("S", bound=Section)
 PURE_ROLES = ("student_train", "student_infer")
@@ -34,7 +39,16 @@ MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
 CRITIC = "critic"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
+SAME_WORD = 0.85  # names that a user chooses may resemble a key by chance: it takes more to call them a typing error
 ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args")
+# where keys belong that are sometimes written at the top
+HOMES: dict[str, type[Section]] = {
+    "a role": Worker,
+    "model_args of a role": ModelArgs,
+    "training_args of a role": TrainingArgs,
+    "data_args of a role": DataArgs,
+    "generating_args of a role": GeneratingArgs,
+}
 
 
 @dataclass
@@ -56,7 +70,8 @@ def read_sections(
     """Validate `values`; problems and warnings go to `diagnostics`.
 
     `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
-    are the user's own, whatever their names. `pipeline` are the keys of a supervised one; None: a run that rolls out.
+    are the user's own, whatever their names. Others that nobody knows are dropped with a word (see `_variables`).
+    `pipeline` are the keys of a supervised one; None: a run that rolls out.
     """
     pretrain = values.get("pretrain")
     sections = Sections(pretrain=pretrain if isinstance(pretrain, str) else None)
@@ -66,7 +81,8 @@ def read_sections(
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
     known = {*keys_of(keys), *roles, *(("teacher", "rewards") if pipeline is None else ())}
-    rest = {key: value for key, value in values.items() if key in known or key not in variables}
+    left_out = _variables(values, known, keys.ignored, variables, diagnostics)
+    rest = {key: value for key, value in values.items() if key not in left_out}
     for role, worker in roles.items():
         if role in rest:
             sections.workers[role] = read_section(worker, rest.pop(role), role, diagnostics)
@@ -75,6 +91,42 @@ def read_sections(
         _read_rewards(rest.pop("rewards", None), sections, diagnostics)
     sections.top = read_section(keys, rest, "", diagnostics, known)
     return sections
+
+
+def _variables(
+    values: Mapping[str, Any],
+    known: set[str],
+    ignored: frozenset[str],
+    variables: frozenset[str],
+    diagnostics: Diagnostics,
+) -> set[str]:
+    """Return the top-level keys that are the file's own; those that no value refers to are noted as dropped.
+
+    ROLL reads a configuration without its unknown keys, variables and typing errors alike. Here a key is a typing error
+    where its name resembles a known one, belongs into a section, or holds what a role holds.
+    """
+    own = set()
+    for key, value in values.items():
+        if key in known:
+            continue
+        if key in variables:
+            own.add(key)
+        elif key not in ignored and not _typing_error(str(key), value, {*known, *ignored}):
+            own.add(key)
+            diagnostics.drop(str(key))
+    return own
+
+
+def _typing_error(key: str, value: Any, known: set[str]) -> str | None:
+    """Say what is wrong with an unknown key at the top, None where nothing tells it from a variable of the file."""
+    home = next((name for name, section in HOMES.items() if key in keys_of(section)), None)
+    if home:
+        return f"unknown key at the top; it is one of {home}, write it there"
+    if near := nearest(key, known):
+        return f"unknown key; did you mean {near!r}?"
+    if _is_worker(value, {*keys_of(Worker)}):
+        return "unknown role; give it the name of one that exists (docs/modes.md), or remove it"
+    return None
 
 
 def _read_teachers(value: Any, sections: Sections, diagnostics: Diagnostics) -> None:
@@ -125,9 +177,9 @@ def _with_free_keys(data: Any, path: str, diagnostics: Diagnostics, model: type[
     for key, value in data.items():
         if key in known:
             continue
-        near = _near(str(key), known | REWARD_KEYS_OF_ROLL) if key not in REWARD_KEYS_OF_ROLL else []
+        near = _near(str(key), known | REWARD_KEYS_OF_ROLL) if key not in REWARD_KEYS_OF_ROLL else None
         if near:
-            diagnostics.problem(f"{path}.{key}", f"unknown key; did you mean {near[0]!r}?")
+            diagnostics.problem(f"{path}.{key}", f"unknown key; did you mean {near!r}?")
         else:
             args[str(key)] = value
     if isinstance(kept.get("terms"), dict):
@@ -138,8 +190,8 @@ def _with_free_keys(data: Any, path: str, diagnostics: Diagnostics, model: type[
     return {**kept, "args": args}
 
 
-def _near(key: str, known: set[str]) -> list[str]:
-    return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85)
+def _near(key: str, known: set[str]) -> str | None:
+    return nearest(key, known, SAME_WORD)
 
 
 def _mapping(value: Any, path: str, diagnostics: Diagnostics) -> dict[str, Any]:
@@ -222,13 +274,15 @@ def _known_keys(
             if value is not None:
                 diagnostics.ignore(dotted)
         else:
-            diagnostics.problem(dotted, _unknown_key(str(key), {*keys, *model.ignored, *also}))
+            names = {*keys, *model.ignored, *also}
+            problem = None if path else _typing_error(str(key), value, names)
+            diagnostics.problem(dotted, problem or _unknown_key(str(key), names))
     return kept
 
 
 def _unknown_key(key: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
-    return f"unknown key; did you mean {near[0]!r}?" if near else "unknown key, and no known key is near it; remove it"
+    near = nearest(key, known)
+    return f"unknown key; did you mean {near!r}?" if near else "unknown key, and no known key is near it; remove it"
 
 
 def _section_type(annotation: Any) -> type[Section] | None:

@@ -1,6 +1,5 @@
 """Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +9,14 @@ from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.read import LOCAL_JUDGE
-from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, shared
+from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
 from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
+from roll_opd.hints import nearest
 from roll_opd.rewards.registry import REWARDS, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
+SHARED_JUDGE = "cluster"  # ROLL's `judge_model_type` of an engine that several rewards share
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
 MOST_REWARD_CALLS = 256  # under way in a worker
 
@@ -67,6 +68,14 @@ def read_rewards(
 
 def _terms(path: str, domain: str, reward: Reward, diagnostics: Diagnostics) -> tuple[RewardTerm, ...]:
     """The domain's own reward first, named after its worker, then what is added to it."""
+    if reward.args.get("judge_model_type") == SHARED_JUDGE:
+        diagnostics.block(
+            f"{path}.judge_model_type",
+            f"{SHARED_JUDGE!r}, one engine for the judges of several rewards (reward_model), is not available yet;"
+            f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
+        )
+        args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
+        reward = changed(reward, {"args": args})
     main = _term(path, domain, None, reward, diagnostics)
     added = [_term(f"{path}.terms.{name}", name, name, term, diagnostics) for name, term in reward.terms.items()]
     if (
@@ -120,10 +129,10 @@ def _worker(path: str, name: str, diagnostics: Diagnostics) -> str:
     if known in REWARDS.builtin:
         return known
     names = (*REWARD_CLASSES_OF_ROLL, *REWARDS.builtin)
-    near = difflib.get_close_matches(class_name, names, n=1, cutoff=0.8)
+    near = nearest(class_name, names)
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
         return known
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
     diagnostics.problem(
         f"{path}.worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class"
     )

@@ -15,6 +15,7 @@ from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
 
+ADAPTER_KEYS = ("lora_target", "lora_rank", "adapter_name_or_path", "freeze_module_prefix")
 Job = Literal["train", "frozen", "rollout"]
 
 
@@ -99,6 +100,7 @@ class RoleReader:
         if pipeline.has_reference and self._roles.train is not None:
             worker = self._sections.workers.get(REFERENCE) or Worker()
             self._roles.reference = self._reference(worker)
+        self._refuse_adapters()
         return self._roles
 
     def rolled_out(self) -> Roles:
@@ -125,6 +127,7 @@ class RoleReader:
             if worker is not None:
                 model = worker.model_args.model_name_or_path
                 roles.judges[domain] = self._engine(f"rewards.{domain}", worker, model, "bf16")
+        self._refuse_adapters()
         return roles
 
     def _read_student(self, name: str) -> None:
@@ -209,14 +212,25 @@ class RoleReader:
                 f"true contradicts {path}.model_args.dtype {written}; keep one of them",
             )
         role.dtype = written or from_strategy or "bf16"
-        # running without these would train something else than the user asked for
-        for key in ("lora_target", "adapter_name_or_path", "freeze_module_prefix"):
-            if getattr(worker.model_args, key):
-                self._diagnostics.block(
-                    f"{path}.model_args.{key}",
-                    "LoRA adapters and frozen modules are not available yet; remove the key to train all weights",
-                )
         return role
+
+    def _refuse_adapters(self) -> None:
+        """Refuse what would train something else than the user asked for, in one sentence for all roles."""
+        sections = self._sections
+        teachers = [(sections.teacher_paths[name], worker) for name, worker in sections.teachers.items()]
+        found = [
+            f"{path}.model_args.{key}"
+            for path, worker in [*sections.workers.items(), *teachers]
+            for key in ADAPTER_KEYS
+            if worker is not None and getattr(worker.model_args, key)
+        ]
+        if found:
+            also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
+            self._diagnostics.block(
+                found[0],
+                "LoRA adapters and frozen modules are not available yet, and all weights would be trained; remove the"
+                f" key to train them{also}",
+            )
 
     def _model(self, path: str, model: str | None) -> ModelInfo | None:
         """Return what the files of a model say, with a problem reported where that is not enough to run it."""

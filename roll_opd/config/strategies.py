@@ -4,6 +4,7 @@ A strategy of ROLL's that does not exist here becomes its nearest, said in a war
 `strict_strategies: true`). What the engine knows passes through untouched.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 from roll_opd.config.plan import Layout
 from roll_opd.config.schema import Dtype, Worker
-from roll_opd.engine_options import MEGATRON_DECIDED, option_problem
+from roll_opd.engine_options import MEGATRON_DECIDED, is_gone, option_problem
 
+ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an environment variable
 SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -22,6 +24,8 @@ SIZES = {
     "virtual_pipeline_model_parallel_size": "vpp",
 }
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16")
+# what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
+RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ def _sort_settings(
     for key, value in config.items():
         if value is None:
             continue
+        if key == "recompute_modules" and isinstance(value, str):
+            value = value.split(",")  # as ROLL takes it
         if key in SIZES:
             if _is_positive(value):
                 sizes[SIZES[key]] = value
@@ -134,6 +140,8 @@ def _sort_settings(
                 diagnostics.problem(f"{prefix}.{key}", f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
             diagnostics.ignore(f"{prefix}.{key}")
+        elif _without_effect(f"{prefix}.{key}", "Megatron", diagnostics):
+            continue
         elif key in MEGATRON_DECIDED:
             what = "is decided by the model's config.json, model_args or the engine itself; remove it"
             diagnostics.problem(f"{prefix}.{key}", what)
@@ -142,9 +150,26 @@ def _sort_settings(
             problem = option_problem("Megatron", key, value, (*SIZES, *SWITCHES, *IGNORED_MEGATRON))
             if problem:
                 diagnostics.problem(f"{prefix}.{key}", problem)
+    if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
+        args |= RECOMPUTED
     if sizes.get("vpp") == 1:
         del sizes["vpp"]  # one virtual stage a rank is no virtual pipeline
     return sizes, switches, args
+
+
+def _without_effect(dotted: str, engine: str, diagnostics: Diagnostics) -> bool:
+    """Whether an option means nothing to the installed engine any more, or never did; says so by itself."""
+    key = dotted.rpartition(".")[2]
+    if ENVIRONMENT.fullmatch(key):
+        diagnostics.warn(
+            f"{dotted}: is an environment variable and no option of {engine}, so it does nothing here;"
+            " write it in system_envs"
+        )
+        return True
+    if is_gone(engine, key):
+        diagnostics.warn(f"{dotted}: the installed {engine} no longer has this option, so it does nothing")
+        return True
+    return False
 
 
 def _is_positive(value: Any) -> bool:
@@ -179,7 +204,11 @@ def read_vllm(worker: Worker, path: str, strict: bool, diagnostics: Diagnostics)
     prefix = f"{path}.strategy_args.strategy_config"
     for key in sorted(IGNORED_VLLM.intersection(config)):
         diagnostics.ignore(f"{prefix}.{key}")
-    args = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
+    args = {
+        key: value
+        for key, value in config.items()
+        if key not in IGNORED_VLLM and value is not None and not _without_effect(f"{prefix}.{key}", "vLLM", diagnostics)
+    }
     tp, length = args.pop("tensor_parallel_size", 1), args.pop("max_model_len", None)
     for key, value in (("tensor_parallel_size", tp), ("max_model_len", length)):
         if value is not None and not _is_positive(value):

@@ -51,8 +51,8 @@ def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     for answer in answers:
         if not answer["content"].strip():
             raise BadRow(EMPTY, "an answer")
-    rest = {key: item for key, item in value.items() if key not in schema.columns}
-    row = parse_row({**rest, **_as_keys(prompt)}, fallback_id)
+    rest = {key: item for key, item in value.items() if key not in (*schema.columns, "conversations")}
+    row = parse_row({**rest, **_as_keys(prompt)}, fallback_id, has_answers=True)
     return replace(row, answers=answers)
 
 
@@ -69,6 +69,8 @@ def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
         if "system" in columns and value.get("system"):
             turns.insert(0, {"role": "system", "content": _text(value, "system")})
         return parse_messages(turns)
+    if "prompt" not in value and "conversations" in value:
+        return parse_messages(value["conversations"])
     prompt = value.get("prompt")
     return parse_messages(prompt) if isinstance(prompt, list) else prompt
 

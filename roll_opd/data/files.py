@@ -1,7 +1,7 @@
 """Row files on disk: found by name, read once from end to end and then row by row, so that none has to fit in memory.
 
-A row has a `line` (from 1; in Parquet the number of the row) that names it to the user and a `position` at which
-it is found again: the byte where its line begins in a JSONL file, the row number from 0 in a Parquet file.
+A row has a `line` (from 1; in Parquet and arrays the number of the row) that names it to the user and a `position` at
+which it is found again: the byte where it begins in a text file, the row number from 0 in a Parquet file.
 """
 
 import glob
@@ -14,12 +14,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from roll_opd.data.formats import is_array, is_parquet, refusal
+from roll_opd.data.json_array import JsonArrayFile
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError
 from roll_opd.failures import os_sentence
-from roll_opd.paths import PathError, candidates, find_path, places, regular_file
+from roll_opd.paths import PathError, candidates, find_path, hub_hint, places, regular_file
 
-PARQUET_SUFFIX = ".parquet"
-SUFFIXES = (".jsonl", ".json", PARQUET_SUFFIX)  # files taken from a directory
+SUFFIXES = (".jsonl", ".json", ".parquet")  # files taken from a directory
 PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit
 PARQUET_BUFFER = 2**20  # bytes of a column read at a time
 LONGEST_LINE = 2**26  # bytes: what is longer is no row but another kind of file, and would fill the memory
@@ -76,7 +77,10 @@ def _found(name: str, dataset_dir: str | None) -> list[Path]:
         if files:
             return files
     below = f" or below dataset_dir {dataset_dir!r}" if dataset_dir else ""
-    raise DataError(f"no file {name!r} from {places()}{below}; give the path of a JSONL or Parquet file")
+    hint = hub_hint(name, "dataset")
+    named = f"{hint}, and name its files, such as {name}/**/train*.parquet"
+    advice = named if hint else "give the path of a JSONL or Parquet file"
+    raise DataError(f"no file {name!r} from {places()}{below}; {advice}")
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -89,13 +93,17 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def open_file(name: str, columns: Iterable[str] = ()) -> RowFile:
-    """Open the file called `name`; a `.parquet` file is read as Parquet, any other as JSONL.
+    """Open the file called `name`: Parquet, one JSON array, or else JSONL.
 
-    `columns` are read in a pass over the file, besides those of the usual names. Raises `DataError` for a file that is
-    no Parquet file, although its name says so.
+    `columns` are read in a pass over the file, besides those of the usual names. Raises `DataError` for a file of
+    another kind.
     """
     path = Path(name)
-    return ParquetFile(path, columns) if path.suffix == PARQUET_SUFFIX else JsonlFile(path)
+    if told := refusal(path):
+        raise DataError(told)
+    if is_parquet(path):
+        return ParquetFile(path, columns)
+    return JsonArrayFile(path) if is_array(path) else JsonlFile(path)
 
 
 class JsonlFile:
@@ -141,7 +149,7 @@ class ParquetFile:
     """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
 
     # what makes and routes a prompt; a pass over the file leaves other columns, such as test cases, unread
-    SCANNED = ("id", "tag", "domain", "messages", "prompt", "ground_truth")
+    SCANNED = ("id", "tag", "domain", "messages", "conversations", "prompt", "ground_truth")
 
     def __init__(self, path: Path, columns: Iterable[str] = ()) -> None:
         import pyarrow as pa

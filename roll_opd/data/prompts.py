@@ -97,9 +97,14 @@ class PromptSet:
         return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
 
     def by_tag(self) -> dict[str, TagRows]:
-        """Return, for every tag in order of its first prompt, which prompts lack a ground truth or name a domain."""
+        """Return, for every tag that is drawn, which prompts lack a ground truth or name a domain.
+
+        Tags are in the order of their first prompts.
+        """
         found = {}
         for code, tag in enumerate(self._index.tag_names):
+            if not self._plan.draws(tag):
+                continue
             numbers = np.flatnonzero(self._index.unanswered & (self._index.tags == code))
             named = tuple(self._where(number) for number in numbers[:EXAMPLES_PER_KIND].tolist())
             found[tag] = TagRows(len(numbers), named, self._index.domains.get(tag, FrozenDict()))

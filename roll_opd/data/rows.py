@@ -1,4 +1,4 @@
-"""Prompt rows as a user brings them, in ROLL's form: what a row may hold, and what makes one unusable."""
+"""Prompt rows as a user brings them, ROLL's and the field's forms: what a row may hold, and what makes one unusable."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,14 @@ NO_PROMPT = "neither messages nor prompt"
 EMPTY = "empty messages or prompt"
 WRONG_TYPE = "a field of the wrong type"
 
-_KNOWN_KEYS = frozenset({"id", "tag", "messages", "prompt", "ground_truth"})
+_KNOWN_KEYS = frozenset({"id", "tag", "messages", "conversations", "prompt", "ground_truth"})
+# speakers of ShareGPT's form -> roles
+_SPEAKERS = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
 
 _OWN_NAMES: Mapping[str, str] = FrozenDict()
 
@@ -46,15 +53,20 @@ class Row:
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
 
 
-def parse_row(value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NAMES) -> Row:
+def parse_row(
+    value: Any, fallback_id: str, columns: Mapping[str, str] = _OWN_NAMES, *, has_answers: bool = False
+) -> Row:
     """Return the row in a decoded value; raises `BadRow`.
 
     `columns` maps messages, prompt, tag and id to their names in the value, where they differ.
-    `messages` is a list, or a JSON string of one, of `{"role", "content"}`; without it `prompt` is a text. A
-    missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
+    `messages` is a list, or a JSON string of one, of `{"role", "content"}`; without it `prompt` is a text or such a
+    list, and without that `conversations` is one, as in ShareGPT. The assistant's last turn is left out, since it is an
+    answer, unless the row `has_answers` of its own. A missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
     """
     value = own_names(value, columns)
     messages, prompt = _parse_prompt(value)
+    if messages and not has_answers:
+        messages = _question(messages)
     tag = value.get("tag", DEFAULT_TAG)
     if not isinstance(tag, str) or not tag:
         raise BadRow(WRONG_TYPE, "tag must be a text that is not empty")
@@ -83,20 +95,31 @@ def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse_prompt(value: dict[str, Any]) -> tuple[tuple[FrozenDict, ...], str | None]:
-    if "messages" in value:
-        return parse_messages(value["messages"]), None
-    if "prompt" not in value:
+    column = next((name for name in ("messages", "prompt", "conversations") if name in value), None)
+    if column is None:
         raise BadRow(NO_PROMPT)
-    prompt = value["prompt"]
+    prompt = value[column]
+    if column != "prompt" or isinstance(prompt, list):
+        return parse_messages(prompt), None
     if not isinstance(prompt, str):
-        raise BadRow(WRONG_TYPE, f"prompt must be a text, not {type(prompt).__name__}")
+        raise BadRow(WRONG_TYPE, f"prompt must be a text or a list of messages, not {type(prompt).__name__}")
     if not prompt.strip():
         raise BadRow(EMPTY)
     return (), _encodable(prompt, "prompt")
 
 
+def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
+    """Return a conversation up to the turn that is to be answered."""
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not any(message["content"].strip() for message in asked):
+        raise BadRow(EMPTY, "nothing before the assistant's turn")
+    return tuple(asked)
+
+
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """Return the conversation in a list, or in a JSON string of one; raises `BadRow`."""
+    """Return the conversation in a list, or in a JSON string of one, also in ShareGPT's form; raises `BadRow`."""
     if isinstance(messages, str):
         if not messages.strip():
             raise BadRow(EMPTY)
@@ -106,9 +129,8 @@ def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
             raise BadRow(NOT_JSON, f"messages: {str(error)[:80]}") from None
     if not isinstance(messages, list):
         raise BadRow(WRONG_TYPE, f"messages must be a list, not {type(messages).__name__}")
+    messages = [_with_role(message) for message in messages]
     for message in messages:
-        if not isinstance(message, dict):
-            raise BadRow(WRONG_TYPE, f"a message must be an object, not {type(message).__name__}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise BadRow(WRONG_TYPE, f"every message needs a text in {key!r}")
@@ -117,6 +139,19 @@ def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
         raise BadRow(EMPTY)
     # Parquet gives every message the keys of all: an absent one is None there
     return freeze([{key: item for key, item in message.items() if item is not None} for message in messages])
+
+
+def _with_role(message: Any) -> dict[str, Any]:
+    """Return a message; one of ShareGPT's form, `{"from", "value"}`, as `{"role", "content"}`."""
+    if not isinstance(message, dict):
+        raise BadRow(WRONG_TYPE, f"a message must be an object, not {type(message).__name__}")
+    if message.get("role") is not None or message.get("from") is None:
+        return message
+    speaker = message["from"]
+    if speaker not in _SPEAKERS:
+        raise BadRow(WRONG_TYPE, f"no speaker {speaker!r} is known; known are {', '.join(_SPEAKERS)}")
+    rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
+    return {"role": _SPEAKERS[speaker], "content": message.get("value"), **rest}
 
 
 def _encodable(text: str, name: str) -> str:

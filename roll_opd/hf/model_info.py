@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.failures import os_sentence
-from roll_opd.paths import PathError, content, find_path, places
+from roll_opd.paths import PathError, content, find_path, hub_hint, places
 
-MODEL_TYPES = (
-    "llama",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-)  # decoders that can be planned
+# model_type in config.json -> whether the Megatron engine runs it; a run of the others can be planned, not started
+MODEL_TYPES = {
+    "llama": True,
+    "qwen2": True,
+    "qwen2_moe": False,
+    "qwen3": True,
+    "qwen3_moe": False,
+    "mixtral": False,
+    "deepseek_v3": False,
+    "glm4_moe": False,
+}
+RUN = tuple(name for name, runs in MODEL_TYPES.items() if runs)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 LARGEST_SIZE = 2**31 - 1  # of a number in config.json: what engines keep shapes in
 FINGERPRINT_PIECES = 16
@@ -74,9 +76,10 @@ def find_model(text: str) -> Path:
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
     if found is None:
+        hint = hub_hint(text)
         raise ModelFilesError(
             f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; give the"
-            " path of a local Hugging Face model directory"
+            f" path of a local Hugging Face model directory{f', or {hint}' if hint else ''}"
         )
     if is_file:
         raise ModelFilesError(f"model {text!r} is a file; give the directory with config.json and the weights")
@@ -128,7 +131,8 @@ def read_model(path: Path) -> ModelInfo:
         )
     if model_type not in MODEL_TYPES:
         raise ModelFilesError(
-            f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(MODEL_TYPES)}"
+            f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(RUN)}"
+            f" ({', '.join(name for name in MODEL_TYPES if name not in RUN)} can be planned, not run)"
         )
     try:
         return _info(path, model_type, config)

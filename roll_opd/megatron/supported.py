@@ -3,17 +3,8 @@
 import json
 from pathlib import Path
 
-# model_type in config.json -> whether the engine runs it; a run of the others can be planned, not started
-MODEL_TYPES = {
-    "llama": True,
-    "qwen2": True,
-    "qwen2_moe": False,
-    "qwen3": True,
-    "qwen3_moe": False,
-    "mixtral": False,
-    "deepseek_v3": False,
-    "glm4_moe": False,
-}
+from roll_opd.hf.model_info import MODEL_TYPES, RUN
+
 ROPE_TYPES = ("default", "linear", "llama3")
 # a key of config.json -> the only value whose numerics are proven
 PROVEN_VALUES = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}
@@ -24,8 +15,7 @@ def unsupported(path: Path) -> list[str]:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     model_type = config.get("model_type")
     if not MODEL_TYPES.get(model_type):
-        known = ", ".join(name for name, runs in MODEL_TYPES.items() if runs)
-        return [f"models of type {model_type} are not available yet; use one of {known}"]
+        return [f"models of type {model_type} are not available yet; use one of {', '.join(RUN)}"]
     sentences = [
         f"{path.name}: {key}={config[key]!r} in config.json is not available yet (expected {proven!r})"
         for key, proven in PROVEN_VALUES.items()

@@ -184,7 +184,8 @@ def test_megatron_settings_reach_the_layout_and_the_rest_passes_through(plan: Pl
     }
     run = plan({"student_train.strategy_args.strategy_config": config, "rollout_batch_size": 4})
     assert run.student.layout == Layout(tp=2, sequence_parallel=True)
-    assert run.student.megatron_args == {"recompute_granularity": "full"}
+    every_layer = {"recompute_method": "uniform", "recompute_num_layers": 1}  # what the key alone means in ROLL
+    assert run.student.megatron_args == {"recompute_granularity": "full", **every_layer}
     assert run.student.optimizer.use_distributed_optimizer is False
 
 
@@ -213,7 +214,7 @@ def test_reward_worker_names(plan: Plan) -> None:
     dotted = "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
     run = plan({"rewards": {"math_rule": {"worker_cls": dotted, "format_pattern": "x", "infer_batch_size": 1}}})
     assert (run.rewards[0].terms[0].worker, run.rewards[0].terms[0].args) == ("math_rule", {})  # it takes no arguments
-    assert "rewards.math_rule.format_pattern" in run.warnings[0]
+    assert "of rewards: format_pattern" in run.warnings[0]
     own = plan({"rewards": {"math_rule": {"worker_cls": "my_package.rewards.Mine", "strict": True}}})
     assert (own.rewards[0].terms[0].worker, own.rewards[0].terms[0].args) == (
         "my_package.rewards.Mine",

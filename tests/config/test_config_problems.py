@@ -380,7 +380,7 @@ def test_planning_writes_nothing(plan: Callable[..., Any], root: Path) -> None:
     [
         (
             {"logging_dir": "x", "student_train.worker_cls": "y"},
-            ["no effect", "logging_dir", "student_train.worker_cls"],
+            ["no effect", "logging_dir", "of roles: worker_cls"],
         ),
         ({"student_infer.generating_args.top_p": 0.9}, ["top_p 0.9", "truncated distribution"]),
         ({"adv_estimator": "grpo", "gamma": 1}, ["pure distillation fixes", "adv_estimator grpo, gamma 1"]),

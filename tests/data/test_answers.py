@@ -24,6 +24,8 @@ SFT_ROWS = [
     {"messages": [ASK, RIGHT]},
     {"messages": json.dumps([ASK, RIGHT])},
     {"messages": [ASK], "response": "2"},
+    {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]},
+    {"conversations": [{"from": "human", "value": "1+1="}], "response": "2"},
     {"prompt": [ASK], "completion": [RIGHT]},
     {"instruction": "1+1=", "output": "2"},
     {"instruction": "1+1=", "input": "not read, no query_key names it", "output": "2"},
@@ -34,6 +36,11 @@ DPO_ROWS = [
     {"prompt": "1+1=", "chosen": [ASK, RIGHT], "rejected": [ASK, WRONG]},
     {"instruction": "1+1=", "chosen": "2", "rejected": "3"},
     {"messages": [ASK], "chosen": RIGHT, "rejected": WRONG},
+    {
+        "conversations": [{"from": "human", "value": "1+1="}],
+        "chosen": {"from": "gpt", "value": "2"},
+        "rejected": {"from": "gpt", "value": "3"},
+    },
 ]
 
 

@@ -12,7 +12,17 @@ from data_assets import write
 from roll_opd.data.files import open_file
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.report import FILES_NAMED, DataReport
-from roll_opd.data.rows import EMPTY, NO_PROMPT, NOT_AN_OBJECT, NOT_JSON, WRONG_TYPE, DataError, Row, parse_row
+from roll_opd.data.rows import (
+    EMPTY,
+    NO_PROMPT,
+    NOT_AN_OBJECT,
+    NOT_JSON,
+    WRONG_TYPE,
+    BadRow,
+    DataError,
+    Row,
+    parse_row,
+)
 from roll_opd.frozen import FrozenDict
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -189,3 +199,39 @@ def test_nothing_to_read_is_an_error(tmp_path: Path, opened: Opened) -> None:
         opened(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="file_name"):
         opened()
+
+
+ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+SPOKEN = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASK]},
+        {"messages": [ASK, ANSWER]},
+        {"conversations": SPOKEN},
+        {"conversations": json.dumps(SPOKEN)},
+        {"conversations": [ASK]},
+        {"messages": SPOKEN, "prompt": "other"},
+    ],
+    ids=["prompt as messages", "answered", "ShareGPT", "as text", "roles", "in messages"],
+)
+def test_every_form_of_a_question_is_the_same_row(row: dict) -> None:
+    """The assistant's last turn is an answer: what a run that samples asks for, and does not read."""
+    assert parse_row(row, "0").messages == (ASK,)
+    assert parse_row(row, "0").extra == {}
+
+
+@pytest.mark.parametrize(
+    "row", [{"conversations": [{"from": "narrator", "value": "x"}]}, {"conversations": [{"from": "human"}]}]
+)
+def test_a_conversation_without_known_speakers_or_texts_is_bad(row: dict) -> None:
+    with pytest.raises(BadRow) as found:
+        parse_row(row, "0")
+    assert found.value.kind == WRONG_TYPE
+
+
+def test_an_answer_alone_asks_nothing() -> None:
+    with pytest.raises(BadRow, match=r"nothing before|empty"):
+        parse_row({"messages": [ANSWER]}, "0")

@@ -1,0 +1,98 @@
+"""A JSON array is the rows that `json.loads` finds in it, wherever the file is cut; other files are named."""
+
+import gzip
+import json
+import random
+import string
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_assets import write
+
+from roll_opd.config.plan import DataPlan
+from roll_opd.data import json_array
+from roll_opd.data.files import JsonlFile, open_file
+from roll_opd.data.formats import refusal
+from roll_opd.data.json_array import JsonArrayFile
+from roll_opd.data.preview import count_rows, first_tags
+from roll_opd.data.rows import DataError
+
+
+def random_value(rng: random.Random, depth: int = 0) -> object:
+    text = "".join(rng.choices(string.printable + 'äπ漢😀"\\[]{},', k=rng.randrange(12)))
+    kinds = [text, rng.randrange(-(10**9), 10**9), rng.random(), True, None]
+    if depth < 3:
+        kinds += [
+            [random_value(rng, depth + 1) for _ in range(rng.randrange(4))],
+            {f"{text}{n}": random_value(rng, depth + 1) for n in range(rng.randrange(4))},
+        ]
+    return rng.choice(kinds)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
+def test_elements_equal_those_of_json_loads(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_array, "CHUNK", chunk)
+    rng = random.Random(chunk)
+    for number in range(20):
+        values = [random_value(rng) for _ in range(rng.randrange(8))]
+        ascii_only, indent = rng.random() < 0.5, rng.choice([None, 1, 4])
+        text = json.dumps(values, ensure_ascii=ascii_only, indent=indent)
+        mark = b"\xef\xbb\xbf" if rng.random() < 0.3 else b""
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(mark + text.encode() + rng.choice([b"", b"\n \r\n"]))
+        file = open_file(str(path))
+        assert isinstance(file, JsonArrayFile)
+        found = list(file.scan())
+        assert [value for _, _, value in found] == values
+        assert [line for line, _, _ in found] == list(range(1, len(values) + 1))
+        assert file.count() == len(values)
+        chosen = sorted(rng.sample(range(len(values)), k=len(values) // 2))
+        assert file.read([found[index][1] for index in chosen]) == [values[index] for index in chosen]
+
+
+def test_rows_and_tags_of_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "a", "tag": tag} for tag in ("x", "y", "x")], indent=2))
+    assert count_rows(DataPlan((str(path),), 8)) == 3
+    assert first_tags(DataPlan((str(path),), 8)) == ({"x", "y"}, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"a": 1}, {"a": }]', "element 2, at byte 11"),
+        ('[{"a": 1}', "element 1, at byte 9: cut off"),
+        ('[{"a": 1},\n', "element 2"),
+        ('[{"a": 1} {"a": 2}]', "no comma"),
+        ('[\n{"a": 1}\n]\n{"a": 2}', "more behind the end"),
+        ("[" * 100_000, "element 1"),
+    ],
+)
+def test_a_broken_array_is_named_by_its_element(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        list(open_file(str(path)).scan())
+
+
+def test_an_object_a_line_stays_jsonl(tmp_path: Path) -> None:
+    for lines in ([{"prompt": "a"}], [[1, 2], {"prompt": "a"}], ["", {"prompt": "a"}]):
+        assert isinstance(open_file(str(write(tmp_path / "rows.json", *lines))), JsonlFile)
+
+
+def test_files_of_other_kinds_are_named_with_what_to_do(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", {"prompt": "a"})
+    packed = tmp_path / "packed.jsonl"
+    packed.write_bytes(gzip.compress(rows.read_bytes()))
+    table = tmp_path / "table.csv"
+    table.write_text("prompt,tag\na,b\n")
+    spread = tmp_path / "spread.json"
+    spread.write_text(json.dumps({"prompt": "a"}, indent=2))
+    for path, what in ((packed, "compressed with gzip"), (table, "CSV"), (spread, "over several lines")):
+        with pytest.raises(DataError, match=what):
+            open_file(str(path))
+    assert refusal(rows) is None
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "called.jsonl")
+    assert [value for _, _, value in open_file(str(tmp_path / "called.jsonl")).scan()] == [{"prompt": "a"}]
