@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import REWARD_KEYS_OF_ROLL
+from roll_opd.config.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
 from roll_opd.config.schema import (
     Reward,
     Run,
@@ -219,11 +219,24 @@ def _known_keys(
             if value is not None or defaults[key] is None:
                 kept[key] = value
         elif key in model.ignored:
-            if value is not None:
-                diagnostics.ignore(dotted)
+            ignore(key, value, dotted, diagnostics)
         else:
             diagnostics.problem(dotted, _unknown_key(str(key), {*keys, *model.ignored, *also}))
     return kept
+
+
+def ignore(key: str, value: Any, dotted: str, diagnostics: Diagnostics) -> None:
+    """Say of a ROLL key without a meaning here what there is to say of its value; null says nothing."""
+    if value in (None, "None"):
+        return
+    for said, sayings in ((diagnostics.say, SAID), (diagnostics.block, REFUSED)):
+        if key in sayings and value not in sayings[key][0]:
+            shown = (
+                "" if isinstance(value, dict | list) else f"{str(value).lower() if isinstance(value, bool) else value} "
+            )
+            said(dotted, shown + sayings[key][1])
+            return
+    diagnostics.ignore(dotted)
 
 
 def _unknown_key(key: str, known: set[str]) -> str:
