@@ -118,8 +118,8 @@ def _check_grpo(top: Top, diagnostics: Diagnostics) -> None:
     for key in ("norm_mean_type", "norm_std_type"):
         value = getattr(top, key)
         is_rolls = top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
-        if is_rolls and value not in (None, "group", "running"):
-            diagnostics.say(key, f"{value} counts with grpo too; ROLL overwrites it with group")
+        if is_rolls and key in top.written and value not in ("group", "running"):
+            diagnostics.say(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
 
 
 def _check_adaptive_kl(top: Top, diagnostics: Diagnostics) -> None:

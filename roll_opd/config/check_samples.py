@@ -29,8 +29,8 @@ def check_samples(top: Top, responses: int, agentic: bool, has_rewards: bool, di
     if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
         diagnostics.problem(
             "difficulty_low_threshold",
-            f"{top.difficulty_low_threshold:g} is not below difficulty_high_threshold {top.difficulty_high_threshold:g},"
-            " so that no prompt is learned from; lower it",
+            f"{top.difficulty_low_threshold:g} is not below difficulty_high_threshold"
+            f" {top.difficulty_high_threshold:g}, so that no prompt is learned from; lower it",
         )
     if top.rl_loss_coef == 0:
         diagnostics.say(

@@ -27,8 +27,9 @@ IGNORED_TOP = _names("""
     force_disable_old_logprobs_recompute dataset_filter vlm_filter otlp_output_dir
     save_logging_board_dir use_policy_loss_type use_topr_loss use_topr_neg_loss_coef postive_loss_coef
     val_greedy val_n_sample mask_type balance_length minibatch_data_iter_num infer_correction
-    positive_loss_coef reward_norm reward_shift reward_scale opsd_mode opd_token_kld_clip opsd_solution_key opsd_max_solution_length
-    ratio_type step_reward_gamma max_actions_per_traj step_reward_weight episode_reward_weight opsd_teacher_template batch_adjust_mode
+    positive_loss_coef reward_norm reward_shift reward_scale opsd_mode opd_token_kld_clip opsd_solution_key
+    opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj step_reward_weight
+    episode_reward_weight opsd_teacher_template batch_adjust_mode
     render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
     all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
     frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
@@ -74,8 +75,8 @@ IGNORED_VALIDATION = IGNORED_WORKER | _names("""
 
 IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_num_micro_batches_train")
 
-# what is said of an ignored key by itself, where it has a value with which ROLL, or an older ROLL, would learn something
-# else: key -> (the values of which there is nothing to say, the sentence)
+# what is said of an ignored key by itself, where its value looks as if something else were learned:
+# key -> (the values of which there is nothing to say, the sentence)
 _UNREAD = "has no effect, as in ROLL, which does not read it"
 _NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type say how rewards are normalised"
 _TOPR = f"{_UNREAD}; worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train are its TOPR"

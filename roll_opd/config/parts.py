@@ -110,7 +110,7 @@ def teacher_plan(name: str, role: Role, top: Top, longest: int, diagnostics: Dia
 
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
-    """Return the student's engines, for `n` responses a prompt of at most `response` tokens, in validation `held_out`."""
+    """Return the student's engines: `n` responses a prompt of at most `response` tokens, `held_out` in validation."""
     assert role.vllm is not None
     needed = top.prompt_length + max(response, held_out)
     plan = _engines(role, top, sampling_plan(role.worker.generating_args, n, response), needed, role.vllm.args)
@@ -185,7 +185,9 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         # a correction is of the weights that sampled, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
-    plan = replace(plan, pg_clip_low=low, pg_clip_high=high)
+    plan = replace(
+        plan, pg_clip_low=None if low == top.pg_clip else low, pg_clip_high=None if high == top.pg_clip else high
+    )
     if pure:
         return replace(plan, gamma=0.0)
     return _with_reward(plan, top)

@@ -230,11 +230,11 @@ def ignore(key: str, value: Any, dotted: str, diagnostics: Diagnostics) -> None:
     if value in (None, "None"):
         return
     for said, sayings in ((diagnostics.say, SAID), (diagnostics.block, REFUSED)):
-        if key in sayings and value not in sayings[key][0]:
-            shown = (
-                "" if isinstance(value, dict | list) else f"{str(value).lower() if isinstance(value, bool) else value} "
-            )
-            said(dotted, shown + sayings[key][1])
+        if key in sayings:
+            if value in sayings[key][0]:
+                return
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            said(dotted, sayings[key][1] if isinstance(value, dict | list) else f"{text} {sayings[key][1]}")
             return
     diagnostics.ignore(dotted)
 

@@ -1,4 +1,4 @@
-"""Reads `lr_scheduler_type`, its arguments and the warm-up: the learning rate of each update, by Megatron-core's rules."""
+"""Reads `lr_scheduler_type`, its arguments and the warm-up: the learning rate of each update, in Megatron's terms."""
 
 import math
 from typing import Any
