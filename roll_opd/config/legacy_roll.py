@@ -22,7 +22,7 @@ IGNORED_TOP = _names("""
     profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
     generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
-    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward reward_model l2
+    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward l2
     use_reward_scaling add_len_reward use_reward_norm enable_reference
     force_disable_old_logprobs_recompute dataset_filter vlm_filter otlp_output_dir
     save_logging_board_dir use_policy_loss_type use_topr_loss use_topr_neg_loss_coef postive_loss_coef

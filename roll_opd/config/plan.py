@@ -327,6 +327,11 @@ class RunPlan(RunKeys, RolloutKeys):
         return self.mode == "pure"
 
     @property
+    def update_reads_rewards(self) -> bool:
+        """Whether an update needs the rewards of its samples: to learn from, or to know which samples count."""
+        return not self.rewards_are_monitored or self.objective.difficulty_mask or self.objective.error_max_len_clip
+
+    @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
         """The teachers whose part is an advantage; with a live gradient it is a part of the loss."""
         return self.teachers if self.objective.opd_objective == "sampled" else ()

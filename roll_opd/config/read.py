@@ -34,7 +34,9 @@ MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
 CRITIC = "critic"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
+SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
 ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args")
+ENGINE_KEYS += ("num_gpus_per_worker",)
 
 
 @dataclass
@@ -65,14 +67,14 @@ def read_sections(
     if pipeline is not None:
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
-    known = {*keys_of(keys), *roles, *(("teacher", "rewards") if pipeline is None else ())}
+    known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model") if pipeline is None else ())}
     rest = {key: value for key, value in values.items() if key in known or key not in variables}
     for role, worker in roles.items():
         if role in rest:
             sections.workers[role] = read_section(worker, rest.pop(role), role, diagnostics)
     if pipeline is None:
         _read_teachers(rest.pop("teacher", None), sections, diagnostics)
-        _read_rewards(rest.pop("rewards", None), sections, diagnostics)
+        _read_rewards(_with_shared_judge(rest, diagnostics), sections, diagnostics)
     sections.top = read_section(keys, rest, "", diagnostics, known)
     return sections
 
@@ -91,6 +93,32 @@ def _read_rewards(value: Any, sections: Sections, diagnostics: Diagnostics) -> N
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
             sections.judges[domain] = read_section(Worker, of_engine, path, diagnostics)
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, diagnostics), path, diagnostics)
+
+
+def _with_shared_judge(values: dict[str, Any], diagnostics: Diagnostics) -> Any:
+    """Take `rewards` and `reward_model` out of `values`; return the rewards, a judge's engine in its own section."""
+    rewards, engine = values.pop("rewards", None), values.pop("reward_model", None)
+    asking = (
+        [name for name, reward in rewards.items() if _judge_type(reward) == SHARED_JUDGE]
+        if isinstance(rewards, dict)
+        else []
+    )
+    if not asking or not isinstance(engine, dict):
+        if engine is not None:
+            diagnostics.ignore("reward_model")
+        return rewards
+    for name in asking[1:]:
+        diagnostics.block(
+            f"rewards.{name}.judge_model_type",
+            f"cluster: reward_model is the engine of rewards.{asking[0]} already; only one domain can ask it",
+        )
+    of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
+    kept = {key: value for key, value in rewards[asking[0]].items() if key not in ENGINE_KEYS}
+    return {**rewards, asking[0]: {**kept, **of_engine, "judge_model_type": LOCAL_JUDGE}}
+
+
+def _judge_type(reward: Any) -> Any:
+    return reward.get("judge_model_type") if isinstance(reward, dict) else None
 
 
 def _judges_here(reward: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_opd.algorithms.filters import FILTERS
@@ -13,7 +13,8 @@ from roll_opd.config.read import LOCAL_JUDGE
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, shared
 from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
-from roll_opd.rewards.registry import REWARDS, reward_arguments
+from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.registry import REWARDS, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
@@ -32,7 +33,10 @@ def read_rewards(
         if reward is None:
             continue
         path = f"rewards.{domain}"
+        before = len(diagnostics.problems)
         terms = _terms(path, domain, reward, diagnostics)
+        if len(diagnostics.problems) == before:
+            _check_terms(path, terms, diagnostics)
         filters: dict[str, Any] = {
             "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, diagnostics),
             "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, diagnostics),
@@ -95,6 +99,17 @@ def _terms(path: str, domain: str, reward: Reward, diagnostics: Diagnostics) -> 
             f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name"
         )
     return (main, *added)
+
+
+def _check_terms(path: str, terms: Sequence[RewardTerm], diagnostics: Diagnostics) -> None:
+    """Say what the built-in rewards of a domain would say when they are made; a user's own are made in the run."""
+    for term in terms:
+        if term.worker in REWARDS.builtin:
+            where = path if term is terms[0] else f"{path}.terms.{term.name}"
+            try:
+                check(term.worker, dict(term.args))
+            except RewardError as error:
+                diagnostics.block(where, str(error))
 
 
 def _term(path: str, default: str, name: str | None, term: Term, diagnostics: Diagnostics) -> RewardTerm:
