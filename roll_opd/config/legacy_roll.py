@@ -44,7 +44,7 @@ IGNORED_WORKER = _names("""
 """)
 
 IGNORED_MODEL_ARGS = _names("""
-    attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout
+    attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout lora_rank
     additional_target autocast_adapter_dtype gradient_checkpointing_use_reentrant device_map num_labels
     model_config_kwargs moe_aux_loss_coef vision_dp
 """)
@@ -105,12 +105,12 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "model_update_frequency": ((1,), "has no effect: engines have the newest weights in every step"),
     "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
     "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),
-    "router_replay": (({}, {"mode": "disable"}), "has no effect: routes of experts are not replayed"),
+    "router_replay": ((None, "disable"), "has no effect: routes of experts are not replayed"),
 }
 # ... and what a run is refused for
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "model_config_kwargs": (({},), "a model is what its config.json says; write the change there, and remove the key"),
-    "rollout_mock": (({},), "rollouts cannot be played back here; remove the key"),
+    "rollout_mock": ((None, "dump"), "rollouts cannot be played back here; remove the key"),
     "user_defined_rollout_loop_cls": (
         ("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
         "a rollout loop of one's own is not run here; remove the key",
@@ -125,7 +125,7 @@ IGNORED_MEGATRON = _names("""
     accumulate_allreduce_grads_in_fp32 use_flash_attn delay_grad_reduce ddp_bucket_size ddp_num_buckets
     ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather optimizer_cpu_offload
     optimizer_offload_fraction use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d bounded_cpu_grad_staging
-    offload_model_from_cpu_master save_only_model ckpt_format
+    offload_model_from_cpu_master save_only_model ckpt_format max_grad_norm
 """)
 # ROLL's own words inside a vLLM strategy_config
 IGNORED_VLLM = _names("""

@@ -259,12 +259,19 @@ def ignore(key: str, value: Any, dotted: str, diagnostics: Diagnostics) -> None:
         return
     for said, sayings in ((diagnostics.say, SAID), (diagnostics.block, REFUSED)):
         if key in sayings:
-            if value in sayings[key][0]:
+            if value in sayings[key][0] or _setting(value) in sayings[key][0]:
                 return
             text = str(value).lower() if isinstance(value, bool) else str(value)
             said(dotted, sayings[key][1] if isinstance(value, dict | list) else f"{text} {sayings[key][1]}")
             return
     diagnostics.ignore(dotted)
+
+
+def _setting(value: Any) -> Any:
+    """Return what a value says: of a section its `mode`, None where that is switched off."""
+    if isinstance(value, dict):
+        return value.get("mode") if value.get("enable", True) else None
+    return value
 
 
 def _unknown_key(key: str, known: set[str]) -> str:

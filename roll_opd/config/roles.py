@@ -209,11 +209,6 @@ class RoleReader:
                 f"true contradicts {path}.model_args.dtype {written}; keep one of them",
             )
         role.dtype = written or from_strategy or "bf16"
-        if job == "train" and worker.model_args.lora_rank and not worker.model_args.lora_target:
-            self._diagnostics.say(
-                f"{path}.model_args.lora_rank",
-                f"{worker.model_args.lora_rank} has no effect without lora_target: all weights are trained, as in ROLL",
-            )
         # running without these would train something else than the user asked for
         for key in ("lora_target", "adapter_name_or_path", "freeze_module_prefix"):
             if getattr(worker.model_args, key):

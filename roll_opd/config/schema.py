@@ -118,7 +118,6 @@ class ModelArgs(Section):
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
     dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
     lora_target: Any = key(None, "not available yet: LoRA's modules")
-    lora_rank: Count | None = key(None, "of a LoRA adapter; without lora_target there is none")
     ulysses_size: Positive | None = key(None, "of fsdp2: devices that share a sequence; here its tensor-parallel size")
     adapter_name_or_path: str | None = key(None, "not available yet: a LoRA adapter to begin with")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")

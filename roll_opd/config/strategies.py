@@ -23,6 +23,8 @@ SIZES = {
     "virtual_pipeline_model_parallel_size": "vpp",
 }
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16")
+# what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
+RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 # an option of sglang -> vLLM's
 SGLANG = {
     "mem_fraction_static": "gpu_memory_utilization",
@@ -186,8 +188,8 @@ def _sort_settings(
             problem = option_problem("Megatron", key, value, (*SIZES, *SWITCHES, *IGNORED_MEGATRON))
             if problem:
                 diagnostics.problem(f"{prefix}.{key}", problem)
-    if args.get("recompute_granularity") == "full" and not {"recompute_method", "recompute_num_layers"} & args.keys():
-        args |= {"recompute_method": "uniform", "recompute_num_layers": 1}  # every layer, as ROLL fills it in
+    if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
+        args |= RECOMPUTED
     if sizes.get("vpp") == 1:
         del sizes["vpp"]  # one virtual stage a rank is no virtual pipeline
     return sizes, switches, args
