@@ -1,10 +1,10 @@
 """From the normalised reward of a sample to the advantage of each token.
 
-    A = clip(whiten(Σ_k γ^k r_{t+k})), with a critic clip(whiten(GAE of r)),
+    A = whiten(Σ_k γ^k r_{t+k}), with a critic whiten(GAE of r),
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
 
 R' is the reward as an advantage function normalised it (see `advantages`). Each part happens only where it is asked
-for. The teacher's term is added after this (see `opd`): normalising the sum would erase it.
+for. The teacher's term is added after this (see `opd`): normalising the sum would erase it. The sum is clipped then.
 
 Legend: B samples, M scored tokens of all samples end to end. Everything is float64: it is small, and sums of many
 terms are compared with records to the sixth digit.
@@ -47,9 +47,8 @@ def token_advantages(
     lambd: float = 0.95,
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
-    advantage_clip: float | None = None,
 ) -> TokenAdvantages:
-    """Return discounted returns-to-go of token rewards, or GAE; whitened (arXiv 2501.03262) and clipped if asked.
+    """Return discounted returns-to-go of token rewards, or GAE; whitened (arXiv 2501.03262) if asked.
 
     Args:
         rewards_M: f64 [M], 0 off the mask.
@@ -65,7 +64,7 @@ def token_advantages(
     else:
         advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, gamma, lambd)
     mean, scale = whitening(advantages_M, mask_M) if whiten_advantages else (0.0, 1.0)
-    advantages_M = clipped((advantages_M - mean) / scale, advantage_clip) * mask_M
+    advantages_M = (advantages_M - mean) / scale * mask_M
     return TokenAdvantages(advantages_M, returns_M, reward_mean, reward_scale, mean, scale)
 
 

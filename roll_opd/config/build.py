@@ -13,6 +13,7 @@ from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import algorithm, loss_facts
 from roll_opd.config import check_files, check_layouts, check_objective, check_values, parts
 from roll_opd.config.check_packages import gpu_memory_gb, unavailable
+from roll_opd.config.check_samples import check_samples
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -43,6 +44,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.config.trackers import read_trackers
+from roll_opd.config.variants import read_variant
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.extensions import users_module
@@ -141,13 +143,13 @@ class _Planner:
         sections = read_sections(values, self.loaded.variables, None, diagnostics)
         if isinstance(sections.top, Top):
             repeats = any(w.generating_args.num_return_sequences for w in sections.workers.values() if w)
-            sections.top = expand(sections.top, repeats, diagnostics)
+            variant = read_variant(sections.top, sections.workers, diagnostics)
+            sections.top = expand(sections.top, repeats, variant, diagnostics)
         top = sections.top
         mode = choose_mode(values, sections, pure, diagnostics)
         roles = RoleReader(sections, mode, diagnostics).rolled_out()
         check_layouts.check_roles(roles.placed(), diagnostics)
-        allow_self_teacher = isinstance(top, Top) and (top.allow_self_teacher or top.opsd_mode)
-        check_files.compare_models(roles, allow_self_teacher, diagnostics)
+        check_files.compare_models(roles, isinstance(top, Top) and top.allow_self_teacher, diagnostics)
         if not isinstance(top, Top):
             return None
         agentic = is_agentic(values)
@@ -158,6 +160,7 @@ class _Planner:
         check_layouts.check_devices(roles.placed(), top, diagnostics)
         sizes = check_values.read_sizes(top, roles, agentic, diagnostics)
         check_objective.check_groups(top, mode, sizes.n, agentic, diagnostics)
+        check_samples(top, sizes.n, agentic, bool(sections.rewards), diagnostics)
         rows = self._prompts(top, roles, mode, bool(sections.rewards), agentic)
         given = self._demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
         rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n, diagnostics)
@@ -205,8 +208,8 @@ class _Planner:
         engines = {domain: parts.judge_plan(role, top, sizes.response) for domain, role in roles.judges.items()}
         held_out = None
         if top.validation and validation:
-            args = top.validation.generating_args
-            sampling = parts.sampling_plan(args, args.num_return_sequences or 1, args.max_new_tokens or sizes.response)
+            args, new = top.validation.generating_args, sizes.held_out or sizes.response
+            sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)
             held_out = ValidationPlan(validation, sampling, top.validation.measure_teacher)
         plan = RunPlan(
             **common,
@@ -216,7 +219,7 @@ class _Planner:
             title=TITLES[roles.mode],
             max_steps=top.max_steps,
             student=parts.train_plan(roles.train, top, sizes.mini_batch, longest, total, diagnostics),
-            rollout=parts.rollout_plan(roles.infer, top, n, sizes.response),
+            rollout=parts.rollout_plan(roles.infer, top, n, sizes.response, sizes.held_out or 0),
             teachers=tuple(
                 parts.teacher_plan(name, role, top, longest, diagnostics) for name, role in roles.teachers.items()
             ),

@@ -8,10 +8,13 @@ from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import INSTEAD, KL_PENALTIES_LATER, LATER, PURE_FIXED
+from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, LATER, PURE_FIXED
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, Top, keys_of
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
+NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's
+ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
+SAID_OF_TEACHERS = {"whiten_advantages", "kl_penalty"}  # a sentence of their own tells what becomes of them
 
 
 def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
@@ -19,7 +22,7 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
     for key, harmless in LATER.items():
         value = getattr(top, key)
         if value not in harmless:
-            diagnostics.block(key, f"{_text(value)} is not available yet; {INSTEAD.get(key, 'remove the key')}")
+            diagnostics.block(key, f"{_text(value)} is not available yet; remove the key")
     if top.kl_loss_fn is not None:
         diagnostics.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
     diagnostics.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
@@ -27,6 +30,9 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
     if diagnostics.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES):
         check_distillation(top, mode, diagnostics)
     correction.check(top, mode, diagnostics)
+    _check_clip_range(top, diagnostics)
+    if mode != "rl":
+        _check_beside_teachers(top, mode, diagnostics)
     if mode == "pure":
         _check_pure(top, diagnostics)
         return
@@ -39,6 +45,7 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
             "adv_estimator",
             "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
         )
+    _check_grpo(top, diagnostics)
     for key in ("norm_mean_type", "norm_std_type"):
         builtin = (top.adv_estimator or "gae") in ADVANTAGES.builtin
         if _given(top, key) is not None and builtin and not has_norm_levels(top.adv_estimator):
@@ -52,10 +59,67 @@ def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
     _check_adaptive_kl(top, diagnostics)
 
 
+def clip_range(top: Top) -> tuple[float, float]:
+    """Return how far a ratio may be below and above 1: pg_clip, or the two keys for each side where they count.
+
+    In ROLL they count with use_pg_clip_range: true, and are 0.2 where they are not written. They count too where a
+    key that is not ROLL's names the loss.
+    """
+    if not _reads_clip_range(top):
+        return top.pg_clip, top.pg_clip
+    other = ROLL_CLIP if top.use_pg_clip_range else top.pg_clip
+    low, high = top.pg_clip_low, top.pg_clip_high
+    return other if low is None else low, other if high is None else high
+
+
+def _reads_clip_range(top: Top) -> bool:
+    if top.use_pg_clip_range is not None:
+        return top.use_pg_clip_range
+    return not NAMES_OF_A_LOSS.isdisjoint(top.written)
+
+
+def _check_clip_range(top: Top, diagnostics: Diagnostics) -> None:
+    written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
+    if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
+        shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
+        diagnostics.say(
+            next(iter(written)),
+            f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} counts",
+        )
+
+
+def _check_beside_teachers(top: Top, mode: str, diagnostics: Diagnostics) -> None:
+    """Say what ROLL would do with the teachers' part of an advantage, and is not done here."""
+    pure, taught = mode == "pure", top.opd_objective == "sampled"
+    if top.whiten_advantages and taught:
+        instead = "has no effect in pure distillation" if pure else "whitens the reward's part of an advantage alone"
+        diagnostics.say(
+            "whiten_advantages",
+            f"true {instead}; ROLL whitens the teachers' too, after which half of all tokens are learned as if the"
+            " student were likelier than the teacher there",
+        )
+    name = KL_PENALTIES.get(top.kl_penalty, top.kl_penalty)
+    if name != "kl" and taught:
+        diagnostics.say(
+            "kl_penalty",
+            f"{top.kl_penalty} is not taken of the teachers, as in ROLL; their part stays the reverse KL"
+            " (student - teacher log-prob), whose expected gradient is that of the divergence",
+        )
+
+
 def has_norm_levels(advantage: str | None) -> bool:
     """Whether `norm_mean_type` and `norm_std_type` are arguments of a built-in advantage."""
     name = advantage or "gae"
     return name in ADVANTAGES.builtin and {"mean_cal_level", "std_cal_level"} <= ADVANTAGES.defaults(name).keys()
+
+
+def _check_grpo(top: Top, diagnostics: Diagnostics) -> None:
+    """Say that ROLL's grpo normalises by group whatever is written."""
+    for key in ("norm_mean_type", "norm_std_type"):
+        value = getattr(top, key)
+        is_rolls = top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
+        if is_rolls and key in top.written and value not in ("group", "running"):
+            diagnostics.say(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
 
 
 def _check_adaptive_kl(top: Top, diagnostics: Diagnostics) -> None:
@@ -127,7 +191,8 @@ def check_groups(top: Top, mode: str, responses: int, agentic: bool, diagnostics
 
 
 def _check_pure(top: Top, diagnostics: Diagnostics) -> None:
-    for key in (*keys_of(ReinforcementKeys).keys() - PURE_FIXED, *keys_of(CriticKeys).keys() - PURE_FIXED):
+    told = {*PURE_FIXED, *(SAID_OF_TEACHERS if top.opd_objective == "sampled" else ())}
+    for key in (*keys_of(ReinforcementKeys).keys() - told, *keys_of(CriticKeys).keys() - told):
         if _given(top, key) is not None:
             diagnostics.ignore(key)
     wrong = [

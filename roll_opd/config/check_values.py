@@ -34,16 +34,43 @@ def response_length(top: Top, infer: Worker | None, infer_path: str, diagnostics
             f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length};"
             " raise it or leave it out",
         )
-    if asked is not None and asked > length:
-        diagnostics.problem(
+    if asked is not None and asked != length:
+        diagnostics.say(
             f"{infer_path}.generating_args.max_new_tokens",
-            f"{asked} is more than the response length {length}; use at most that",
+            f"{asked} and the response length {length} differ, and the smaller counts (in ROLL the response length)",
         )
-    return asked or length
+    return min(asked or length, length)
 
 
-def check_lengths(top: Top, roles: Roles, diagnostics: Diagnostics) -> int | None:
-    """Return the rollout's max_new_tokens after checking it against every model's positions."""
+def held_out_length(top: Top, diagnostics: Diagnostics) -> int | None:
+    """Return the tokens that an answer in validation may have, as written; None: those of a response.
+
+    With val_sequence_length they are what it leaves after val_prompt_length, whatever else is written, as in ROLL.
+    """
+    asked = top.validation.generating_args.max_new_tokens if top.validation else None
+    if top.val_prompt_length is None and top.val_sequence_length is None:
+        return asked
+    if top.val_prompt_length is None or top.val_sequence_length is None:
+        missing = "val_prompt_length" if top.val_prompt_length is None else "val_sequence_length"
+        diagnostics.problem(missing, "is missing; write both val_prompt_length and val_sequence_length, or neither")
+        return asked
+    length = top.val_sequence_length - top.val_prompt_length
+    if length < 1:
+        diagnostics.problem(
+            "val_sequence_length",
+            f"{top.val_sequence_length} leaves no room after val_prompt_length {top.val_prompt_length}; raise it",
+        )
+        return asked
+    if asked not in (None, length):
+        diagnostics.say(
+            "validation.generating_args.max_new_tokens",
+            f"{asked} has no effect beside val_sequence_length, which leaves {length}, as in ROLL",
+        )
+    return length
+
+
+def check_lengths(top: Top, roles: Roles, held_out: int | None, diagnostics: Diagnostics) -> int | None:
+    """Return the rollout's max_new_tokens, after checking it and that of `held_out` answers against the models."""
     infer = roles.infer
     response = response_length(top, infer.worker if infer else None, infer.path if infer else "", diagnostics)
     if infer is not None:
@@ -52,8 +79,8 @@ def check_lengths(top: Top, roles: Roles, diagnostics: Diagnostics) -> int | Non
         return None
     written = infer is not None and infer.worker.generating_args.max_new_tokens
     key = f"{infer.path}.generating_args.max_new_tokens" if infer and written else "response_length"
-    held_out = top.validation.generating_args.max_new_tokens if top.validation else None
-    for new, its_key in ((response, key), (held_out, "validation.generating_args.max_new_tokens")):
+    its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
+    for new, its_key in ((response, key), (held_out, its_own)):
         if new:
             what = f"prompt_length {top.prompt_length} + {new} new tokens"
             check_positions(roles.all(), top.prompt_length + new, what, its_key, diagnostics)
@@ -68,6 +95,7 @@ class Sizes:
 
     n: int  # responses a prompt
     response: int | None  # tokens of the longest one
+    held_out: int | None  # of the longest one in validation; None: as many
     mini_batch: int | None  # sequences behind an update of the student
     critic_mini_batch: int | None
 
@@ -75,13 +103,14 @@ class Sizes:
 def read_sizes(top: Top, roles: Roles, agentic: bool, diagnostics: Diagnostics) -> Sizes:
     """Return lengths and batches, checked against the models and against each other."""
     n = responses_per_prompt(top, roles.infer, diagnostics)
-    response = check_lengths(top, roles, diagnostics)
+    held_out = held_out_length(top, diagnostics)
+    response = check_lengths(top, roles, held_out, diagnostics)
     share = top.expert_data_ratio or 0.0
     mini = mini_batch(top, roles.train, n, agentic, diagnostics, share) if roles.train else None
     critic_mini = mini_batch(top, roles.critic, n, agentic, diagnostics) if roles.critic else None
     if response is not None:
         check_micro_batches(roles.all(), top.prompt_length + response, diagnostics)
-    return Sizes(n, response, mini, critic_mini)
+    return Sizes(n, response, held_out, mini, critic_mini)
 
 
 def turn_lengths(top: Top, infer: Role | None) -> Top:

@@ -20,10 +20,10 @@ OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, memory_bytes_per_rank` (of the stage
-    that needs most), `memory_bytes_of_stages` (the parts of each); what does not apply to it is null. For the rollout,
-    `dp` is the number of engines. `routing` maps each tag that a teacher or a reward names, and "*" for all others, to
-    its `teachers` and `rewards`.
+    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer`, and memory in bytes,
+    `memory_bytes_per_rank` (of the stage that needs most) and `memory_bytes_of_stages` (the parts of each); what does
+    not apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a
+    reward names, and "*" for all others, to its `teachers` and `rewards`.
     """
     return {
         "mode": plan.mode,
@@ -35,6 +35,10 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "routing": routing(plan),
         "rewards": {reward.domain: _reward(reward) for reward in plan.rewards},
         "batch": _batch(plan),
+        "sampling": {
+            "rollout": asdict(plan.rollout.sampling) if plan.rollout else None,
+            "validation": asdict(plan.validation.sampling) if plan.validation and plan.rollout else None,
+        },
         "objective": thaw(asdict(plan.objective)),
         "environments": thaw(plan.agentic),
         "memory_bytes_per_device": {str(device): size for device, size in device_memory(plan).items()},
@@ -60,6 +64,7 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "devices": list(role.devices),
             "tags": list(teacher.tags) if teacher and teacher.tags is not None else None,
             "opd_kl_coef": teacher.opd_kl_coef if teacher else None,
+            "optimizer": asdict(role.optimizer) if isinstance(role, TrainPlan) else None,
             "memory_bytes_per_rank": sum(fullest(plan.memory.get(name, ())).values()),
             "memory_bytes_of_stages": [dict(parts) for parts in plan.memory.get(name, ())],
         }
@@ -273,8 +278,9 @@ def _advantage(plan: RunPlan) -> str:
     objective = plan.objective
     taught = plan.advantage_teachers
     teachers = " ".join(f"- {teacher.opd_kl_coef:g} * reverse_kl({teacher.name})" for teacher in taught)
+    clip = f", clipped to +-{objective.advantage_clip:g}" if objective.advantage_clip else ""
     if plan.mode == "pure":
-        return teachers or "0 (the teacher's part is in the loss)"
+        return teachers + clip if teachers else "0 (the teacher's part is in the loss)"
     steps = [
         f"mean by {objective.norm_mean_type}" if objective.norm_mean_type else "",
         f"std by {objective.norm_std_type}" if objective.norm_std_type else "",
@@ -284,11 +290,11 @@ def _advantage(plan: RunPlan) -> str:
     reward = ", ".join(["reward", *filter(None, steps)])
     after = [
         "whitened" if objective.whiten_advantages else "",
-        f"clipped to +-{objective.advantage_clip:g}" if objective.advantage_clip else "",
     ]
     discounts = f"gamma {objective.gamma:g}" + (f", lambda {objective.lambd:g}" if plan.critic else "")
     shaped = ", ".join([f"{objective.adv_estimator}({reward}; {discounts})", *filter(None, after)])
-    return f"{shaped} {teachers}".rstrip()
+    by_domain = " of each reward domain" if len(plan.rewards) > 1 else ""
+    return f"{shaped}{by_domain} {teachers}".rstrip() + clip
 
 
 def _distillation_lines(plan: RunPlan) -> list[str]:

@@ -54,6 +54,10 @@ class Diagnostics:
         """Add a warning, once."""
         self._add(self.warnings, shortened(text))
 
+    def say(self, key: str, text: str) -> None:
+        """Add a warning about `key`, once."""
+        self.warn(f"{key}: {text}{self.where(key)}")
+
     def block(self, key: str, text: str) -> None:
         """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
         self._add(self.blockers, f"{key}: {text}{self.where(key)}")

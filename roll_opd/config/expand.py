@@ -15,8 +15,8 @@ from roll_opd.algorithms.table import (
     merged_arguments,
 )
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import PG_VARIANTS
 from roll_opd.config.schema import Top, changed
+from roll_opd.config.variants import Variant
 from roll_opd.extensions import Registry, argument_problems
 
 OF_THE_LOSS = ("loss_agg_mode",)  # given among a loss's arguments in Trinity-RFT, a key of its own here
@@ -38,10 +38,10 @@ def pipeline_problem(values: Mapping[str, Any], diagnostics: Diagnostics) -> str
     )
 
 
-def expand(top: Top, repeats: bool, diagnostics: Diagnostics) -> Top:
+def expand(top: Top, repeats: bool, variant: Variant | None, diagnostics: Diagnostics) -> Top:
     """Return `top` with what its algorithm, and its functions' arguments, say where the key is not written.
 
-    `repeats`: a role says already how many responses a prompt gets.
+    `repeats`: a role says already how many responses a prompt gets. `variant`: the policy loss that a pg_variant names.
     """
     row = None
     if top.algorithm_type is not None:
@@ -50,7 +50,7 @@ def expand(top: Top, repeats: bool, diagnostics: Diagnostics) -> Top:
         except AlgorithmError as error:
             diagnostics.problem("algorithm_type", str(error))
     found: dict[str, Any] = {}
-    _take_loss(top, row, found, diagnostics)
+    _take_loss(top, row, variant, found, diagnostics)
     _take_advantage(top, row, found, diagnostics)
     if row is not None and row.expert_data_ratio:
         found["expert_data_ratio"] = row.expert_data_ratio
@@ -70,25 +70,25 @@ def expand(top: Top, repeats: bool, diagnostics: Diagnostics) -> Top:
     return changed(top, missing)
 
 
-def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnostics: Diagnostics) -> None:
+def _take_loss(
+    top: Top, row: Algorithm | None, variant: Variant | None, found: dict[str, Any], diagnostics: Diagnostics
+) -> None:
     if top.policy_loss is not None and not diagnostics.is_one_of("policy_loss", top.policy_loss, POLICY_LOSSES.builtin):
         return
-    variant = top.pg_variant or ("topr" if top.use_topr_loss else None)
-    if variant is not None and variant not in PG_VARIANTS:
-        diagnostics.problem("pg_variant", f"{variant!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
-        return
-    chosen = {
-        "policy_loss_fn": top.policy_loss_fn,
-        "policy_loss": top.policy_loss,
-        "pg_variant" if top.pg_variant else "use_topr_loss": variant,
-    }
+    chosen = {"policy_loss_fn": top.policy_loss_fn, "policy_loss": top.policy_loss}
+    if variant is not None:
+        chosen[variant.key] = variant.name
     named = {key: name for key, name in chosen.items() if name is not None}
     if len(set(named.values())) > 1:
         diagnostics.problem(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
         return
     key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
     given = dict(top.policy_loss_fn_args)
-    if top.importance_sampling == "seq":
+    if top.importance_sampling == "seq" and variant is not None and variant.is_of_role:
+        diagnostics.say(
+            "importance_sampling", "seq has no effect, as in ROLL, whose ActorPGWorker takes ratios of tokens"
+        )
+    elif top.importance_sampling == "seq":
         name = name or "ppo"
         given = {"ratio_type": "sequence", **given}
         if name != "ppo":
@@ -100,7 +100,7 @@ def _take_loss(top: Top, row: Algorithm | None, found: dict[str, Any], diagnosti
     if row is not None and name == row.policy_loss:
         given = {**row.policy_loss_args, **given}
     if variant is not None:
-        given = {**PG_VARIANTS[variant], **given}
+        given = {**variant.arguments, **given}
     found |= {own: given.pop(own) for own in OF_THE_LOSS if own in given}
     try:
         found["policy_loss"] = POLICY_LOSSES.located(name)

@@ -15,18 +15,18 @@ def _names(text: str) -> frozenset[str]:
 
 IGNORED_TOP = _names("""
     logging_dir rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
-    val_batch_size local_rank val_prompt_length val_sequence_length profiler_timeline profiler_memory
+    val_batch_size local_rank profiler_timeline profiler_memory
     profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
     generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
-    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward reward_model l2
+    deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward l2
     use_reward_scaling add_len_reward use_reward_norm enable_reference
-    force_disable_old_logprobs_recompute dataset_filter vlm_filter
-    save_logging_board_dir difficulty_loss_weight length_loss_weight use_policy_loss_type rl_loss_coef
-    val_greedy val_n_sample max_len_mask mask_type difficulty_mask balance_length minibatch_data_iter_num
-    difficulty_low_threshold difficulty_high_threshold error_max_len_clip error_max_len_threshold
-    opsd_solution_key opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj
-    step_reward_weight episode_reward_weight opsd_teacher_template batch_adjust_mode
+    force_disable_old_logprobs_recompute dataset_filter vlm_filter otlp_output_dir
+    save_logging_board_dir use_policy_loss_type use_topr_loss use_topr_neg_loss_coef postive_loss_coef
+    val_greedy val_n_sample mask_type balance_length minibatch_data_iter_num infer_correction
+    positive_loss_coef reward_norm reward_shift reward_scale opsd_mode opd_token_kld_clip opsd_solution_key
+    opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj step_reward_weight
+    episode_reward_weight opsd_teacher_template batch_adjust_mode
     render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
     all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
     frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
@@ -35,20 +35,20 @@ IGNORED_TOP = _names("""
 """)
 
 IGNORED_WORKER = _names("""
-    name worker_cls pg_variant world_size num_gpus_per_worker model_update_frequency backend_timeout
-    topr_positive_weight topr_negative_weight max_concurrency use_remove_padding sequence_length_round_in_train
+    name world_size model_update_frequency backend_timeout router_replay mtp_training_mode
+    max_concurrency use_remove_padding sequence_length_round_in_train
     sequence_length_round_in_infer offload_nccl logits_in_fp32 apply_loss_scale
 """)
 
 IGNORED_MODEL_ARGS = _names("""
     attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout
     additional_target autocast_adapter_dtype gradient_checkpointing_use_reentrant device_map num_labels
-    model_config_kwargs moe_aux_loss_coef ulysses_size vision_dp
+    model_config_kwargs moe_aux_loss_coef vision_dp
 """)
 
 IGNORED_TRAINING_ARGS = _names("""
     num_train_epochs logging_steps save_steps bf16 fp16 seed output_dir max_steps gradient_checkpointing
-    dataloader_num_workers report_to remove_unused_columns save_total_limit
+    dataloader_num_workers report_to remove_unused_columns save_total_limit data_seed save_hf_model tf32
 """)
 
 IGNORED_DATA_ARGS = _names("preprocessing_num_workers cache_path eval_file_name dataset_type response")
@@ -60,12 +60,60 @@ IGNORED_GENERATING_ARGS = _names("""
 
 IGNORED_REWARD = _names("""
     name model_args data_args strategy_args generating_args device_mapping num_gpus_per_worker system_envs
-    training_args
+    training_args pg_variant topr_positive_weight topr_negative_weight
 """)
 
-IGNORED_VALIDATION = _names("eval_steps device_mapping model_args strategy_args infer_batch_size")
+IGNORED_VALIDATION = IGNORED_WORKER | _names("""
+    eval_steps device_mapping model_args strategy_args training_args infer_batch_size num_gpus_per_worker worker_cls
+    pg_variant topr_positive_weight topr_negative_weight use_sequence_packing sequence_packing_args
+    use_dynamic_batching_in_train use_dynamic_batching_in_infer max_tokens_per_microbatch_in_train
+    max_tokens_per_microbatch_in_infer opd_kl_coef tag_included system_envs
+""")
 
 IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_num_micro_batches_train")
+
+# what is said of an ignored key by itself, where its value looks as if something else were learned:
+# key -> (the values of which there is nothing to say, the sentence)
+_UNREAD = "has no effect, as in ROLL, which does not read it"
+_NORM = f"{_UNREAD} any more; norm_mean_type and norm_std_type say how rewards are normalised"
+_TOPR = f"{_UNREAD}; worker_cls '...ActorPGWorker' and pg_variant: topr in actor_train are its TOPR"
+SAID: dict[str, tuple[tuple[object, ...], str]] = {
+    "reward_norm": ((), _NORM),
+    "reward_shift": ((False,), _NORM),
+    "reward_scale": ((False,), _NORM),
+    "use_reward_scaling": ((False,), _NORM),
+    "use_reward_norm": ((False,), _NORM),
+    "use_topr_loss": ((False,), _TOPR),
+    "use_topr_neg_loss_coef": ((0,), _TOPR),
+    "use_policy_loss_type": (("PPO",), f"{_UNREAD}; pg_variant says which loss it is"),
+    "infer_correction": ((False,), f"{_UNREAD} any more; train_infer_correction is its new form"),
+    **dict.fromkeys(("opsd_mode", "balance_length", "val_greedy", "add_len_reward"), ((False,), _UNREAD)),
+    **dict.fromkeys(("postive_loss_coef", "positive_loss_coef", "l2"), ((0,), _UNREAD)),
+    **dict.fromkeys(("val_n_sample", "minibatch_data_iter_num"), ((1,), _UNREAD)),
+    **dict.fromkeys(("opd_token_kld_clip", "dataset_filter"), ((), _UNREAD)),
+    "mask_type": (("loss",), _UNREAD),
+    "do_sample": ((True,), f"{_UNREAD}; temperature: 0 is greedy"),
+    "num_beams": ((1,), "has no effect: responses are sampled, there is no beam search"),
+    "force_disable_old_logprobs_recompute": (
+        (False,),
+        "has no effect: log-probs before the update are computed wherever weights move within a step",
+    ),
+    "apply_loss_scale": ((True,), "has no effect: a loss is always that of the whole batch, as with true"),
+    "model_update_frequency": ((1,), "has no effect: engines have the newest weights in every step"),
+    "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
+    "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),
+    "router_replay": ((None, "disable"), "has no effect: routes of experts are not replayed"),
+}
+# ... and what a run is refused for
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "model_config_kwargs": (({},), "a model is what its config.json says; write the change there, and remove the key"),
+    "rollout_mock": ((None, "dump"), "rollouts cannot be played back here; remove the key"),
+    "user_defined_rollout_loop_cls": (
+        ("roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop",),
+        "a rollout loop of one's own is not run here; remove the key",
+    ),
+    "optimizer": (("adam",), "only adam is available; remove the key"),
+}
 
 # strategy_config of Megatron that the engine decides itself, or that speed up what is not run here
 IGNORED_MEGATRON = _names("""
@@ -109,10 +157,20 @@ NEAREST_STRATEGY = {
 STRATEGY = {"train": "megatron_train", "frozen": "megatron_infer", "rollout": "vllm"}
 
 
-Schedule = Literal["constant", "linear", "cosine"]
-SCHEDULES: dict[str, Schedule] = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-SCHEDULES |= {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+Schedule = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]  # Megatron-core's
+SCHEDULES: dict[str, Schedule] = {
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+    "warmup_stable_decay": "WSD",
+}
 KL_PENALTIES_LATER = ("full",)
+PG_KEYS = frozenset({"worker_cls", "pg_variant", "topr_positive_weight", "topr_negative_weight"})
+PG_WORKER = "actor_pg_worker"  # in the path of ROLL's classes that read the pg_variant of their role
 # ROLL's pg_variant -> the arguments of its own defaults; the others have those of their loss
 PG_VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -132,18 +190,4 @@ PURE_FIXED: dict[str, tuple[object, ...]] = {
     "critic_warmup": (0,),
 }
 # keys that change what is learned and that nothing here computes yet -> the values that change nothing
-LATER: dict[str, tuple[object, ...]] = {
-    "opsd_mode": (False,),
-    "infer_correction": (False,),
-    "opd_token_kld_clip": (None,),
-    "importance_sampling": (None, "token", "seq"),
-    "use_topr_neg_loss_coef": (0,),
-    "postive_loss_coef": (0,),
-    "reward_norm": (None,),
-    "reward_shift": (False,),
-    "reward_scale": (False,),
-}
-INSTEAD = {
-    **dict.fromkeys(("reward_norm", "reward_shift", "reward_scale"), "write norm_mean_type and norm_std_type"),
-    "infer_correction": "write train_infer_correction",
-}
+LATER: dict[str, tuple[object, ...]] = {"importance_sampling": (None, "token", "seq")}

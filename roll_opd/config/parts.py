@@ -1,6 +1,5 @@
 """Builds the parts of a plan from roles that have been read and found right. Every rule is in the checks."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.check_objective import has_norm_levels
+from roll_opd.config.check_objective import clip_range, has_norm_levels
 from roll_opd.config.check_values import micro_batch
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import SCHEDULES
 from roll_opd.config.plan import (
     CriticPlan,
     MegatronPlan,
@@ -24,6 +22,7 @@ from roll_opd.config.plan import (
     TrainPlan,
 )
 from roll_opd.config.roles import Role
+from roll_opd.config.schedule import read_schedule
 from roll_opd.config.schema import (
     CriticKeys,
     DistillationKeys,
@@ -75,19 +74,12 @@ def train_plan(
     """
     assert role.megatron is not None
     args = role.worker.training_args
-    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
-    if warmup > total:
-        diagnostics.warn(f"{role.path}.training_args: {warmup} warm-up updates are more than the run's {total}")
     limits = micro_batch(role, True, longest * answers, diagnostics)
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     optimizer = OptimizerPlan(
-        **shared(OptimizerKeys, args),
+        **{**shared(OptimizerKeys, args), **read_schedule(args, f"{role.path}.training_args", total, diagnostics)},
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
-        lr_scheduler_type=SCHEDULES[args.lr_scheduler_type],
-        warmup_steps=warmup,
-        total_steps=total,
-        min_learning_rate=args.lr_scheduler_kwargs.min_lr if args.lr_scheduler_kwargs else 0.0,
         use_distributed_optimizer=role.megatron.use_distributed_optimizer,
     )
     return TrainPlan(
@@ -117,11 +109,10 @@ def teacher_plan(name: str, role: Role, top: Top, longest: int, diagnostics: Dia
     )
 
 
-def rollout_plan(role: Role, top: Top, n: int, response: int) -> RolloutPlan:
-    """Return the student's engines, for `n` responses a prompt of at most `response` tokens."""
+def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
+    """Return the student's engines: `n` responses a prompt of at most `response` tokens, `held_out` in validation."""
     assert role.vllm is not None
-    validation = top.validation.generating_args.max_new_tokens if top.validation else None
-    needed = top.prompt_length + max(response, validation or 0)
+    needed = top.prompt_length + max(response, held_out)
     plan = _engines(role, top, sampling_plan(role.worker.generating_args, n, response), needed, role.vllm.args)
     if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
@@ -170,10 +161,10 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
     `vocab_size` is how many token ids student and teachers all have.
     """
     pure = mode == "pure"
-    low, high = (top.pg_clip_low, top.pg_clip_high) if top.use_pg_clip_range is not False else (None, None)
+    low, high = clip_range(top)
     clips = {
-        "clip_low": top.pg_clip if low is None else low,
-        "clip_high": top.pg_clip if high is None else high,
+        "clip_low": low,
+        "clip_high": high,
         "dual_clip": 1 + 2 * top.pg_clip if top.dual_clip_loss is True else top.dual_clip_loss or None,  # as in ROLL
     }
     policy_loss = top.policy_loss or ("importance_sampling" if pure else "ppo")
@@ -194,7 +185,9 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         # a correction is of the weights that sampled, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
-    plan = replace(plan, pg_clip_low=low, pg_clip_high=high)
+    plan = replace(
+        plan, pg_clip_low=None if low == top.pg_clip else low, pg_clip_high=None if high == top.pg_clip else high
+    )
     if pure:
         return replace(plan, gamma=0.0)
     return _with_reward(plan, top)

@@ -8,6 +8,7 @@ Lengths are in tokens, counts of prompts and sequences are global (over all rank
 from dataclasses import dataclass, field
 from typing import Literal
 
+from roll_opd.config.legacy_roll import Schedule
 from roll_opd.config.schema import (
     CheckpointKeys,
     CriticKeys,
@@ -75,10 +76,14 @@ class OptimizerPlan(OptimizerKeys):
     """AdamW, its schedule and gradient clipping. Steps count optimizer updates."""
 
     max_grad_norm: float = 1.0
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int = 1
+    decay_steps: int | None = None  # until min_learning_rate; None: all
+    initial_learning_rate: float = 0.0  # where the warm-up begins
     min_learning_rate: float = 0.0
+    wsd_decay_steps: int | None = None  # of schedule WSD
+    wsd_decay_style: str | None = None
     use_distributed_optimizer: bool = True
 
 
@@ -325,6 +330,11 @@ class RunPlan(RunKeys, RolloutKeys):
     def rewards_are_monitored(self) -> bool:
         """Whether rewards validate and are logged, and nothing is learned from them."""
         return self.mode == "pure"
+
+    @property
+    def update_reads_rewards(self) -> bool:
+        """Whether an update needs the rewards of its samples: to learn from, or to know which samples count."""
+        return not self.rewards_are_monitored or self.objective.difficulty_mask or self.objective.error_max_len_clip
 
     @property
     def advantage_teachers(self) -> tuple[TeacherPlan, ...]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import REWARD_KEYS_OF_ROLL
+from roll_opd.config.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
 from roll_opd.config.schema import (
     DataArgs,
     GeneratingArgs,
@@ -39,8 +39,10 @@ MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
 CRITIC = "critic"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
+SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
 SAME_WORD = 0.85  # names that a user chooses may resemble a key by chance: it takes more to call them a typing error
 ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args")
+ENGINE_KEYS += ("num_gpus_per_worker",)
 # where keys belong that are sometimes written at the top
 HOMES: dict[str, type[Section]] = {
     "a role": Worker,
@@ -80,7 +82,7 @@ def read_sections(
     if pipeline is not None:
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
-    known = {*keys_of(keys), *roles, *(("teacher", "rewards") if pipeline is None else ())}
+    known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model") if pipeline is None else ())}
     left_out = _variables(values, known, keys.ignored, variables, diagnostics)
     rest = {key: value for key, value in values.items() if key not in left_out}
     for role, worker in roles.items():
@@ -88,7 +90,7 @@ def read_sections(
             sections.workers[role] = read_section(worker, rest.pop(role), role, diagnostics)
     if pipeline is None:
         _read_teachers(rest.pop("teacher", None), sections, diagnostics)
-        _read_rewards(rest.pop("rewards", None), sections, diagnostics)
+        _read_rewards(_with_shared_judge(rest, diagnostics), sections, diagnostics)
     sections.top = read_section(keys, rest, "", diagnostics, known)
     return sections
 
@@ -143,6 +145,27 @@ def _read_rewards(value: Any, sections: Sections, diagnostics: Diagnostics) -> N
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
             sections.judges[domain] = read_section(Worker, of_engine, path, diagnostics)
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, diagnostics), path, diagnostics)
+
+
+def _with_shared_judge(values: dict[str, Any], diagnostics: Diagnostics) -> Any:
+    """Take `rewards` and `reward_model` out of `values`; return the rewards, a judge's engine in its own section."""
+    rewards, engine = values.pop("rewards", None), values.pop("reward_model", None)
+    asking = (
+        [name for name, reward in rewards.items() if _judge_type(reward) == SHARED_JUDGE]
+        if isinstance(rewards, dict)
+        else []
+    )
+    if not asking or not isinstance(engine, dict):
+        if engine is not None:
+            diagnostics.ignore("reward_model")
+        return rewards
+    of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
+    kept = {key: value for key, value in rewards[asking[0]].items() if key not in ENGINE_KEYS}
+    return {**rewards, asking[0]: {**kept, **of_engine, "judge_model_type": LOCAL_JUDGE}}
+
+
+def _judge_type(reward: Any) -> Any:
+    return reward.get("judge_model_type") if isinstance(reward, dict) else None
 
 
 def _judges_here(reward: dict[str, Any]) -> bool:
@@ -271,13 +294,33 @@ def _known_keys(
             if value is not None or defaults[key] is None:
                 kept[key] = value
         elif key in model.ignored:
-            if value is not None:
-                diagnostics.ignore(dotted)
+            ignore(key, value, dotted, diagnostics)
         else:
             names = {*keys, *model.ignored, *also}
             problem = None if path else _typing_error(str(key), value, names)
             diagnostics.problem(dotted, problem or _unknown_key(str(key), names))
     return kept
+
+
+def ignore(key: str, value: Any, dotted: str, diagnostics: Diagnostics) -> None:
+    """Say of a ROLL key without a meaning here what there is to say of its value; null says nothing."""
+    if value in (None, "None"):
+        return
+    for said, sayings in ((diagnostics.say, SAID), (diagnostics.block, REFUSED)):
+        if key in sayings:
+            if value in sayings[key][0] or _setting(value) in sayings[key][0]:
+                return
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            said(dotted, sayings[key][1] if isinstance(value, dict | list) else f"{text} {sayings[key][1]}")
+            return
+    diagnostics.ignore(dotted)
+
+
+def _setting(value: Any) -> Any:
+    """Return what a value says: of a section its `mode`, None where that is switched off."""
+    if isinstance(value, dict):
+        return value.get("mode") if value.get("enable", True) else None
+    return value
 
 
 def _unknown_key(key: str, known: set[str]) -> str:

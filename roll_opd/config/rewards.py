@@ -1,6 +1,6 @@
 """Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_opd.algorithms.filters import FILTERS
@@ -8,15 +8,15 @@ from roll_opd.config.check_files import shared_tags
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
-from roll_opd.config.read import LOCAL_JUDGE
+from roll_opd.config.read import LOCAL_JUDGE, SHARED_JUDGE
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
 from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
 from roll_opd.hints import nearest
-from roll_opd.rewards.registry import REWARDS, reward_arguments
+from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.registry import REWARDS, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
-SHARED_JUDGE = "cluster"  # ROLL's `judge_model_type` of an engine that several rewards share
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
 MOST_REWARD_CALLS = 256  # under way in a worker
 
@@ -33,7 +33,10 @@ def read_rewards(
         if reward is None:
             continue
         path = f"rewards.{domain}"
+        before = len(diagnostics.problems)
         terms = _terms(path, domain, reward, diagnostics)
+        if len(diagnostics.problems) == before:
+            _check_terms(path, terms, diagnostics)
         filters: dict[str, Any] = {
             "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, diagnostics),
             "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, diagnostics),
@@ -71,7 +74,7 @@ def _terms(path: str, domain: str, reward: Reward, diagnostics: Diagnostics) -> 
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
         diagnostics.block(
             f"{path}.judge_model_type",
-            f"{SHARED_JUDGE!r}, one engine for the judges of several rewards (reward_model), is not available yet;"
+            f"{SHARED_JUDGE!r} has the engine of the section reward_model, which one reward alone can have here;"
             f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
         )
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
@@ -104,6 +107,17 @@ def _terms(path: str, domain: str, reward: Reward, diagnostics: Diagnostics) -> 
             f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name"
         )
     return (main, *added)
+
+
+def _check_terms(path: str, terms: Sequence[RewardTerm], diagnostics: Diagnostics) -> None:
+    """Say what the built-in rewards of a domain would say when they are made; a user's own are made in the run."""
+    for term in terms:
+        if term.worker in REWARDS.builtin:
+            where = path if term is terms[0] else f"{path}.terms.{term.name}"
+            try:
+                check(term.worker, dict(term.args))
+            except RewardError as error:
+                diagnostics.block(where, str(error))
 
 
 def _term(path: str, default: str, name: str | None, term: Term, diagnostics: Diagnostics) -> RewardTerm:

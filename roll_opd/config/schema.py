@@ -121,6 +121,7 @@ class ModelArgs(Section):
     dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
     lora_target: Any = key(None, "not available yet: LoRA's modules")
     lora_rank: Any = key(None, "not available yet: LoRA's rank; 0: none")
+    ulysses_size: Positive | None = key(None, "of fsdp2: devices that share a sequence; here its tensor-parallel size")
     adapter_name_or_path: str | None = key(None, "not available yet: a LoRA adapter to begin with")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
 
@@ -130,6 +131,13 @@ class SchedulerArgs(Section):
     """`lr_scheduler_kwargs`."""
 
     min_lr: NotNegative = key(0.0, "learning rate at which a schedule ends")
+    max_lr: AboveZero | None = key(None, "learning rate after the warm-up, instead of learning_rate")
+    init_lr: NotNegative = key(0.0, "learning rate at which the warm-up begins")
+    lr_decay_steps: Positive | None = key(None, "updates until the learning rate is min_lr; without it all")
+    wsd_decay_steps: Positive | None = key(None, "of warmup_stable_decay: updates of the decay")
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = key(
+        None, "of warmup_stable_decay: the form of the decay; without it exponential"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +160,16 @@ class TrainingArgs(OptimizerKeys):
     gradient_accumulation_steps: Many = key(1, "such micro-batches in an update")
     warmup_steps: Count = key(0, "updates in which the learning rate rises from 0")
     warmup_ratio: Fraction = key(0.0, "warm-up as a share of all updates, where warmup_steps is 0")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"] = key(
-        "constant", "learning rate after the warm-up"
-    )
+    lr_scheduler_type: Literal[
+        "linear",
+        "constant",
+        "constant_with_warmup",
+        "cosine",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = key("linear", "learning rate after the warm-up; linear: down to min_lr at the last update")
     lr_scheduler_kwargs: SchedulerArgs | None = key(None, "arguments of the schedule")
     max_grad_norm: NotNegative | None = key(None, "norm of clipping, instead of the top-level key; 0: none")
 
@@ -228,6 +243,11 @@ class Worker(Section):
     device_mapping: str | int | tuple[int, ...] | None = key(
         None, 'devices, such as "list(range(0,8))"; without GPUs a device is a share of the cores'
     )
+    num_gpus_per_worker: Count | None = key(None, "of sglang and hf_infer: devices of an engine")
+    worker_cls: str | None = key(None, "ROLL's class of the role: an ActorPGWorker of the student reads pg_variant")
+    pg_variant: str | None = key(None, "policy loss of the student, with ROLL's ActorPGWorker")
+    topr_positive_weight: NotNegative = key(1.0, "of pg_variant topr: weight of rewards above 0")
+    topr_negative_weight: NotNegative = key(1.0, "of pg_variant topr: weight of the others")
     infer_batch_size: Many = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
     use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
     sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
@@ -403,21 +423,19 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
 class ReinforcementKeys(Section):
     """The reward's part of the objective.
 
-    Rewards are normalised by `norm_mean_type` and `norm_std_type`, then clipped; advantages are whitened over the
-    batch, then clipped; the teachers' term is added after that. In pure distillation all of it is off.
+    Of each reward domain by itself, rewards are normalised by `norm_mean_type` and `norm_std_type`, then clipped, and
+    advantages are whitened; the teachers' term is added after that. In pure distillation all of it is off.
     """
 
     gamma: Fraction = key(1.0, "discount of later rewards")
     lambd: Fraction = key(0.95, "of gae")
-    whiten_rewards: bool = key(False, "give token rewards mean 0 and deviation 1 over the batch")
-    whiten_advantages: bool = key(False, "give advantages mean 0 and deviation 1 over the batch")
+    whiten_rewards: bool = key(False, "give token rewards mean 0 and deviation 1 over a domain's samples")
+    whiten_advantages: bool = key(False, "give advantages mean 0 and deviation 1 over a domain's samples")
     norm_mean_type: Literal["batch", "group", "running"] | None = key(None, "whose mean is subtracted from a reward")
     norm_std_type: Literal["batch", "group", "running"] | None = key(None, "whose deviation divides it")
-    reward_clip: AboveZero | None = key(None, "bound of rewards after that")
-    advantage_clip: AboveZero | None = key(None, "bound of advantages")
+    reward_clip: AboveZero | None = key(None, "bound of rewards after that, and of token rewards")
     kl_loss_coef: NotNegative = key(0.0, "weight of the KL to the reference policy in the loss, with use_kl_loss")
     kl_penalty: str = key("kl", "estimator of the token-level KL: kl (k1), mse (k2), low_var_kl (k3), abs, full")
-    entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
     target_kl: AboveZero | None = key(None, "KL towards which the coefficient of the token-level KL adapts")
     kl_horizon: Positive = key(10000, "samples in which init_kl_coef adapts by a fifth at most")
 
@@ -441,9 +459,26 @@ class DistillationKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveKeys(ReinforcementKeys, DistillationKeys):
+class SampleKeys(Section):
+    """Which samples of a step are learned from, and with what weight; the formulas are in `algorithms.sample_masks`."""
+
+    max_len_mask: bool = key(False, "leave out responses that have all the tokens they may have")
+    difficulty_mask: bool = key(False, "leave out prompts whose mean reward is not between the two thresholds")
+    difficulty_low_threshold: Number = key(0.0, "of difficulty_mask: the mean reward must be above it")
+    difficulty_high_threshold: Number = key(1.0, "of difficulty_mask: the mean reward must be below it")
+    error_max_len_clip: bool = key(False, "keep of rewards below 1 only those of 0 with a short enough response")
+    error_max_len_threshold: Positive = key(9999999999, "of error_max_len_clip: fewer tokens are short enough")
+    difficulty_loss_weight: bool = key(False, "weigh a sample's policy loss with 0.5 + 1.5 times its row's difficulty")
+    length_loss_weight: bool = key(False, "weigh a sample's policy loss with 1.5 down to 0.5, the longest least")
+    rl_loss_coef: Number = key(1.0, "weight of the policy and KL losses beside entropy and the teachers' divergence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveKeys(ReinforcementKeys, SampleKeys, DistillationKeys):
     """What is optimised; the formulas are in `roll_opd.algorithms`."""
 
+    advantage_clip: AboveZero | None = key(None, "bound of advantages, the teachers' part included")
+    entropy_loss_coef: Number = key(0.0, "weight of the entropy in the loss")
     pg_clip: NotNegative = key(0.2, "how far ratios may be from 1")
     pg_clip_low: NotNegative | None = key(None, "clip range of the ratio downwards; without it pg_clip")
     pg_clip_high: NotNegative | None = key(None, "clip range of the ratio upwards; without it pg_clip")
@@ -477,6 +512,8 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     prompt_length: Positive = key(1024, "most tokens of a prompt")
     response_length: Positive | None = key(None, "most tokens of a response")
     sequence_length: Positive | None = key(None, "most tokens of both; says what response_length does not")
+    val_prompt_length: Positive | None = key(None, "most tokens of a prompt of validation")
+    val_sequence_length: Positive | None = key(None, "most tokens of a prompt of validation and its answer")
     num_return_sequences_in_group: Many | None = key(None, "responses a prompt")
     validation: Validation | None = key(None, "held-out prompts, answered now and then")
     demonstrations: Demonstrations | None = key(None, "rows with answers that join the student's samples", OURS)
@@ -493,7 +530,10 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     policy_loss: str | None = key(None, "the policy loss; without it ppo, pure: importance_sampling", OURS)
     policy_loss_fn: str | None = key(None, "policy_loss: a built-in or registered name, or a dotted path", TRINITY)
     policy_loss_fn_args: dict[str, Any] = key({}, "arguments of the loss", TRINITY)
-    use_pg_clip_range: bool | None = key(None, "false: pg_clip alone counts")
+    use_pg_clip_range: bool | None = key(
+        None,
+        "whether pg_clip_low and pg_clip_high count; not written: no as in ROLL, yes where another key names the loss",
+    )
     dual_clip_loss: bool | Annotated[float, Field(gt=1)] = key(
         False, "bound a negative advantage's loss: true is 1 + 2 pg_clip, a number is itself"
     )
@@ -513,18 +553,10 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     train_env_manager: dict[str, Any] | None = key(None, "how many of which are played; planned, not yet run")
     val_env_manager: dict[str, Any] | None = key(None, "train_env_manager of validation; planned, not yet run")
     reward_normalization: dict[str, Any] | None = key(None, "of environments' rewards; planned, not yet run")
-    # change what is learned, and are not available yet where they are on
-    opsd_mode: bool = key(False, "not available yet: the student teaches itself, with a solution in the prompt")
-    infer_correction: bool = key(False, "ROLL's older form of train_infer_correction; write that")
-    opd_token_kld_clip: Number | None = key(None, "not available yet: bound of a token's reverse KL")
-    pg_variant: str | None = key(None, "ROLL's older name of a policy loss")
+    pg_variant: str | None = key(
+        None, "policy loss, where the student's role writes neither pg_variant nor worker_cls; ROLL reads those alone"
+    )
     importance_sampling: str | None = key(None, "token, or seq: ratios of whole sequences")
-    use_topr_loss: bool = key(False, "ROLL's switch for the policy loss topr")
-    use_topr_neg_loss_coef: Number = key(0.0, "not available yet")
-    postive_loss_coef: Number = key(0.0, "not available yet (ROLL's spelling)")
-    reward_norm: str | None = key(None, "ROLL's older key; write norm_mean_type and norm_std_type")
-    reward_shift: bool = key(False, "ROLL's older key; write norm_mean_type")
-    reward_scale: bool = key(False, "ROLL's older key; write norm_std_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,7 +571,9 @@ class EpochArgs(TrainingArgs):
 class SupervisedWorker(Worker):
     """The role that learns from rows. Nothing is sampled and there is no teacher."""
 
-    ignored = roll.IGNORED_WORKER | {"generating_args", "opd_kl_coef", "tag_included"}
+    ignored = (
+        roll.IGNORED_WORKER | roll.PG_KEYS | {"generating_args", "opd_kl_coef", "tag_included", "num_gpus_per_worker"}
+    )
     training_args: EpochArgs = key(EpochArgs(), "the optimizer, its schedule and its batches")
 
 

@@ -12,7 +12,8 @@ from roll_opd.config.device_mapping import parse_device_mapping, short_devices
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 from roll_opd.config.plan import Layout
-from roll_opd.config.schema import Dtype, Worker
+from roll_opd.config.read import ignore
+from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
 from roll_opd.engine_options import MEGATRON_DECIDED, is_gone, option_problem
 
 ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an environment variable
@@ -26,6 +27,12 @@ SIZES = {
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16")
 # what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
+# an option of sglang -> vLLM's
+SGLANG = {
+    "mem_fraction_static": "gpu_memory_utilization",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+}
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,52 @@ def read_strategy(worker: Worker, path: str, job: str, strict: bool, diagnostics
         diagnostics.problem(key, f"is missing; write {wanted!r}")
         return None
     if name == wanted:
+        _say_unread(worker, path, diagnostics)
         return config
     if name in NEAREST_STRATEGY[job]:
         if strict:
             diagnostics.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
             return None
-        dropped = f" (its strategy_config is dropped: {', '.join(sorted(config))})" if config else ""
-        diagnostics.warn(f"{key}: {name!r} does not exist here; {wanted!r} takes its place{dropped}")
-        return {}
+        kept = _carried_over(worker, name, job)
+        rest = sorted(config.keys() - (SGLANG.keys() | {"tensor_parallel_size"} if name == "sglang" else set()))
+        dropped = f" (of its strategy_config is dropped: {', '.join(rest)})" if rest else ""
+        carried = f", with {', '.join(f'{option} {value}' for option, value in kept.items())}" if kept else ""
+        diagnostics.warn(f"{key}: {name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
+        return kept
     hint = " (a vLLM engine does not return teacher log-probs here)" if job == "frozen" and name == "vllm" else ""
     diagnostics.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
     return None
+
+
+def _say_unread(worker: Worker, path: str, diagnostics: Diagnostics) -> None:
+    """Note sizes that only other strategies read."""
+    sizes = {
+        "num_gpus_per_worker": worker.num_gpus_per_worker,
+        "model_args.ulysses_size": worker.model_args.ulysses_size,
+    }
+    for key, size in sizes.items():
+        if size:
+            diagnostics.ignore(f"{path}.{key}")
+
+
+def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
+    """Return what of another engine's settings decides sizes, as options of the one that takes its place.
+
+    Ulysses splits a sequence over devices that hold the rest of the model in shares of it, and so does tensor
+    parallelism with sequence parallelism: both leave devices / size data-parallel ranks. An engine of sglang's, or of
+    Hugging Face's, has num_gpus_per_worker devices.
+    """
+    assert worker.strategy_args is not None
+    config = worker.strategy_args.strategy_config or {}
+    if job != "rollout":
+        size = worker.model_args.ulysses_size or 1
+        sizes = {"tensor_model_parallel_size": size, "sequence_parallel": True}
+        return sizes if name.startswith("fsdp2") and size > 1 else {}
+    found = {}
+    if name == "sglang":
+        found = {SGLANG[key]: value for key, value in config.items() if key in SGLANG and value is not None}
+    size = worker.num_gpus_per_worker or config.get("tensor_parallel_size") or 1
+    return {"tensor_parallel_size": size, **found} if size != 1 else found
 
 
 def read_megatron(
@@ -139,7 +181,9 @@ def _sort_settings(
             else:
                 diagnostics.problem(f"{prefix}.{key}", f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
-            diagnostics.ignore(f"{prefix}.{key}")
+            ignore(key, value, f"{prefix}.{key}", diagnostics)
+        elif key in keys_of(TrainingArgs):
+            diagnostics.problem(f"{prefix}.{key}", "is a key of training_args here; write it there")
         elif _without_effect(f"{prefix}.{key}", "Megatron", diagnostics):
             continue
         elif key in MEGATRON_DECIDED:

@@ -55,6 +55,17 @@ class Experience:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def is_learned_from(self) -> bool:
+        """Whether any token is in the loss."""
+        return not self.excluded and (self.loss_mask is None or bool(self.loss_mask.any()))
+
+    @property
+    def difficulty(self) -> float | None:
+        """The row's own `difficulty`; None where it has none that is a number."""
+        value = self.extra.get("difficulty")
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    @property
     def prompt_tokens(self) -> np.ndarray:
         """int64 [P]."""
         return self.tokens[: self.prompt_length]

@@ -130,12 +130,14 @@ def _scheduler(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerPa
     """Return Megatron's schedule. Step it before each update, so that the first one has a learning rate above 0."""
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=plan.initial_learning_rate,
         max_lr=plan.learning_rate,
         min_lr=plan.min_learning_rate,
         lr_warmup_steps=plan.warmup_steps,
-        lr_decay_steps=max(plan.total_steps, plan.warmup_steps + 1),
+        lr_decay_steps=max(plan.decay_steps or plan.total_steps, plan.warmup_steps + 1),
         lr_decay_style=plan.lr_scheduler_type,
+        wsd_decay_steps=plan.wsd_decay_steps,
+        lr_wsd_decay_style=plan.wsd_decay_style,
         start_wd=plan.weight_decay,
         end_wd=plan.weight_decay,
         wd_incr_steps=0,

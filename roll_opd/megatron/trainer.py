@@ -19,6 +19,7 @@ from roll_opd.algorithms.losses.batch import LossBatch, probability_ratio
 from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.registry import PolicyLoss, policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.algorithms.token_advantages import clipped
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.data.tensors import as_tensor
 from roll_opd.data.training import TrainResult, TrainSample
@@ -126,6 +127,7 @@ def _loss(
         old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
     penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
     advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
+    advantages_M = clipped(advantages_M, objective.advantage_clip)
     mask_M, ref_M = columns["mask"], columns.get("ref_logprobs")
     read = LossBatch(
         logprobs_M,
@@ -140,7 +142,7 @@ def _loss(
     )
     policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
     kl = _kl_loss(replace(read, mask_M=own_M), objective.kl_loss, columns["weight"])
-    loss = policy + objective.kl_loss_coef * kl
+    loss = objective.rl_loss_coef * (policy + objective.kl_loss_coef * kl)
     # a clamped ratio would hide an infinite log-prob and train on it; a loss of NaN skips the update
     loss = torch.where(_finite(read), loss, math.nan)
 

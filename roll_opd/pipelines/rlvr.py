@@ -6,9 +6,10 @@ from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.reward_trial import try_rewards
 from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
-from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, next_kl_coef
+from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
+from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import group_filter
 from roll_opd.rollout.validation import validate
@@ -65,10 +66,13 @@ async def train(run: Run) -> None:
         if workers.critic:
             with clock.phase("values"):
                 experiences = await workers.critic.compute_values(experiences)
-        if not plan.rewards_are_monitored:
+        if plan.update_reads_rewards:
             with clock.phase("reward"):
                 experiences = await batch.with_rewards(experiences)
+        experiences = masked(experiences, objective, plan.rollout.sampling)
+        if not plan.rewards_are_monitored:
             experiences = external_advantages(experiences, objective, kl_coef)
+            *_, kl_coef = kl_coefs(experiences, objective, kl_coef)
         if objective.correction:
             experiences = corrected(experiences, plan.advantage_teachers, objective)
         if plan.demonstrations:
@@ -79,7 +83,9 @@ async def train(run: Run) -> None:
             experiences = mixed(experiences, demonstrations, plan.demonstrations.updates)
         with clock.phase("train"):
             student_learns = step > critic_warmup
-            experiences, metrics = await workers.learn(plan, experiences, step, student_learns=student_learns)
+            metrics: dict[str, float] = {}
+            if any(e.is_learned_from for e in experiences):  # else the step is left out, as in ROLL
+                experiences, metrics = await workers.learn(plan, experiences, step, student_learns=student_learns)
         with clock.phase("weight_sync"):
             await workers.send_weights(version=step)
         with clock.phase("reward"):  # those that nothing has waited for
@@ -90,9 +96,9 @@ async def train(run: Run) -> None:
             train_infer_metrics(sampled)
             | opd_metrics(sampled)
             | reward_metrics(sampled)
+            | mask_metrics(sampled)
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
-        kl_coef = next_kl_coef(kl_coef, metrics, objective, samples=len(sampled))
         metrics |= await run.validation(step, lambda: validation_of(workers.sampler))
         for pool in reward_pools:
             metrics |= pool.drain_metrics()

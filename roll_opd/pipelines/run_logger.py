@@ -116,7 +116,7 @@ class RunLogger:
         """Return the rows of samples, with what the update weighted their tokens with: see `rollout.advantages`."""
         teachers, objective = self._plan.advantage_teachers, self._plan.objective
         rewards = token_level_rewards(experiences, teachers, objective)
-        weights = advantages(experiences, teachers, objective.opd_kl_discount)
+        weights = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
         return [self._sample(step, *one) for one in zip(experiences, rewards, weights, strict=True)]
 
     def _sample(

@@ -1,14 +1,15 @@
 """Token rewards and advantages of a step's samples: the external reward's part, the teachers' part, and their sum.
 
     token_level_rewards = external_reward - Σ opd_kl_coef · reverse_kl - kl_coef · KL(student, reference)
-    A_t                 = A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k}
+    A_t                 = clip(A_external_t - Σ_{k≥0} opd_kl_discount^k · Σ opd_kl_coef · reverse_kl_{t+k})
 
-The sums over teachers are over those that read the sample. In pure distillation there is no external part.
+The sums over teachers are over those that read the sample. In pure distillation there is no external part. The external
+part is made of each reward domain's samples by themselves: rewards of two domains have no common scale.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,11 +38,24 @@ def external_advantages(
     and all but one are excluded, that one's reward is 0 before the whitening. RunError for a sample that no reward
     worker scored.
     """
-    kl_coef = objective.init_kl_coef if kl_coef is None else kl_coef
-    counted = [experience for experience in experiences if not experience.excluded]
     uncompared = _reduced_to_one(experiences, objective)
-    filled = iter(_advantages(counted, uncompared, objective, kl_coef) if counted else ())
-    return [_without_advantage(e, kl_coef) if e.excluded else next(filled) for e in experiences]
+    coefficients = kl_coefs(experiences, objective, kl_coef)
+    filled: dict[int, Experience] = {}
+    for members, coefficient in zip(_by_domain(experiences), coefficients, strict=False):
+        counted = [number for number in members if not experiences[number].excluded]
+        of_domain = [experiences[number] for number in counted]
+        found = _advantages(of_domain, uncompared, objective, coefficient) if counted else []
+        filled |= dict(zip(counted, found, strict=True))
+        filled |= {n: _without_advantage(experiences[n], coefficient) for n in members if experiences[n].excluded}
+    return [filled[number] for number in range(len(experiences))]
+
+
+def _by_domain(experiences: Sequence[Experience]) -> list[list[int]]:
+    """Return the numbers of each reward domain's samples, in the order in which the domains first appear."""
+    members: dict[str, list[int]] = {}
+    for number, experience in enumerate(experiences):
+        members.setdefault(experience.domain, []).append(number)
+    return list(members.values())
 
 
 def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
@@ -74,7 +88,7 @@ def _advantages(
     groups = [experience.group_id for experience in experiences]
     masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
     lengths = [len(mask) for mask in masks]
-    mask_M = torch.cat(masks)
+    mask_M = torch.cat([_in_loss(e, mask) for e, mask in zip(experiences, masks, strict=True)])
 
     function = advantage(objective.adv_estimator, objective.advantage_args)
     normalised = function(RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_args)
@@ -85,6 +99,7 @@ def _advantages(
     rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
+        rewards_M = clipped(rewards_M, objective.reward_clip)  # once more, as in ROLL
     critic = objective.adv_estimator == "gae"
     tokens = token_advantages(
         rewards_M,
@@ -95,7 +110,6 @@ def _advantages(
         lambd=objective.lambd,
         whiten_rewards=objective.whiten_rewards,
         whiten_advantages=objective.whiten_advantages,
-        advantage_clip=objective.advantage_clip,
     )
 
     return [
@@ -125,14 +139,24 @@ def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
     return saved if saved and objective.target_kl else objective.init_kl_coef
 
 
-def next_kl_coef(kl_coef: float, metrics: Mapping[str, float], objective: ObjectivePlan, *, samples: int) -> float:
-    """Return the token-level KL's coefficient in the next step; it moves the KL to `target_kl` where there is one."""
-    if objective.target_kl is None:
-        return kl_coef
-    kl = metrics.get("critic/reference_kl", math.nan)
-    return adaptive_kl_coefficient(
-        kl_coef, kl, target=objective.target_kl, horizon=objective.kl_horizon, samples=samples
-    )
+def kl_coefs(experiences: Sequence[Experience], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
+    """Return the token-level KL's coefficient for each reward domain's samples in turn, and last the next step's.
+
+    Where there is a `target_kl`, the coefficient moves after each domain by the KL of its samples, as in ROLL.
+    """
+    found = [objective.init_kl_coef if kl_coef is None else kl_coef]
+    for members in _by_domain(experiences):
+        of_domain = [experiences[number] for number in members]
+        if objective.target_kl is None:
+            found.append(found[-1])
+            continue
+        kl = _reference_kl_mean([e for e in of_domain if not e.excluded], objective)
+        found.append(
+            adaptive_kl_coefficient(
+                found[-1], kl, target=objective.target_kl, horizon=objective.kl_horizon, samples=len(of_domain)
+            )
+        )
+    return found
 
 
 def token_level_rewards(
@@ -149,7 +173,10 @@ def token_level_rewards(
 
 
 def advantages(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], opd_kl_discount: float
+    experiences: Sequence[Experience],
+    teachers: Sequence[TeacherPlan],
+    opd_kl_discount: float,
+    advantage_clip: float | None = None,
 ) -> list[np.ndarray]:
     """Return what a sample's update was weighted with, f64 [T-P], 0 off the action mask and of demonstrations.
 
@@ -160,9 +187,10 @@ def advantages(
     lengths = [len(penalty) for penalty in penalties]
     penalty_M = torch.from_numpy(np.concatenate(penalties)) if penalties else torch.zeros(0)
     to_go = discounted_to_go(penalty_M, lengths, opd_kl_discount).split(lengths)
+    external = [0.0 if e.advantages is None else e.advantages for e in experiences]
     return [
-        np.where(e.action_mask, (0.0 if e.advantages is None else e.advantages) - penalty.numpy(), 0.0)
-        for e, penalty in zip(experiences, to_go, strict=True)
+        np.where(e.action_mask, clipped(torch.as_tensor(own - penalty.numpy()), advantage_clip).numpy(), 0.0)
+        for e, own, penalty in zip(experiences, external, to_go, strict=True)
     ]
 
 
@@ -176,7 +204,7 @@ def advantage_metrics(
     """
     experiences = [experience for experience in experiences if not experience.excluded]
     rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
-    every = advantages(experiences, teachers, objective.opd_kl_discount)
+    every = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
     acted = [weights[e.action_mask] for e, weights in zip(experiences, every, strict=True)]
     kinds = ("mean", "max", "min")
     return {
@@ -190,8 +218,17 @@ def _reference_metrics(experiences: Sequence[Experience], objective: ObjectivePl
     acted = [e for e in experiences if e.action_mask.any()]
     if not acted:
         return {}
-    kl = np.mean([_reference_kl(e, objective.kl_penalty).sum() / e.action_mask.sum() for e in acted])
-    return {"critic/kl_coef": acted[0].metrics["kl_coef"], "critic/reference_kl": float(kl)}
+    return {
+        "critic/kl_coef": acted[0].metrics["kl_coef"],
+        "critic/reference_kl": _reference_kl_mean(experiences, objective),
+    }
+
+
+def _reference_kl_mean(experiences: Sequence[Experience], objective: ObjectivePlan) -> float:
+    """Return the mean over samples of token means; NaN where no sample has an action token."""
+    acted = [e for e in experiences if e.action_mask.any()]
+    means = [_reference_kl(e, objective.kl_penalty).sum() / e.action_mask.sum() for e in acted]
+    return float(np.mean(means)) if means else math.nan
 
 
 def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[np.ndarray]:
@@ -225,6 +262,11 @@ def _reference_kl(experience: Experience, kl_penalty: str) -> Tensor:
         torch.tensor(x, dtype=torch.float64) for x in (experience.old_logprobs, experience.ref_logprobs)
     )
     return torch.where(torch.tensor(experience.action_mask), KL_ESTIMATORS[kl_penalty](student, reference), 0.0)
+
+
+def _in_loss(experience: Experience, mask: Tensor) -> Tensor:
+    """Return `mask` where the sample is learned from: one that a mask leaves out counts in no whitening."""
+    return mask if experience.loss_mask is None else mask & torch.from_numpy(np.array(experience.loss_mask))
 
 
 def _action_logprobs(experiences: Sequence[Experience]) -> list[Tensor]:

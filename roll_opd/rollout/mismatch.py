@@ -49,7 +49,8 @@ def corrected(
     for rule in plan.filters:
         kept_M &= _WITHIN[rule.measure](mismatch, level=rule.level, low=rule.low, high=rule.high)
     if plan.negatives_delta is not None:
-        advantages_M = _joined(advantages(experiences, teachers, objective.opd_kl_discount), np.float64)
+        every = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
+        advantages_M = _joined(every, np.float64)
         kept_M &= negatives_near(mismatch, advantages_M, delta=plan.negatives_delta)
     broken_M = mismatch.mask_M & ~torch.isfinite(mismatch.train_M - mismatch.infer_M)
     weights_M = torch.where(broken_M, torch.nan, _weights(mismatch, plan)).float()

@@ -50,7 +50,7 @@ def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
         ValueSample(
             tokens=e.tokens,
             prompt_length=e.prompt_length,
-            action_mask=e.action_mask & (not e.excluded),
+            action_mask=e.action_mask & e.is_learned_from,
             old_values=present(e.values),
             returns=present(e.returns).astype(np.float32),
         )
@@ -64,7 +64,7 @@ def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, less than 0 for a
     worse one. It is missing where all returns are the same.
     """
-    counted = [experience for experience in experiences if not experience.excluded]
+    counted = [experience for experience in experiences if experience.is_learned_from]
     values = _of_actions(counted, [present(e.values) for e in counted])
     returns = _of_actions(counted, [present(e.returns) for e in counted])
     kinds = ("mean", "max", "min")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
@@ -169,11 +170,12 @@ def train_samples(
     a part of the loss, each comes along with its targets, and the numbers are 0.
     """
     sampled = objective.opd_objective == "sampled"
+    weights = _policy_weights(experiences, objective)
     coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
     # a coefficient of 0 takes part: what is not finite then still shows, as 0 times it is NaN
     of_advantages = {name: np.float32(value if sampled else 0) for name, value in coefficients.items()}
     samples = []
-    for experience in experiences:
+    for experience, weight in zip(experiences, weights, strict=True):
         mask, by_teacher = experience.action_mask, experience.teacher_logprobs
         targets = {} if sampled else experience.teacher_targets
         total = np.float32(sum(of_advantages[name] for name in by_teacher))
@@ -193,13 +195,29 @@ def train_samples(
                 opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
-                importance_weights=experience.importance_weights,
+                importance_weights=weight,
                 reward=0.0 if experience.excluded else experience.reward,
                 teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in targets.items()},
                 demonstration=experience.demonstration,
             )
         )
     return samples
+
+
+def _policy_weights(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[np.ndarray | None]:
+    """Return the weights of an update's policy loss, f32 [T-P]: a correction's, times those of whole samples."""
+    if not (objective.difficulty_loss_weight or objective.length_loss_weight):
+        return [experience.importance_weights for experience in experiences]
+    own = [number for number, experience in enumerate(experiences) if not experience.demonstration]
+    lengths = [int(experiences[number].action_mask.sum()) for number in own]
+    difficulties = [experiences[number].difficulty for number in own] if objective.difficulty_loss_weight else None
+    found = sample_weights(lengths, difficulties, by_length=objective.length_loss_weight)
+    weights: list[np.ndarray | None] = [None] * len(experiences)
+    for number, weight in zip(own, found, strict=True):
+        corrected = experiences[number].importance_weights
+        ones = np.ones(experiences[number].response_length, np.float32)
+        weights[number] = np.float32(weight) * (ones if corrected is None else corrected)
+    return weights
 
 
 def _advantages(experience: Experience) -> np.ndarray:

@@ -145,7 +145,11 @@ class Student(Learner):
 
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
     """Remove what only rewards read: the test cases of a batch can be larger than all the rest of it."""
-    return [replace(e, extra=FrozenDict()) if e.extra else e for e in experiences]
+    kept = ("difficulty",)  # of which a weight may be made
+    return [
+        replace(e, extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra})) if e.extra else e
+        for e in experiences
+    ]
 
 
 def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:

@@ -160,7 +160,7 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
     ]
     mean, scale = naive_whiten(returns) if whiten else (0.0, 1.0)
     limit = objective.advantage_clip or math.inf
-    weights = advantages(found, teachers, discount)
+    weights = advantages(found, teachers, discount, objective.advantage_clip)
     every = token_level_rewards(found, teachers, objective)
     for e, row, weight, reward in zip(found, returns, weights, every, strict=True):
         penalty = [
@@ -170,13 +170,10 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
             )
             for t, m in enumerate(e.action_mask)
         ]
+        to_go = [sum(discount ** (k - t) * penalty[k] for k in range(t, len(row))) for t in range(len(row))]
         wanted = [
-            m
-            * (
-                min(max((row[t] - mean) / scale, -limit), limit)
-                - sum(discount ** (k - t) * penalty[k] for k in range(t, len(row)))
-            )
-            for t, m in enumerate(e.action_mask)
+            m * min(max((row[t] - mean) / scale - later, -limit), limit)
+            for t, (m, later) in enumerate(zip(e.action_mask, to_go, strict=True))
         ]
         assert weight == pytest.approx(wanted, abs=1e-9)
         token_rewards = [-value for value in penalty]

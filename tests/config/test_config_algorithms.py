@@ -97,9 +97,7 @@ def test_rolls_keys_and_the_table_meet(rl: dict[str, Any], plan: Plan) -> None:
     assert objective.advantage_args == {"mean_cal_level": "group", "std_cal_level": "batch"}
     objective = plan({"pg_variant": "cispo", "adv_estimator": "reinforce"}, pure=False).objective
     assert (objective.policy_loss, objective.policy_loss_args) == ("cispo", {"clip_low": 0.1, "clip_high": 0.1})
-    objective = plan({"pg_variant": ..., "use_topr_loss": True}, pure=False).objective
-    assert objective.policy_loss == "topr"
-    objective = plan({"use_topr_loss": False, "importance_sampling": "seq", "pg_clip": 0.3}, pure=False).objective
+    objective = plan({"pg_variant": ..., "importance_sampling": "seq", "pg_clip": 0.3}, pure=False).objective
     assert objective.policy_loss_args == {
         "clip_low": 0.3,
         "clip_high": 0.3,

@@ -196,7 +196,8 @@ def test_single_teacher_form(root: Path, values: dict[str, Any]) -> None:
     assert [teacher.opd_kl_coef for teacher in run.teachers] == [0.5]
     assert (run.teachers[0].worker.layout.tp, run.teachers[0].worker.layout.pp) == (2, 2)
     assert run.student.train_limits.tokens == 1024
-    assert run.student.megatron_args["recompute_granularity"] == "full"
+    every_layer = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    assert run.student.megatron_args == {"recompute_granularity": "full"} | every_layer
     assert run.student.optimizer.warmup_steps == 20
     assert run.rollout.max_model_len == 128
     assert [(stream.name, stream.weight) for stream in run.data.streams] == [("math_rule", 1.0)]

@@ -65,7 +65,9 @@ def test_rlvr_with_five_domains(root: Path) -> None:
     assert (objective.reward_clip, objective.advantage_clip, objective.dual_clip) == (10.0, 2.0, 1.4)
     assert run.reference is None  # written, and nothing compares with it
     assert any(text.startswith("reference: is written but not used") for text in run.warnings)
-    assert "max_len_mask" in _ignored(run)
+    assert objective.max_len_mask and objective.difficulty_mask
+    assert (objective.difficulty_low_threshold, objective.difficulty_high_threshold) == (0.1, 0.95)
+    assert run.student.optimizer.lr_scheduler_type == "linear"
     assert not any("reward worker" in text for text in run.warnings)
     judge = rewards["llm_judge"].engine
     assert (judge.engines, judge.tp, judge.sampling.max_new_tokens) == (len(judge.devices), 1, 100)

@@ -55,6 +55,8 @@ OBJECTIVES = {
         policy_loss_args=FrozenDict({"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}),
         loss_agg_mode="seq-mean-token-mean",
         opd_kl_discount=0.5,
+        advantage_clip=1.5,
+        rl_loss_coef=0.7,
     ),
 }
 # one update each, with two teachers for some samples: what a divergence in the loss can be

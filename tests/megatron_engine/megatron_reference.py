@@ -121,7 +121,8 @@ def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample],
         ]
         for t in np.flatnonzero(sample.action_mask):
             later = sum(objective.opd_kl_discount ** (k - t) * penalty[k] for k in range(t, len(new)))
-            advantage = float(sample.advantages[t]) - later
+            limit = objective.advantage_clip or math.inf
+            advantage = min(max(float(sample.advantages[t]) - later, -limit), limit)
             ratio = (new[t] - old[t]).exp()
             loss = -advantage * ratio
             if objective.policy_loss == "ppo":
@@ -135,7 +136,7 @@ def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample],
                 total = total + loss / sum(counts)
             else:  # seq-mean-token-mean
                 total = total + loss / count / sum(count > 0 for count in counts)
-    return total
+    return objective.rl_loss_coef * total
 
 
 def learning_rate(step: int) -> float:

@@ -57,7 +57,7 @@ def frozen(name: str, model: str, devices: str, tp: int, *more: str) -> str:
 
 TEACHER = frozen("teacher", "teacher", "[0,1]", 2)
 REFERENCE = frozen("reference", "student", "[1]", 1)
-CRITIC_SCHEDULE = "+critic.training_args.lr_scheduler_type=constant"
+CRITIC_SCHEDULE = "critic.training_args.lr_scheduler_type=constant"
 
 
 class Stage:

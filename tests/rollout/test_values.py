@@ -72,6 +72,7 @@ def test_advantages_and_returns(whiten: bool) -> None:
             last = position == len(actions) - 1
             reward = -0.3 * (float(e.old_logprobs[t]) - float(e.ref_logprobs[t]))
             reward += min(max(e.reward, -0.5), 0.5) if last else 0.0
+            reward = min(max(reward, -0.5), 0.5)  # once more
             following = 0.0 if last else float(e.values[actions[position + 1]])
             later = reward + 0.9 * following - float(e.values[t]) + 0.9 * 0.8 * later
             rows[t] = later
@@ -83,9 +84,9 @@ def test_advantages_and_returns(whiten: bool) -> None:
         wanted, returns = np.zeros(len(e.action_mask)), np.zeros(len(e.action_mask))
         for t, value in rows.items():
             gap = float(e.old_logprobs[t]) - float(e.teacher_logprobs["t"][t])
-            wanted[t] = min(max((value - mean) / scale, -1.5), 1.5) - COEFFICIENT * gap
+            wanted[t] = min(max((value - mean) / scale - COEFFICIENT * gap, -1.5), 1.5)
             returns[t] = value + float(e.values[t])
-        (weights,) = advantages([e], [TEACHER], 0.0)
+        (weights,) = advantages([e], [TEACHER], 0.0, objective.advantage_clip)
         assert weights == pytest.approx(wanted, abs=1e-9)
         assert e.returns == pytest.approx(returns, abs=1e-9)
     for sample, e in zip(value_samples(found), found, strict=True):

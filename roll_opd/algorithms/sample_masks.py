@@ -1,0 +1,59 @@
+"""Which samples of a step are learned from, and with what weight: ROLL's masks and weights of whole samples.
+
+Legend: B samples. Samples of one prompt share a group.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+
+def below_longest(lengths: Sequence[int], longest: int) -> list[bool]:
+    """Return, [B], which responses have fewer tokens than they may: the others were probably cut (`max_len_mask`)."""
+    return [length < longest for length in lengths]
+
+
+def between_difficulties(
+    rewards: Sequence[float | None], groups: Sequence[str], *, low: float, high: float
+) -> list[bool]:
+    """Return, [B], whose group has a mean reward between `low` and `high`, exclusive (`difficulty_mask`).
+
+    A reward of None counts in no mean. A group without a reward is kept.
+    """
+    by_group: dict[str, list[float]] = defaultdict(list)
+    for reward, group in zip(rewards, groups, strict=True):
+        if reward is not None:
+            by_group[group].append(reward)
+    outside = {group for group, found in by_group.items() if not low < sum(found) / len(found) < high}
+    return [group not in outside for group in groups]
+
+
+def right_or_short(rewards: Sequence[float | None], lengths: Sequence[int], *, threshold: int) -> list[bool]:
+    """Return, [B], whose reward is 1, or 0 with fewer than `threshold` tokens; None is kept (`error_max_len_clip`)."""
+    return [
+        reward in (None, 1) or (reward == 0 and length < threshold)
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+
+
+def sample_weights(
+    lengths: Sequence[int], difficulties: Sequence[float | None] | None, *, by_length: bool
+) -> list[float]:
+    """Return the weights of an update's samples, [B], of mean 1.
+
+    They are the product of 0.5 + 1.5 · difficulty, the difficulty held within [0, 1] (`difficulty_loss_weight`; 1 where
+    it is None), and of 1.5 - (length - shortest) / (longest - shortest) (`length_loss_weight`).
+
+    Args:
+        lengths: response tokens.
+        difficulties: of the rows; None: they do not count.
+        by_length: whether the lengths do.
+    """
+    weights = [1.0] * len(lengths)
+    if difficulties is not None:
+        weights = [1.0 if known is None else 0.5 + 1.5 * min(max(known, 0.0), 1.0) for known in difficulties]
+    if by_length and lengths:
+        shortest, span = min(lengths), max(lengths) - min(lengths)
+        factors = [1.5 - ((length - shortest) / span if span else 0.0) for length in lengths]
+        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+    mean = sum(weights) / len(weights) if weights else 1.0
+    return [weight / mean for weight in weights]
