@@ -178,7 +178,8 @@ def distil(job: Job, root: Path) -> None:
         ids = [targets[3][n][name].arrays["topk_ids"] for n in numbers]
         again = everything(engine.compute_targets(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
         for place, values in again.items():
-            if not np.array_equal(values["topk_logprobs"], targets[3][numbers[place]][name].arrays["topk_logprobs"]):
+            before = targets[3][numbers[place]][name].arrays
+            if not all(np.array_equal(values[key], before[key]) for key in ("topk_logprobs", "topk_rest")):
                 raise RuntimeError("the same tokens have other log-probs when they are asked for")
         parallel.shutdown()
         meet_anew(root / f"port-{job['name']}-{name}")
@@ -424,12 +425,13 @@ def topk(job: Job, root: Path) -> None:
             "group": shard.group,
             "chunk_bytes": 4 * shard.each * 7,
         }
-        ids_MK, logprobs_MK = vocab_parallel_topk(hidden_ME, weight_VE, k, **settings)
-        again_MK = vocab_parallel_logprobs(hidden_ME, weight_VE, ids_MK, **settings)
-        uniform_MK = torch.full_like(again_MK, -np.log(cases.VOCABULARY))
-        topk_divergence(again_MK, uniform_MK, divergence("reverse_kl")).backward(torch.from_numpy(incoming))
-        results |= {f"{k}-ids": ids_MK.numpy(), f"{k}-logprobs": logprobs_MK.numpy()}
-        results[f"{k}-again"] = again_MK.detach().numpy()
+        ids_MK, logprobs_ML = vocab_parallel_topk(hidden_ME, weight_VE, k, **settings)
+        again_ML = vocab_parallel_logprobs(hidden_ME, weight_VE, ids_MK, with_rest=True, **settings)
+        shares = torch.tensor([1.0] * k + [cases.VOCABULARY - k]) / cases.VOCABULARY
+        uniform_ML = shares.log().expand_as(again_ML)
+        topk_divergence(again_ML, uniform_ML, divergence("reverse_kl")).backward(torch.from_numpy(incoming))
+        results |= {f"{k}-ids": ids_MK.numpy(), f"{k}-logprobs": logprobs_ML.numpy()}
+        results[f"{k}-again"] = again_ML.detach().numpy()
         results[f"{k}-hidden"], results[f"{k}-weight"] = shard.gradients(hidden_ME, weight_VE.grad)
     write_results(root / f"{job['name']}.npz", results)
 
