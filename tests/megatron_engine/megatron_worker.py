@@ -165,7 +165,9 @@ def distil(job: Job, root: Path) -> None:
     for name, coefficient in cases.TEACHERS.items():
         devices = tuple(range(layout.world_size))
         model = ModelPlan(cases.model_path(root, name))
-        engine = MegatronEngine(MegatronPlan(name, model, devices, layout, MicroBatchLimits(tokens=120)), seed=0)
+        limits = MicroBatchLimits(tokens=120)
+        plan = MegatronPlan(name, model, devices, layout, limits, vocab_size=cases.VOCABULARY)
+        engine = MegatronEngine(plan, seed=0)
         heads[name] = one_of(engine.output_head())
         for step, objective in enumerate(cases.DISTILLING):
             numbers = [n for n in range(len(samples[step])) if cases.looks_at(name, n)]
@@ -173,7 +175,11 @@ def distil(job: Job, root: Path) -> None:
             full = objective.opd_objective == "full"
             wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": cases.VOCABULARY}
             for place, values in everything(engine.compute_targets(sequences, cases.TEMPERATURE, **wanted)).items():
-                del values["logprobs"]
+                logprobs = values.pop("logprobs")
+                if objective.opd_topk == cases.VOCABULARY:  # a wider teacher is normalised over the student's ids
+                    tokens, prompt = sequences[place]
+                    same = values["topk_ids"] == tokens[prompt:, None]
+                    np.testing.assert_allclose(logprobs, values["topk_logprobs"][same], rtol=0, atol=1e-5)
                 targets[step][numbers[place]][name] = TeacherTargets(coefficient, values)
         ids = [targets[3][n][name].arrays["topk_ids"] for n in numbers]
         again = everything(engine.compute_targets(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
