@@ -19,7 +19,7 @@ from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO
 from roll_opd.algorithms.sequences import on_tokens, sequence_means, sequence_numbers, sequence_sums
 
 Level = Literal["token", "segment", "geometric", "sequence"]
-ICEPOP_LOW, ICEPOP_HIGH = 0.2, 5.0
+ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # as verl and rLLM give them
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ In each column KL(p || q) counts as p log(p/q) - p + q. Over a whole distributio
 in the gradient of the logits; in a column they make the term non-negative and, where p is close to q, of second order,
 so that equal distributions give 0 and not the sum of many rounding errors.
 
-Legend: K columns; everything is in log-probs, and a column that one side rules out is -inf there.
+Legend: K columns, M tokens; everything is in log-probs, and a column that one side rules out is -inf there.
 """
 
 import math
@@ -27,9 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-EMPTY_TAIL = torch.finfo(torch.float64).eps  # least mass of a tail: where it is empty (K = V), 1 - Σp is rounding
-SMALL_TAIL = torch.finfo(torch.float32).eps  # mass of a tail that has no gradient
 
 
 @dataclass(frozen=True)
@@ -79,27 +76,19 @@ def divergence(name: str, *, beta: float = 0.5, alpha: float = 0.1) -> ColumnSum
     return DIVERGENCES[name](beta, alpha)
 
 
-def with_tail(logprobs_MK: Tensor) -> Tensor:
-    """Append the bucket of all other columns, log(1 - Σp): [M, K] -> f64 [M, K+1]."""
-    logprobs_MK = logprobs_MK.double()
-    covered_M1 = logprobs_MK.logsumexp(-1, keepdim=True).clamp(max=-EMPTY_TAIL)
-    tail_M1 = torch.log(-torch.expm1(covered_M1))
-    # its gradient would be a difference of numbers that f32 cannot distinguish
-    tail_M1 = torch.where(covered_M1 > -SMALL_TAIL, tail_M1.detach(), tail_M1)
-    return torch.cat([logprobs_MK, tail_M1], dim=-1)
-
-
-def topk_divergence(student_MK: Tensor, teacher_MK: Tensor, measure: ColumnSum) -> Tensor:
-    """Divergence of K columns and the bucket that holds all others, f32 [M], with gradient to `student_MK`.
+def topk_divergence(student_ML: Tensor, teacher_ML: Tensor, measure: ColumnSum) -> Tensor:
+    """Divergence of K tokens and the bucket of all others, f32 [M], with gradient to `student_ML`.
 
     By the data-processing inequality it is at most the divergence over the whole vocabulary, and never negative;
-    with K = V it is that divergence.
+    with K = V, where the bucket is empty, it is that divergence.
 
     Args:
-        student_MK: student log-probs of K different tokens.
-        teacher_MK: teacher log-probs of the same tokens.
+        student_ML: student log-probs of K different tokens, and last that of all others together, L = K + 1. It has to
+            be a sum of its own: log(1 - Σp) would have no digits left where the tokens are nearly everything.
+        teacher_ML: teacher log-probs of the same tokens and of the same others.
     """
-    return measure(with_tail(student_MK), with_tail(teacher_MK)).float()
+    # normalised once more in f64: else the gradient would have the rounding of f32 where the student is sure
+    return measure(*(side_ML.double().log_softmax(-1) for side_ML in (student_ML, teacher_ML))).float()
 
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:

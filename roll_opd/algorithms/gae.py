@@ -2,9 +2,8 @@
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = Σ_{i≥0} (γλ)^i δ_{k+i}        returns_k = A_k + V_k
 
-k counts the action tokens of one sequence: text of a tool or an environment between two of them is no step and is not
-discounted. V_k is the value of the state before token k, and 0 after the last: a sequence that was cut off
-counts as ended.
+k counts the action tokens of one sequence, as every discount does (see `returns`). V_k is the value of the state before
+token k, and 0 after the last: a sequence that was cut off counts as ended.
 
 Legend: M scored tokens of all sequences end to end, K action tokens among them.
 """
@@ -30,16 +29,17 @@ def gae(
         gamma: discount of one action token.
         lambd: 0 gives r + γV' - V, 1 the discounted return less V.
     """
-    counts = [int(piece.sum()) for piece in mask_M.split(list(lengths))]
+    counts = torch.tensor([int(piece.sum()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
     rewards_K, values_K = rewards_M[mask_M].double(), values_M[mask_M].double()
     next_K = torch.zeros_like(values_K)
     next_K[:-1] = values_K[1:]
-    ends = torch.tensor(counts, dtype=torch.int64, device=values_K.device).cumsum(0) - 1
+    ends = counts.to(values_K.device).cumsum(0) - 1
     next_K[ends[ends >= 0]] = 0.0
-    advantages_K = discounted_to_go(rewards_K + gamma * next_K - values_K, counts, gamma * lambd)
-    advantages_M = torch.zeros(len(mask_M), dtype=torch.float64, device=values_M.device)
-    returns_M = torch.zeros_like(advantages_M)
-    advantages_M[mask_M], returns_M[mask_M] = advantages_K, advantages_K + values_K
+    errors_M = torch.zeros(len(mask_M), dtype=torch.float64, device=values_M.device)
+    returns_M = torch.zeros_like(errors_M)
+    errors_M[mask_M] = rewards_K + gamma * next_K - values_K
+    advantages_M = discounted_to_go(errors_M, mask_M, lengths, gamma * lambd)
+    returns_M[mask_M] = advantages_M[mask_M] + values_K
     return advantages_M, returns_M
 
 

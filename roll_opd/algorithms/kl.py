@@ -31,14 +31,18 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is that of the forward KL."""
-    log_ratio = (other - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """e^-Δ - 1 + Δ: unbiased, never negative. As a loss, its gradient is that of the forward KL.
+
+    Without a bound, as in Trinity-RFT: a token that `other` finds e^20 times likelier counts as e^20.
+    """
+    log_ratio = other - logprobs
     return log_ratio.exp() - 1 - log_ratio
 
 
 def low_var_kl(logprobs: Tensor, other: Tensor) -> Tensor:
-    """`k3`, at most 10."""
-    return k3(logprobs, other).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
+    """`k3`, at most 10 and without a gradient beyond: what ROLL calls k3, and Trinity-RFT low_var_kl."""
+    log_ratio = (other - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # what is beyond 20 is beyond 10 here, too
+    return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
 
 
 def corrected_k3(logprobs: Tensor, other: Tensor, old: Tensor | None = None) -> Tensor:

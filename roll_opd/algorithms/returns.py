@@ -1,4 +1,4 @@
-"""Sums over what is still to come in a sequence. Legend: M tokens of all sequences end to end, B sequences."""
+"""Sums over what is still to come in a sequence. Legend: M tokens of all sequences end to end, K action tokens."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,32 @@ import torch
 from torch import Tensor
 
 
-def discounted_to_go(values_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
-    """Return Σ_{k≥0} discount^k · values_{t+k} within each sequence, [M]. `discount` 0 returns `values_M`.
+def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
+    """Return Σ_{k≥0} discount^k · the value of the k-th action token from here on, [M]; 0 off the mask.
 
-    In log2(longest) steps: a sum over the next 2n tokens is that over n, and the one n tokens on.
+    A discount is of one action token: text of a tool or an environment between two of them is no step.
+
+    Args:
+        values_M: what lies off the mask is not read.
+        mask_M: bool, True at action tokens.
+        lengths: tokens of each sequence, off the mask or not.
+        discount: 0 returns the values themselves.
     """
+    total_M = torch.where(mask_M, values_M, 0)
     if discount == 0.0 or not len(values_M):
-        return values_M
-    left_M = torch.cat([torch.arange(length, 0, -1) for length in lengths]).to(values_M.device)
-    total_M, reach = values_M, 1
-    while reach < max(lengths):
-        ahead_M = torch.zeros_like(total_M)
-        ahead_M[:-reach] = total_M[reach:]
-        total_M = total_M + discount**reach * torch.where(left_M > reach, ahead_M, 0)
-        reach *= 2
+        return total_M
+    counts = [int(piece.sum()) for piece in mask_M.split(list(lengths))]
+    total_M[mask_M] = _to_go(total_M[mask_M], counts, discount)
     return total_M
+
+
+def _to_go(values_K: Tensor, counts: Sequence[int], discount: float) -> Tensor:
+    """In log2(longest) steps: a sum over the next 2n tokens is that over n, and the one n tokens on."""
+    left_K = torch.cat([torch.arange(count, 0, -1) for count in counts]).to(values_K.device)
+    total_K, reach = values_K, 1
+    while reach < max(counts):
+        ahead_K = torch.zeros_like(total_K)
+        ahead_K[:-reach] = total_K[reach:]
+        total_K = total_K + discount**reach * torch.where(left_K > reach, ahead_K, 0)
+        reach *= 2
+    return total_K

@@ -11,7 +11,7 @@ from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AdvantageFac
 from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 
-ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"
+ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"  # without an `algorithm_type`
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Algorithm:
     repeat: int | None = 2  # responses a prompt; None: there is no rollout to repeat, or any number will do
     kl_loss: str | None = "k2"  # estimator of the KL loss to the reference policy
     expert_data_ratio: float = 0.0  # share of demonstrations in an update
+    loss_agg_mode: str = "token-mean"  # where the loss has none of its own
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -50,7 +51,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sppo": Algorithm("sppo", "opmd", kl_loss=None),
     "rec": Algorithm("rec", "rec"),
     "multi_step_grpo": Algorithm("ppo", "step_wise_grpo", repeat=8),
-    "on_policy_distill": Algorithm("importance_sampling", "on_policy_distill", repeat=8, kl_loss=None),
+    "on_policy_distill": Algorithm("ppo", "on_policy_distill", repeat=8, kl_loss=None),
 }
 KL_LOSS_COEF = 0.001  # where a row has a KL loss
 EXPERT_DATA_RATIO = 0.5  # where a loss without a row reads demonstrations

@@ -60,7 +60,7 @@ def token_advantages(
     reward_mean, reward_scale = whitening(rewards_M, mask_M) if whiten_rewards else (0.0, 1.0)
     rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
     if values_M is None:
-        advantages_M = returns_M = discounted_to_go(rewards_M, lengths, gamma) * mask_M
+        advantages_M = returns_M = discounted_to_go(rewards_M, mask_M, lengths, gamma)
     else:
         advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, gamma, lambd)
     mean, scale = whitening(advantages_M, mask_M) if whiten_advantages else (0.0, 1.0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
-from roll_opd.algorithms.table import algorithm, loss_facts
+from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.config import check_files, check_layouts, check_objective, check_values, parts
 from roll_opd.config.check_packages import gpu_memory_gb, unavailable
 from roll_opd.config.check_samples import check_samples
@@ -164,6 +164,7 @@ class _Planner:
         rows = self._prompts(top, roles, mode, bool(sections.rewards), agentic)
         given = self._demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
         rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n, diagnostics)
+        check_objective.check_rewards(top, mode, rewards, diagnostics)
         if mode != "pure" and not agentic and not sections.rewards:
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
             diagnostics.problem(
@@ -211,6 +212,7 @@ class _Planner:
             args, new = top.validation.generating_args, sizes.held_out or sizes.response
             sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)
             held_out = ValidationPlan(validation, sampling, top.validation.measure_teacher)
+        vocabulary = roles.train.info.vocab if roles.train.info else None
         plan = RunPlan(
             **common,
             **shared(RolloutKeys, top),
@@ -221,12 +223,15 @@ class _Planner:
             student=parts.train_plan(roles.train, top, sizes.mini_batch, longest, total, diagnostics),
             rollout=parts.rollout_plan(roles.infer, top, n, sizes.response, sizes.held_out or 0),
             teachers=tuple(
-                parts.teacher_plan(name, role, top, longest, diagnostics) for name, role in roles.teachers.items()
+                parts.teacher_plan(name, role, top, longest, diagnostics, vocabulary)
+                for name, role in roles.teachers.items()
             ),
             rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards),
             data=data,
             objective=parts.objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary),
-            reference=parts.megatron_plan(roles.reference, top, longest, diagnostics) if roles.reference else None,
+            reference=parts.megatron_plan(roles.reference, top, longest, diagnostics, vocabulary)
+            if roles.reference
+            else None,
             critic=critic,
             demonstrations=demonstrations,
             extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
@@ -262,6 +267,7 @@ class _Planner:
         steps, epochs = self._steps(top, train, data, rows)
         if diagnostics.problems or data is None:
             return None
+        vocabulary = train.info.vocab if train.info else None
         total, own = steps * (rows // update), sorted(keys_of(keys).keys() - keys_of(Supervised))
         plan = RunPlan(
             **common,
@@ -274,7 +280,9 @@ class _Planner:
             student=parts.train_plan(train, top, update * keys.answers, longest, total, diagnostics, keys.answers),
             data=data,
             objective=objective,
-            reference=parts.megatron_plan(roles.reference, top, longest, diagnostics) if roles.reference else None,
+            reference=parts.megatron_plan(roles.reference, top, longest, diagnostics, vocabulary)
+            if roles.reference
+            else None,
             epochs=epochs,
             validation=ValidationPlan(validation) if validation else None,
             samples_per_step=0,
@@ -400,6 +408,9 @@ class _Planner:
             diagnostics.block(key, sentence)
         arguments = {key: value for key in top.loss_arguments if (value := getattr(top, key)) is not None}
         own = loss_facts(row.policy_loss).loss_agg_mode
+        kl_loss_coef = getattr(top, "kl_loss_coef", None)
+        if kl_loss_coef is None:  # a row of Trinity-RFT's has its KL loss where it is named; ROLL's DPO has none
+            kl_loss_coef = KL_LOSS_COEF if top.algorithm_type and row.kl_loss and top.has_reference else 0.0
         if own and top.loss_agg_mode not in (None, own):
             diagnostics.problem(
                 "loss_agg_mode",
@@ -410,7 +421,8 @@ class _Planner:
             objective,
             policy_loss=loss,
             policy_loss_args=FrozenDict({**row.policy_loss_args, **arguments}),
-            loss_agg_mode=top.loss_agg_mode or own or "token-mean",
+            kl_loss_coef=kl_loss_coef,
+            loss_agg_mode=top.loss_agg_mode or own or row.loss_agg_mode,
             loss_normaliser=float(top.sequence_length),
         )
 

@@ -288,7 +288,8 @@ def compare_models(roles: Roles, allow_self_teacher: bool, diagnostics: Diagnost
         if role.info.vocab < train.info.vocab:
             diagnostics.warn(
                 f"{role.path}: the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the ids"
-                " between are padding that the student must not sample"
+                " between are padding that the student must not sample; opd_objective: sampled compares log-probs that"
+                " count what it gives them"
             )
 
 

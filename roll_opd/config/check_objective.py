@@ -3,12 +3,15 @@
 Refuses what would teach nothing or something else than it says, and names what has no effect.
 """
 
+from collections.abc import Sequence
+
 from roll_opd.algorithms.combinations import check_combination
-from roll_opd.algorithms.registry import ADVANTAGES
+from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, LATER, PURE_FIXED
+from roll_opd.config.plan import RewardPlan
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, Top, keys_of
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
@@ -142,7 +145,7 @@ def _check_functions(top: Top, mode: str, diagnostics: Diagnostics) -> None:
     for sentence in check_combination(
         policy_loss=policy_loss,
         advantage=advantage if facts.reads_advantages else None,
-        kl_loss=(top.kl_loss_fn or "k3") if measures_kl else None,
+        kl_loss=(top.kl_loss_fn or "low_var_kl") if measures_kl else None,
         # whether there is a reference policy or a critic has checks of its own
         reference=True,
         critic=advantage == "gae",
@@ -188,6 +191,19 @@ def check_groups(top: Top, mode: str, responses: int, agentic: bool, diagnostics
             f"{top.kl_horizon} samples are too few for {samples} a step: the coefficient changes by up to a fifth in as"
             f" many, and would fall to 0 or below it; give more than {samples // FEWEST_STEPS}",
         )
+
+
+def check_rewards(top: Top, mode: str, rewards: Sequence[RewardPlan], diagnostics: Diagnostics) -> None:
+    """Say where rewards teach nothing: the loss reads no advantages, and no filter selects what it learns."""
+    loss = top.policy_loss or "ppo"
+    if mode == "pure" or loss not in POLICY_LOSSES.builtin or loss_facts(loss).reads_advantages:
+        return
+    for reward in rewards:
+        if not (reward.query_filter or reward.response_filter):
+            diagnostics.warn(
+                f"rewards.{reward.domain}: teaches nothing, as policy loss {loss} reads no advantages and no filter"
+                " selects samples by their reward; write response_filter_config (rejection sampling), or another loss"
+            )
 
 
 def _check_pure(top: Top, diagnostics: Diagnostics) -> None:

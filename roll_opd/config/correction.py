@@ -8,9 +8,9 @@ from roll_opd.config.plan import CorrectionPlan, TokenFilterPlan
 from roll_opd.config.schema import ImportanceWeight, Section, TokenFilter, Top
 
 KEY = "train_infer_correction"
-# what nobody writes: ROLL's bounds, those of IcePop's own paper, and of DeepSeek-V3.2's kind of mask
+# what nobody writes: ROLL's bounds, and those that verl and rLLM give for IcePop
 UPPER_BOUNDS = {"tis": 1.2, "icepop": 5.0}
-ICEPOP_LOWER_BOUND = 0.2
+ICEPOP_LOWER_BOUND = 0.5
 RATIOS, DIFFERENCES = (0.8, 1.2), (-0.2, 0.2)
 
 

@@ -57,6 +57,7 @@ def expand(top: Top, repeats: bool, variant: Variant | None, diagnostics: Diagno
     elif loss_facts(found.get("policy_loss")).needs == "demonstrations":
         found["expert_data_ratio"] = EXPERT_DATA_RATIO
     if row is not None:
+        found["loss_agg_mode"] = found.get("loss_agg_mode") or row.loss_agg_mode
         found["num_return_sequences_in_group"] = None if repeats else row.repeat
         if row.kl_loss is not None and top.use_kl_loss is not False:
             found |= {"use_kl_loss": True, "kl_loss_fn": row.kl_loss, "kl_loss_coef": KL_LOSS_COEF}

@@ -176,7 +176,7 @@ PG_VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "ppo": {},
     "tis": {},
-    "topr": {},
+    "topr": {"sign_of": "reward"},
     "cispo": {"clip_low": 0.1, "clip_high": 0.1},
     "kimi15": {},
 }

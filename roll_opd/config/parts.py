@@ -48,8 +48,15 @@ def environment(top: Run, worker: Worker | None = None) -> FrozenDict:
     return FrozenDict({name: str(value) for name, value in both.items()})
 
 
-def megatron_plan(role: Role, top: Run, longest: int, diagnostics: Diagnostics) -> MegatronPlan:
-    """Return what every Megatron role has; `longest` are the tokens of its longest sequence."""
+def megatron_plan(
+    role: Role, top: Run, longest: int, diagnostics: Diagnostics, vocab_size: int | None = None
+) -> MegatronPlan:
+    """Return what every Megatron role has.
+
+    Args:
+        longest: tokens of its longest sequence.
+        vocab_size: of the student, of whose tokens a wider frozen model gives the log-probs.
+    """
     assert role.info and role.megatron and role.megatron.devices and role.megatron.layout
     return MegatronPlan(
         name=role.path,
@@ -59,6 +66,7 @@ def megatron_plan(role: Role, top: Run, longest: int, diagnostics: Diagnostics) 
         forward_limits=micro_batch(role, False, longest, diagnostics),
         megatron_args=FrozenDict(role.megatron.args),
         env=environment(top, role.worker),
+        vocab_size=vocab_size if vocab_size and vocab_size < role.info.vocab else None,
     )
 
 
@@ -98,12 +106,14 @@ def critic_plan(
     return CriticPlan(**vars(trained), **shared(CriticKeys, top))
 
 
-def teacher_plan(name: str, role: Role, top: Top, longest: int, diagnostics: Diagnostics) -> TeacherPlan:
-    """Return a teacher with its own coefficient, else the top-level one."""
+def teacher_plan(
+    name: str, role: Role, top: Top, longest: int, diagnostics: Diagnostics, vocab_size: int | None
+) -> TeacherPlan:
+    """Return a teacher with its own coefficient, else the top-level one; `vocab_size` is the student's."""
     own = role.worker.opd_kl_coef
     return TeacherPlan(
         name=name,
-        worker=megatron_plan(role, top, longest, diagnostics),
+        worker=megatron_plan(role, top, longest, diagnostics, vocab_size),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,
     )

@@ -69,6 +69,7 @@ class MegatronPlan:
     forward_limits: MicroBatchLimits
     megatron_args: FrozenDict = field(default_factory=FrozenDict)  # extra TransformerConfig fields
     env: FrozenDict = field(default_factory=FrozenDict)  # environment of the worker processes
+    vocab_size: int | None = None  # token ids that its log-probs are normalised over; None: all that it has
 
 
 @dataclass(frozen=True)
@@ -258,19 +259,12 @@ class ObjectivePlan(ObjectiveKeys):
     paired: bool = False  # the loss reads sequences 2i and 2i+1 together
     loss_agg_mode: str = "token-mean"
     loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
-    kl_loss: str = "k3"  # estimator of the KL loss
+    kl_loss: str = "low_var_kl"  # estimator of the KL loss; ROLL calls it k3
     init_kl_coef: float = 0.0  # of the token-level KL; 0 unless switched on
-    opd_vocab_size: int | None = None  # token ids that student and teachers all have; None: the student's
+    opd_vocab_size: int | None = None  # token ids that student and teachers all have, of topk and full
     correction: CorrectionPlan | None = None
     # False only where one update follows one rollout: log-probs before and during the update are the same
     recompute_old_logprobs: bool = False
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """How far a ratio may be below and above 1 before it counts as clipped."""
-        low = self.pg_clip if self.pg_clip_low is None else self.pg_clip_low
-        high = self.pg_clip if self.pg_clip_high is None else self.pg_clip_high
-        return self.policy_loss_args.get("clip_low", low), self.policy_loss_args.get("clip_high", high)
 
 
 @dataclass(frozen=True)

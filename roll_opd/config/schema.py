@@ -296,7 +296,9 @@ class Reward(Term, RewardKeys):
     max_concurrency: Many | None = key(None, "calls under way in a process")
     terms: dict[Name, Term] = key({}, "rewards that are added, by name", OURS)
     query_filter_config: Filter = key(Filter(), "which groups of samples count")
-    response_filter_config: Filter = key(Filter(), "which single samples take their group along")
+    response_filter_config: Filter = key(
+        Filter(), "which single samples count; one that fails takes along what it is compared with"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +318,7 @@ class ImportanceWeight(Section):
     enabled: bool = key(False, "weigh the policy loss with train / infer probabilities")
     method: Literal["tis", "icepop"] = key("tis", "truncate weights, or mask tokens outside", OURS)
     weight_type: Level = key("token", "over what a weight is taken")
-    lower_bound: NotNegative | None = key(None, "of icepop; not written: 0.2", OURS)
+    lower_bound: NotNegative | None = key(None, "of icepop; not written: 0.5", OURS)
     upper_bound: AboveZero | None = key(None, "not written: 1.2 of tis, 5 of icepop")
     detach: bool = key(True, "accepted: weights never have a gradient")
 
@@ -540,7 +542,9 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     enable_old_logprobs_recompute: bool = key(False, "compute log-probs before the update even where it is not needed")
     train_infer_correction: TrainInferCorrection = key(TrainInferCorrection(), "against log-probs that are apart")
     use_kl_loss: bool | None = key(None, "add a KL to the reference policy to the loss")
-    kl_loss_fn: str | None = key(None, "of the KL loss: none, or a name of algorithms.kl; without it k3", TRINITY)
+    kl_loss_fn: str | None = key(
+        None, "of the KL loss: none, or a name of algorithms.kl; without it low_var_kl", TRINITY
+    )
     add_token_level_kl: bool = key(False, "subtract a KL to the reference policy from each token's reward")
     init_kl_coef: NotNegative = key(0.2, "coefficient of the token-level KL")
     max_running_requests: Positive | None = key(None, "requests under way at once, over all engines")
@@ -644,6 +648,9 @@ class Dpo(Supervised):
     rejected_key: Name | None = key(None, "column of the worse answer")
     beta: AboveZero | None = key(None, "how much log-prob a preference is worth; without it 0.1")
     label_smoothing: Annotated[NotNegative, Field(lt=0.5)] | None = key(None, "share of preferences taken to be wrong")
+    kl_loss_coef: NotNegative | None = key(
+        None, "weight of a KL loss (k2) to the reference; without it 0.001 with algorithm_type: dpo, else 0", TRINITY
+    )
     ipo: bool = key(False, "not available yet: the loss of IPO")
     use_reference_model: bool = key(True, "false is not available")
 

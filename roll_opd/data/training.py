@@ -10,8 +10,9 @@ import numpy as np
 class TeacherTargets:
     """A teacher's distribution at each of T-P tokens, for objectives whose gradient passes through more than one token.
 
-    `arrays` holds, for top-k, `topk_ids` int32 [T-P, K] and `topk_logprobs` f32 [T-P, K]; for the full vocabulary the
-    final hidden states `hidden` [T-P, F] (see `data.tensors`), for the teacher's output head on the student's ranks.
+    `arrays` holds, for top-k, `topk_ids` int32 [T-P, K], `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the
+    log-prob of all other tokens together; for the full vocabulary the final hidden states `hidden` [T-P, F] (see
+    `data.tensors`), for the teacher's output head on the student's ranks.
     """
 
     coefficient: float  # opd_kl_coef
@@ -34,6 +35,7 @@ class TrainSample:
     reward: float | None = None  # the external reward; None: there is none
     teachers: Mapping[str, TeacherTargets] = field(default_factory=dict)  # none where the objective is `sampled`
     demonstration: bool = False  # a row with its answer; no advantages, reward or old log-probs
+    actions: np.ndarray | None = None  # bool, all action tokens, which opd_kl_discount counts; None: action_mask
 
 
 @dataclass(frozen=True)

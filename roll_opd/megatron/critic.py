@@ -163,7 +163,9 @@ def _columns(samples: Sequence[ValueSample]) -> list[Sample]:
 
 def _loss(values_M: Tensor, batch: PackedBatch, *, clip: float | None) -> tuple[Tensor, dict]:
     columns = batch.columns
-    old_M, returns_M, mask_M = columns["old_values"], columns["returns"], columns["mask"]
+    mask_M = columns["mask"]
+    # where, not a product with the weight: what is off the mask may be infinite
+    old_M, returns_M = (torch.where(mask_M, columns[name], 0) for name in ("old_values", "returns"))
     loss = (value_loss(values_M, old_M, returns_M, clip) * columns["weight"]).sum()
     new_M = values_M.detach()
     error_M = (new_M - returns_M).square()

@@ -1,7 +1,7 @@
 """The distillation objectives with a live gradient: a divergence at every token, over a top-k or the whole vocabulary.
 
-Legend: M scored tokens of a pack, R of them that a teacher has targets for, K tokens of a top-k, F a teacher's hidden
-size.
+Legend: M scored tokens of a pack, R of them that a teacher has targets for, K tokens of a top-k and L = K + 1, F a
+teacher's hidden size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ def teacher_columns(samples: Sequence[TrainSample]) -> list[dict[str, np.ndarray
             targets = sample.teachers.get(name)
             columns[f"{name}/share"] = mask * np.float32(targets.coefficient if targets else 0)
             for key, like in of_another.arrays.items():
-                empty = np.broadcast_to(np.zeros((), like.dtype), (len(mask), like.shape[1]))
+                empty = np.broadcast_to(np.zeros((), like.dtype), (len(mask), *like.shape[1:]))
                 columns[f"{name}/{key}"] = targets.arrays[key] if targets else empty
         result.append(columns)
     return result
@@ -57,14 +57,20 @@ def distillation_loss(
 
 
 def _over_topk(
-    head: OutputHead, measure: ColumnSum, teacher: TeacherHead | None, topk_ids: Tensor, topk_logprobs: Tensor
+    head: OutputHead,
+    measure: ColumnSum,
+    teacher: TeacherHead | None,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    topk_rest: Tensor,
 ) -> Tensor:
-    return topk_divergence(head.logprobs(topk_ids.long()), topk_logprobs, measure)
+    teacher_RL = torch.cat([topk_logprobs, topk_rest[:, None]], dim=1)
+    return topk_divergence(head.logprobs_with_rest(topk_ids.long()), teacher_RL, measure)
 
 
 def _over_vocabulary(head: OutputHead, measure: ColumnSum, teacher: TeacherHead, hidden: Tensor) -> Tensor:
     return head.divergence(hidden, teacher, measure)
 
 
-_TARGET_ARRAYS = {"topk": ("topk_ids", "topk_logprobs"), "full": ("hidden",)}  # see `TeacherTargets`
+_TARGET_ARRAYS = {"topk": ("topk_ids", "topk_logprobs", "topk_rest"), "full": ("hidden",)}  # see `TeacherTargets`
 _DIVERGENCE_OVER: dict[str, Callable[..., Tensor]] = {"topk": _over_topk, "full": _over_vocabulary}

@@ -83,8 +83,9 @@ class MegatronEngine:
             vocab_size: `topk` and `ids` are over the first so many tokens of the vocabulary; None: over all.
 
         Returns:
-            As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K] and
-            `topk_logprobs` f32 [T-P, K] (for `topk` or `ids`), `hidden` [T-P, E] (see `data.tensors`).
+            As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K],
+            `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together (for
+            `topk` or `ids`), `hidden` [T-P, E] (see `data.tensors`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if ids is not None:
@@ -94,11 +95,11 @@ class MegatronEngine:
         def read(head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
             values = {"logprobs": head.logprobs()}
             if topk is not None:
-                best_MK, values["topk_logprobs"] = head.within(vocab_size).topk(topk)
-                values["topk_ids"] = best_MK.int()
+                ids_MK, logprobs_ML = head.within(vocab_size).topk(topk)
+                values |= _topk(ids_MK.int(), logprobs_ML)
             elif ids is not None:
-                values["topk_ids"] = batch.columns["topk_ids"]
-                values["topk_logprobs"] = head.within(vocab_size).logprobs(batch.columns["topk_ids"].long())
+                ids_MK = batch.columns["topk_ids"]
+                values |= _topk(ids_MK, head.within(vocab_size).logprobs_with_rest(ids_MK.long()))
             if hidden:
                 values["hidden"] = head.hidden_ME
             return values
@@ -186,6 +187,10 @@ class MegatronEngine:
 
 # Megatron wants a token count with each loss; ours is already divided by the global one.
 _ONE_TOKEN = torch.ones((), dtype=torch.int)
+
+
+def _topk(ids_MK: Tensor, logprobs_ML: Tensor) -> dict[str, Tensor]:
+    return {"topk_ids": ids_MK, "topk_logprobs": logprobs_ML[:, :-1], "topk_rest": logprobs_ML[:, -1]}
 
 
 def _by_sequence(values: dict[str, Tensor], lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:

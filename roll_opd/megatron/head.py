@@ -41,13 +41,18 @@ class OutputHead:
         """The device of the hidden states; Megatron's schedule reads it from a stage's output."""
         return self.hidden_ME.device
 
-    def logprobs(self, targets: Tensor | None = None) -> Tensor:
-        """Return log-probs of the scored tokens, f32 [M], or of `targets`, int64 [M, K] -> f32 [M, K]."""
-        targets = self.targets_M if targets is None else targets
-        return vocab_parallel_logprobs(self.hidden_ME, self.weight_VE, targets, **self._settings, **self._buffer)
+    def logprobs(self) -> Tensor:
+        """Return log-probs of the scored tokens, f32 [M]."""
+        settings = {**self._settings, **self._buffer}
+        return vocab_parallel_logprobs(self.hidden_ME, self.weight_VE, self.targets_M, **settings)
+
+    def logprobs_with_rest(self, ids_MK: Tensor) -> Tensor:
+        """Return log-probs of the tokens `ids_MK`, int64, and last of all others together, f32 [M, K+1]."""
+        settings = {**self._settings, **self._buffer}
+        return vocab_parallel_logprobs(self.hidden_ME, self.weight_VE, ids_MK, with_rest=True, **settings)
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K]."""
+        """Return the `k` most likely tokens: ids int64 [M, K] and log-probs f32 [M, K+1], as `logprobs_with_rest`."""
         return vocab_parallel_topk(self.hidden_ME, self.weight_VE, k, **self._settings)
 
     def entropy(self) -> Tensor:

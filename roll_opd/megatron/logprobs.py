@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.megatron.memory import CHUNK_BYTES
-from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of
+from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, is_taken
 
 
 def vocab_parallel_logprobs(
@@ -24,6 +24,7 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup,
     weight_grad_VE: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    with_rest: bool = False,
 ) -> Tensor:
     """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
 
@@ -38,13 +39,14 @@ def vocab_parallel_logprobs(
         weight_grad_VE: f32 buffer to which the gradient of `weight_VE` is added, instead of being returned to
             autograd as a tensor of that size.
         chunk_bytes: bound on the f32 logits held at a time.
+        with_rest: also give, as column K+1, the log-prob of all other tokens together. For targets [M, K].
     """
     columns = columns_of(
         weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
     )
     targets_MK = (targets[:, None] if targets.ndim == 1 else targets) - columns.first
-    logprobs_MK = _VocabParallelLogprobs.apply(hidden_ME, weight_VE, targets_MK, columns, weight_grad_VE)
-    return logprobs_MK.view(targets.shape)
+    logprobs = _VocabParallelLogprobs.apply(hidden_ME, weight_VE, targets_MK, columns, weight_grad_VE, with_rest)
+    return logprobs if with_rest else logprobs.view(targets.shape)
 
 
 def vocab_parallel_topk(
@@ -57,7 +59,9 @@ def vocab_parallel_topk(
     group: dist.ProcessGroup,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `k` most likely tokens, most likely first: ids int64 [M, K] and log-probs f32 [M, K], no gradient.
+    """Return the `k` most likely tokens, most likely first: ids int64 [M, K] and log-probs f32 [M, K+1], no gradient.
+
+    Column K+1 is the log-prob of all other tokens together, -inf where there are none.
 
     Arguments are those of `vocab_parallel_logprobs`. ValueError where `k` is more than `vocab_size`.
     """
@@ -74,8 +78,18 @@ def vocab_parallel_topk(
             best_CK, ids_CK = _gathered(best_CK, group), _gathered(ids_CK + columns.first, group)
             best_CK, places_CK = best_CK.topk(k, dim=1)
             ids.append(ids_CK.gather(1, places_CK))
-            logprobs.append((best_CK - columns.log_normaliser(logits_CV)[0][:, None]).float())
+            logprobs.append(_with_rest(best_CK, columns.log_rest(logits_CV, ids[-1] - columns.first))[0])
     return torch.cat(ids), torch.cat(logprobs)
+
+
+def _with_rest(picked_CK: Tensor, log_rest_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs f32 [C, K+1] from logits of the picked tokens and of all others together, and the normalisers.
+
+    The log-normalisers are f64 [C].
+    """
+    both_CL = torch.cat([picked_CK.double(), log_rest_C[:, None]], dim=1)
+    log_normaliser_C = both_CL.logsumexp(1)
+    return (both_CL - log_normaliser_C[:, None]).float(), log_normaliser_C
 
 
 def _gathered(values_CK: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -97,34 +111,49 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         targets_MK: Tensor,
         columns: Columns,
         weight_grad_VE: Tensor | None,
+        with_rest: bool,
     ) -> Tensor:
-        logprobs, log_normalisers = [], []
+        logprobs, log_normalisers, log_rests = [], [], []
         for chunk in columns.chunks(hidden_ME.size(0), weight_VE.size(0)):
             logits_CV = columns.logits(hidden_ME[chunk], weight_VE)
             targets_CK = targets_MK[chunk]
             mine_CK = (targets_CK >= 0) & (targets_CK < columns.real)
             picked_CK = logits_CV.gather(1, targets_CK.clamp(0, logits_CV.size(1) - 1))
-            log_normaliser_C, picked_CK = columns.log_normaliser(logits_CV, torch.where(mine_CK, picked_CK, 0.0))
-            logprobs.append((picked_CK - log_normaliser_C[:, None]).float())
+            picked_CK = torch.where(mine_CK, picked_CK, 0.0)
+            if with_rest:
+                log_rests.append(columns.log_rest(logits_CV, targets_CK))
+                values, log_normaliser_C = _with_rest(columns.reduce(picked_CK), log_rests[-1])
+            else:
+                log_normaliser_C, picked_CK = columns.log_normaliser(logits_CV, picked_CK)
+                values = (picked_CK - log_normaliser_C[:, None]).float()
+            logprobs.append(values)
             log_normalisers.append(log_normaliser_C)
-        ctx.save_for_backward(hidden_ME, weight_VE, targets_MK, torch.cat(log_normalisers))
+        log_rest_M = torch.cat(log_rests) if with_rest else None
+        ctx.save_for_backward(hidden_ME, weight_VE, targets_MK, torch.cat(log_normalisers), log_rest_M)
         ctx.columns, ctx.weight_grad_VE = columns, weight_grad_VE
         return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx: Any, grad_MK: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ME, weight_VE, targets_MK, log_normaliser_M = ctx.saved_tensors
+        hidden_ME, weight_VE, targets_MK, log_normaliser_M, log_rest_M = ctx.saved_tensors
         if not grad_MK.any():  # no advantage anywhere, as beside a divergence that is the whole loss
-            return torch.zeros_like(hidden_ME), None, None, None, None
+            return torch.zeros_like(hidden_ME), None, None, None, None, None
         grad_MK = grad_MK.float()
 
         def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
             # Σ_k g_k · d log p[k] / d logit = Σ_k g_k · onehot(k) - p · Σ_k g_k
             grad_CK, targets_CK = grad_MK[rows], targets_MK[rows] - part.start
+            rest_CV = None
+            if log_rest_M is not None:  # in place of the onehot, the rest has the shares of its tokens
+                taken_CV = is_taken(targets_CK, logits_CV.size(1))
+                rest_CV = Columns.logprobs(logits_CV.clone(), log_rest_M[rows]).exp_().masked_fill_(taken_CV, 0.0)
+                rest_CV *= grad_CK[:, -1:]
             grad_CV = Columns.logprobs(logits_CV, log_normaliser_M[rows]).exp_().mul_(-grad_CK.sum(1, keepdim=True))
             width = logits_CV.size(1)
             mine_CK = (targets_CK >= 0) & (targets_CK < width)
-            return grad_CV.scatter_add_(1, targets_CK.clamp(0, width - 1), torch.where(mine_CK, grad_CK, 0.0))
+            picked_CK = torch.where(mine_CK, grad_CK[:, : targets_CK.size(1)], 0.0)
+            grad_CV.scatter_add_(1, targets_CK.clamp(0, width - 1), picked_CK)
+            return grad_CV if rest_CV is None else grad_CV.add_(rest_CV)
 
         grads = backward_through_logits(ctx.columns, hidden_ME, weight_VE, ctx.weight_grad_VE, logits_grad)
-        return *grads, None, None, None
+        return *grads, None, None, None, None

@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PackedModel(GPTModel):
     """A GPT model over packed sequences, up to its last hidden states. Subclasses add what it ends in."""
 
-    vocab_size_real: int
+    vocab_size_real: int  # columns that log-probs are normalised over; behind them is padding
 
     @staticmethod
     def before(hidden: Tensor, scored_M: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def build_model(
     }
     bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
     chunks: list[torch.nn.Module] = [
-        _build_chunk(model_class, bridge, hf_config, stage) for stage in range(plan.layout.vpp or 1)
+        _build_chunk(model_class, bridge, hf_config, stage, plan.vocab_size) for stage in range(plan.layout.vpp or 1)
     ]
     bridge.load_weights(chunks, plan.model.path)
     if all_zero(chunks):
@@ -137,7 +137,9 @@ def all_zero(chunks: Sequence[torch.nn.Module]) -> bool:
     return not any(bool(weight.any()) for weight in matrices)
 
 
-def _build_chunk(model_class: type[PackedModel], bridge: Any, hf_config: PretrainedConfig, stage: int) -> PackedModel:
+def _build_chunk(
+    model_class: type[PackedModel], bridge: Any, hf_config: PretrainedConfig, stage: int, vocab_size: int | None
+) -> PackedModel:
     virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
     model = model_class(
@@ -151,7 +153,7 @@ def _build_chunk(model_class: type[PackedModel], bridge: Any, hf_config: Pretrai
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    model.vocab_size_real = hf_config.vocab_size
+    model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
     return model
 

@@ -4,9 +4,9 @@ Legend: M scored tokens of a pack, X whatever is stacked.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
-from roll_opd.algorithms.losses.batch import LossBatch, probability_ratio
+from roll_opd.algorithms.losses.batch import LossBatch
+from roll_opd.algorithms.losses.bounds import beyond_bounds
 from roll_opd.algorithms.opd import opd_penalty
-from roll_opd.algorithms.registry import PolicyLoss, policy_loss
+from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped
 from roll_opd.config.plan import ObjectivePlan, TrainPlan
@@ -38,25 +39,25 @@ class MegatronTrainer(MegatronLearner):
         self.teacher_heads: dict[str, TeacherHead] = {}
 
     def update(
-        self, samples: Sequence[TrainSample], objective: ObjectivePlan, temperature: float, step: int = 0
+        self, samples: Sequence[TrainSample], objective: ObjectivePlan, temperature: float, step: int = 1
     ) -> TrainResult:
-        """Make one optimizer update from the whole mini-batch `samples`, in step `step` of the run (from 0).
+        """Make one optimizer update from the whole mini-batch `samples`, in step `step` of the run (from 1).
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
         `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
-        is, before its coefficient), `ratio`, `clipped` (ratios outside the clip range) and `approx_kl` (k3 of old
-        against new); where there is such a part of the loss, `opd_loss` (divergence from the teachers, with their
-        coefficients) and `entropy` (before its coefficient), both weighted as the loss is. Demonstrations are in
-        the loss alone; where there are any, `demonstration_tokens` counts them, `demonstration_loss` is their
-        -logprobs, weighted as the loss is, whatever the policy loss makes of them.
+        is, before its coefficient), `ratio`, `clipped` (ratios outside of the loss's own bounds) and `approx_kl`
+        (r - 1 - log r, of old against new); where there is such a part of the loss, `opd_loss` (divergence from the
+        teachers, with their coefficients) and `entropy` (before its coefficient), both weighted as the loss is.
+        Demonstrations are in the loss alone; where there are any, `demonstration_tokens` counts them,
+        `demonstration_loss` is their -logprobs, weighted as the loss is, whatever the policy loss makes of them.
         """
-        arguments = objective.policy_loss_args
-        function = partial(policy_loss(objective.policy_loss, arguments), **arguments)
+        policy_loss(objective.policy_loss, objective.policy_loss_args)  # raises where they do not fit
+        arguments = {**POLICY_LOSSES.defaults(objective.policy_loss), **objective.policy_loss_args}
 
         def loss(head: OutputHead, batch: PackedBatch) -> tuple[Tensor, dict]:
-            value, report = _loss(head.logprobs(), batch, objective=objective, function=function, step=step)
+            value, report = _loss(head.logprobs(), batch, objective=objective, arguments=arguments, step=step)
             if objective.entropy_loss_coef:
-                entropy = (head.entropy() * batch.columns["weight"] * _own(batch)).sum()
+                entropy = torch.where(_own(batch), head.entropy() * batch.columns["weight"], 0).sum()
                 value = value - objective.entropy_loss_coef * entropy
                 report["sums"]["entropy"] = entropy.detach()
             if objective.opd_objective != "sampled":
@@ -96,6 +97,8 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
             "opd_coefficients": sample.opd_coefficients,
             "opd_teacher": sample.opd_teacher,
         }
+        if objective.opd_kl_discount:
+            columns["actions"] = sample.action_mask if sample.actions is None else sample.actions
         if any(demonstrations):
             columns["demonstration"] = np.full(len(sample.action_mask), sample.demonstration)
         if sample.demonstration:  # arrays that other samples have: zeros, which the loss does not read; a weight of 1
@@ -118,17 +121,18 @@ def _own(batch: PackedBatch) -> Tensor:
 
 
 def _loss(
-    logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, function: PolicyLoss, step: int
+    logprobs_M: Tensor, batch: PackedBatch, *, objective: ObjectivePlan, arguments: Mapping[str, Any], step: int
 ) -> tuple[Tensor, dict]:
     columns = batch.columns
     own_M, demonstration_M = _own(batch), columns.get("demonstration")
     old_M = columns.get("old_logprobs", logprobs_M.detach())
     if demonstration_M is not None:  # not sampled: their old log-probs are the current ones
         old_M = torch.where(demonstration_M, logprobs_M.detach(), old_M)
-    penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
-    advantages_M = columns["advantages"] - discounted_to_go(penalty_M, batch.lengths, objective.opd_kl_discount)
-    advantages_M = clipped(advantages_M, objective.advantage_clip)
     mask_M, ref_M = columns["mask"], columns.get("ref_logprobs")
+    penalty_M = opd_penalty(old_M, columns["opd_coefficients"], columns["opd_teacher"])
+    to_go_M = discounted_to_go(penalty_M, columns.get("actions", mask_M), batch.lengths, objective.opd_kl_discount)
+    # where, not a product: what is off the mask may be infinite
+    advantages_M = torch.where(mask_M, clipped(columns["advantages"] - to_go_M, objective.advantage_clip), 0)
     read = LossBatch(
         logprobs_M,
         old_M,
@@ -140,22 +144,24 @@ def _loss(
         demonstration_M=demonstration_M,
         step=step,
     )
-    policy = (function(read) * columns.get("importance_weights", 1.0) * columns["weight"]).sum()
+    losses_M = policy_loss(objective.policy_loss)(read, **arguments)
+    if "importance_weights" in columns:
+        losses_M = losses_M * torch.where(mask_M, columns["importance_weights"], 1)
+    policy = (losses_M * columns["weight"]).sum()
     kl = _kl_loss(replace(read, mask_M=own_M), objective.kl_loss, columns["weight"])
     loss = objective.rl_loss_coef * (policy + objective.kl_loss_coef * kl)
     # a clamped ratio would hide an infinite log-prob and train on it; a loss of NaN skips the update
     loss = torch.where(_finite(read), loss, math.nan)
 
-    ratio_M = probability_ratio(logprobs_M.detach(), old_M)[own_M]
-    clip_low, clip_high = objective.clip_range
-    outside_M = (ratio_M < 1 - clip_low) | (ratio_M > 1 + clip_high)
+    now = replace(read, logprobs_M=logprobs_M.detach(), mask_M=own_M)
+    ratio_M = now.ratio_M[own_M].double()
     sums = {
         "tokens": own_M.sum(),
         "weighted_loss": loss.detach(),
         "policy_loss": policy.detach(),
         "ratio": ratio_M.sum(),
-        "clipped": outside_M.sum(),
-        "approx_kl": (1 / ratio_M - 1 + ratio_M.log()).sum(),
+        "clipped": beyond_bounds(objective.policy_loss, now, arguments).sum(),
+        "approx_kl": (ratio_M - 1 - ratio_M.log()).sum(),
         "kl_loss": kl.detach(),
     }
     if demonstration_M is not None:

@@ -53,6 +53,18 @@ class Columns:
         both = self.reduce(sums_C1 if picked_CK is None else torch.cat([sums_C1, picked_CK.double()], dim=1))
         return both[:, 0].log() + largest_C, both[:, 1:]
 
+    def log_rest(self, logits_CV: Tensor, taken_CK: Tensor) -> Tensor:
+        """Return log Σ exp over the whole vocabulary without the columns `taken_CK`, f64 [C]; -inf where none is left.
+
+        As a sum of its own: 1 - Σ p of the taken ones would have no digits left where they are nearly everything.
+        Columns are numbered from this rank's first one. Collective; overwrites `logits_CV`.
+        """
+        logits_CV.masked_fill_(is_taken(taken_CK, logits_CV.size(1)), float("-inf"))
+        largest_C = self.reduce(logits_CV.amax(dim=1), dist.ReduceOp.MAX)
+        largest_C = torch.where(largest_C.isfinite(), largest_C, 0)
+        sums_C = logits_CV.sub_(largest_C[:, None]).exp_().sum(dim=1, dtype=torch.float64)
+        return self.reduce(sums_C).log() + largest_C
+
     @staticmethod
     def logprobs(logits: Tensor, log_normaliser_C: Tensor) -> Tensor:
         """Subtract the log-normaliser (f64) from `logits`, in place.
@@ -66,6 +78,13 @@ class Columns:
         """Yield ranges of rows whose logits fit into a chunk; without rows one empty range, for the collectives."""
         step = max(1, self.chunk_bytes // (4 * columns))
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
+
+
+def is_taken(columns_CK: Tensor, width: int) -> Tensor:
+    """Return which of `width` columns are among `columns_CK`, bool [C, width]; other ranks' columns are not."""
+    mine_CK = (columns_CK >= 0) & (columns_CK < width)
+    taken = torch.zeros(len(columns_CK), width + 1, dtype=torch.bool, device=columns_CK.device)
+    return taken.scatter_(1, torch.where(mine_CK, columns_CK, width), True)[:, :width]
 
 
 def columns_of(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from roll_opd.algorithms.table import loss_facts
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.reward_trial import try_rewards
@@ -11,7 +12,7 @@ from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
-from roll_opd.rollout.selection import group_filter
+from roll_opd.rollout.selection import group_filter, without_rejected
 from roll_opd.rollout.validation import validate
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
@@ -53,7 +54,8 @@ async def train(run: Run) -> None:
         workers.frozen_models,
         exclude_failed=not plan.rewards_are_monitored,
     )
-    passes = group_filter(plan.rewards)
+    compared = loss_facts(objective.policy_loss).reads_advantages
+    passes = group_filter(plan.rewards, compared=compared)
     critic_warmup = plan.critic.critic_warmup if plan.critic else 0
     kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
 
@@ -71,8 +73,10 @@ async def train(run: Run) -> None:
                 experiences = await batch.with_rewards(experiences)
         experiences = masked(experiences, objective, plan.rollout.sampling)
         if not plan.rewards_are_monitored:
-            experiences = external_advantages(experiences, objective, kl_coef)
+            experiences = external_advantages(experiences, objective, kl_coef, taught=bool(plan.teachers))
             *_, kl_coef = kl_coefs(experiences, objective, kl_coef)
+            if not compared:
+                experiences = without_rejected(experiences, plan.rewards)
         if objective.correction:
             experiences = corrected(experiences, plan.advantage_teachers, objective)
         if plan.demonstrations:

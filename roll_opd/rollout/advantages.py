@@ -28,15 +28,20 @@ from roll_opd.workers.errors import RunError
 
 
 def external_advantages(
-    experiences: Sequence[Experience], objective: ObjectivePlan, kl_coef: float | None = None
+    experiences: Sequence[Experience],
+    objective: ObjectivePlan,
+    kl_coef: float | None = None,
+    *,
+    taught: bool = False,
 ) -> list[Experience]:
     """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
     That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
     not adapted. What is excluded counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
-    and all but one are excluded, that one's reward is 0 before the whitening. RunError for a sample that no reward
-    worker scored.
+    and all but one are excluded, that one's reward is 0 before the whitening. What the advantage function drops is left
+    out like that, after it was compared, unless there are teachers to learn from it (`taught`). RunError for a sample
+    that no reward worker scored.
     """
     uncompared = _reduced_to_one(experiences, objective)
     coefficients = kl_coefs(experiences, objective, kl_coef)
@@ -44,7 +49,7 @@ def external_advantages(
     for members, coefficient in zip(_by_domain(experiences), coefficients, strict=False):
         counted = [number for number in members if not experiences[number].excluded]
         of_domain = [experiences[number] for number in counted]
-        found = _advantages(of_domain, uncompared, objective, coefficient) if counted else []
+        found = _advantages(of_domain, uncompared, objective, coefficient, taught) if counted else []
         filled |= dict(zip(counted, found, strict=True))
         filled |= {n: _without_advantage(experiences[n], coefficient) for n in members if experiences[n].excluded}
     return [filled[number] for number in range(len(experiences))]
@@ -82,20 +87,39 @@ def _without_advantage(experience: Experience, kl_coef: float) -> Experience:
 
 
 def _advantages(
-    experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan, kl_coef: float
+    experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan, kl_coef: float, taught: bool
 ) -> list[Experience]:
+    normalised = _normalised(experiences, uncompared, objective)
+    dropped = normalised.dropped
+    learned = [number for number in range(len(experiences)) if taught or dropped is None or not dropped[number]]
+    result = [_without_advantage(experience, kl_coef) for experience in experiences]
+    if learned:
+        left = [experiences[number] for number in learned]
+        for number, experience in zip(learned, _filled(left, normalised.at(learned), objective, kl_coef), strict=True):
+            result[number] = experience
+    return result
+
+
+def _normalised(experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
-    masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
-    lengths = [len(mask) for mask in masks]
-    mask_M = torch.cat([_in_loss(e, mask) for e, mask in zip(experiences, masks, strict=True)])
-
     function = advantage(objective.adv_estimator, objective.advantage_args)
     normalised = function(RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_args)
     if uncompared:
         alone_B = torch.tensor([group in uncompared for group in groups])
         means_B = torch.where(alone_B, rewards_B, normalised.mean)
-        normalised = Normalised.of(rewards_B, means_B, torch.where(alone_B, 1.0, normalised.scale))
+        one = Normalised.of(rewards_B, means_B, torch.where(alone_B, 1.0, normalised.scale))
+        normalised = replace(one, dropped=normalised.dropped)
+    return normalised
+
+
+def _filled(
+    experiences: Sequence[Experience], normalised: Normalised, objective: ObjectivePlan, kl_coef: float
+) -> list[Experience]:
+    masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
+    lengths = [len(mask) for mask in masks]
+    mask_M = torch.cat([_in_loss(e, mask) for e, mask in zip(experiences, masks, strict=True)])
+
     rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
@@ -185,8 +209,10 @@ def advantages(
     """
     penalties = _penalties(experiences, teachers)
     lengths = [len(penalty) for penalty in penalties]
-    penalty_M = torch.from_numpy(np.concatenate(penalties)) if penalties else torch.zeros(0)
-    to_go = discounted_to_go(penalty_M, lengths, opd_kl_discount).split(lengths)
+    if not penalties:
+        return []
+    penalty_M, mask_M = (torch.from_numpy(np.concatenate(x)) for x in (penalties, [e.action_mask for e in experiences]))
+    to_go = discounted_to_go(penalty_M, mask_M, lengths, opd_kl_discount).split(lengths)
     external = [0.0 if e.advantages is None else e.advantages for e in experiences]
     return [
         np.where(e.action_mask, clipped(torch.as_tensor(own - penalty.numpy()), advantage_clip).numpy(), 0.0)

@@ -5,6 +5,9 @@ batch is the first so many that pass, whatever the timing, and short answers are
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.plan import FilterPlan, RewardPlan
@@ -13,22 +16,35 @@ from roll_opd.data.experience import Experience
 GroupFilter = Callable[[Sequence[Experience]], bool]  # whether a group, whose samples have their rewards, passes
 
 
-def group_filter(rewards: Sequence[RewardPlan]) -> GroupFilter | None:
+def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> GroupFilter | None:
     """Return the test that a group must pass, or None where no reward domain has a filter.
 
-    A domain's `query_filter` sees the rewards of the whole group, its `response_filter` each one alone; one response
-    that fails takes its group along. A group that no reward worker scored passes.
+    A domain's `query_filter` sees the rewards of the whole group, its `response_filter` each one alone. Where the
+    samples of a group are `compared`, one that fails takes its group along; else the group passes with one that passes,
+    and the others are left to `without_rejected`. A group that no reward worker scored passes.
     """
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
     if not any(one for both in filters.values() for one in both):
         return None
+    enough = all if compared else any
 
     def passes(group: Sequence[Experience]) -> bool:
         scores = [experience.reward for experience in group if experience.reward is not None]
         query, response = filters.get(group[0].domain, (None, None))
-        return not scores or (_passes(query, scores) and all(_passes(response, [score]) for score in scores))
+        return not scores or (_passes(query, scores) and enough(_passes(response, [score]) for score in scores))
 
     return passes
+
+
+def without_rejected(experiences: Sequence[Experience], rewards: Sequence[RewardPlan]) -> list[Experience]:
+    """Empty the `loss_mask` of samples that their domain's `response_filter` rejects: rejection sampling."""
+    filters = {reward.domain: reward.response_filter for reward in rewards}
+    return [
+        e
+        if e.reward is None or _passes(filters.get(e.domain), [e.reward])
+        else replace(e, loss_mask=np.zeros(e.response_length, dtype=bool))
+        for e in experiences
+    ]
 
 
 def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:

@@ -118,8 +118,7 @@ class TrainWorker(_LearningRank):
     ) -> Compact:
         """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does."""
         samples = train_samples(experiences, teachers, objective)
-        # the engine counts the steps that were made before: a schedule such as chord_mu's begins at 0
-        return Compact(self._engine.update(samples, objective, temperature, step - 1))
+        return Compact(self._engine.update(samples, objective, temperature, step))
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
         """Take in what a teacher's `output_head` returned."""
@@ -199,6 +198,7 @@ def train_samples(
                 reward=0.0 if experience.excluded else experience.reward,
                 teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in targets.items()},
                 demonstration=experience.demonstration,
+                actions=mask,
             )
         )
     return samples

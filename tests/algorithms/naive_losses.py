@@ -74,8 +74,14 @@ def gspo(s, t, new, old, a, clip_low=3e-4, clip_high=4e-4):
 
 
 @each
-def cispo(s, t, new, old, a, clip_low=1.0, clip_high=0.28):
-    return -a * clip(ratio(s.still[t], old), 1 - clip_low, 1 + clip_high) * new
+def cispo(
+    s, t, new, old, a, clip_low=1.0, clip_high=0.28,
+    enable_mask_clip=False, mask_clip_range_low=1.0, mask_clip_range_high=0.28,
+):  # fmt: skip
+    r = ratio(s.still[t], old)
+    if enable_mask_clip and ((a > 0 and r > 1 + mask_clip_range_high) or (a < 0 and r < 1 - mask_clip_range_low)):
+        return 0.0
+    return -a * clip(r, 1 - clip_low, 1 + clip_high) * new
 
 
 @each
@@ -111,9 +117,9 @@ def tis(s, t, new, old, a, lower_bound=0.0, upper_bound=1.0):
 
 
 @each
-def topr(s, t, new, old, a, positive_weight=1.0, negative_weight=1.0):
-    sign = a if s.rewards is None else s.rewards[t]
-    alpha = negative_weight * clip(ratio(s.still[t], old), 0, 1) if sign <= 0 else positive_weight
+def topr(s, t, new, old, a, positive_weight=1.0, negative_weight=1.0, advantage_threshold=0.0, sign_of="advantage"):
+    sign = s.rewards[t] if sign_of == "reward" and s.rewards else a
+    alpha = positive_weight if sign > advantage_threshold else negative_weight * clip(ratio(s.still[t], old), 0, 1)
     return -alpha * a * new
 
 
@@ -196,6 +202,33 @@ def dpo(sequences: list[Sequence], beta=0.1, label_smoothing=0.0) -> list[list[f
     return rows
 
 
+def outside(name: str, s: Sequence, t: int, **arguments) -> bool:
+    """Whether a token is beyond what a loss bounds its ratio by, from the bounds that its formula names."""
+    r, a, sign = ratio(s.new[t], s.old[t]), s.advantages[t], s.rewards
+    low, high = arguments.get("clip_low"), arguments.get("clip_high")
+    if name == "gspo" or arguments.get("ratio_type") == "sequence":
+        r = s.geometric(s.new)
+    if name in ("ppo", "gspo", "cispo", "mix", "mix_chord"):
+        return not 1 - low <= r <= 1 + high
+    if name == "tis":
+        return not arguments["lower_bound"] <= r <= arguments["upper_bound"]
+    if name == "topr":
+        tapered = (sign[t] if arguments["sign_of"] == "reward" and sign else a) <= arguments["advantage_threshold"]
+        return tapered and r > 1
+    if name == "sppo":
+        return not 1 / (1 + arguments["epsilon"]) <= r <= 1 + arguments["epsilon"]
+    if name == "rec":
+        pull = {**arguments, "weight": "none", "regularizer": "none"}
+        probe = Sequence([1.0], [s.still[t]], [s.old[t]], [a], [True], None, [0.0], False, 1)
+        if arguments["clip_mode"] == "gspo-one-side":
+            return not (
+                (a >= 0 and s.geometric(s.new) <= 1 + arguments["epsilon_high"])
+                or (a <= 0 and s.geometric(s.new) >= 1 - arguments["epsilon_low"])
+            )
+        return a != 0 and rec([probe], **pull)[0][0] == 0
+    return False
+
+
 REFERENCES = {
     "importance_sampling": importance_sampling,
     "ppo": ppo,
@@ -225,12 +258,15 @@ ARGUMENTS: dict[str, list[dict]] = {
         {"ratio_type": "sequence", "dual_clip": None, "clip_high": 0.05},
     ],
     "gspo": [{"clip_low": 0.1, "clip_high": 0.2}],
-    "cispo": [{"clip_low": 0.1, "clip_high": 0.1}],
+    "cispo": [
+        {"clip_low": 0.1, "clip_high": 0.1},
+        {"enable_mask_clip": True, "mask_clip_range_low": 0.2, "mask_clip_range_high": 0.1},
+    ],
     "sapo": [{"tau_pos": 0.7, "tau_neg": 3.0}],
     "sppo": [{"epsilon": 0.05}],
     "opmd": [{"tau": 0.2}],
     "tis": [{"lower_bound": 0.5, "upper_bound": 1.4}],
-    "topr": [{"positive_weight": 0.3, "negative_weight": 2.0}],
+    "topr": [{"positive_weight": 0.3, "negative_weight": 2.0, "advantage_threshold": 0.7}, {"sign_of": "reward"}],
     "kimi15": [{"tau": 1.0}],
     "rec": [
         *[{"clip_mode": mode} for mode in ("two-side", "one-side", "gspo-one-side", "ring")],

@@ -175,6 +175,16 @@ def test_equals_its_formula(name: str, arguments: dict) -> None:
         torch.testing.assert_close(again, found.rewards, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["grpo", "step_wise_grpo"])
+def test_flat_groups_and_groups_of_one_are_dropped(name: str) -> None:
+    """As Trinity-RFT takes them out of its batch; d is flat, b alone. Of steps, d has one run."""
+    found = ADVANTAGES[name](batch(1), std_threshold=0.0)
+    assert found.dropped.tolist() == [group in "bd" for group in GROUPS]
+    assert not found.rewards[found.dropped].any()
+    without = ADVANTAGES[name](batch(1))
+    assert without.dropped is None or not without.dropped.any()
+
+
 @case
 def test_order_of_groups_does_not_matter(name: str, arguments: dict) -> None:
     """Within a group it does, where one of equals must be chosen: the last step of a run, a surplus sample."""

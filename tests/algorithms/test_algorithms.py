@@ -1,5 +1,7 @@
 """Every function of `roll_opd.algorithms` against a loop in double precision, and what must hold for any input."""
 
+import math
+
 import pytest
 import torch
 
@@ -104,24 +106,30 @@ def test_penalty_of_several_teachers() -> None:
         pairs = zip(coefficients, teachers, strict=True)
         wanted = sum(c * (float(student[t]) - float(teacher[t])) for c, teacher in pairs)
         assert float(found[t]) == pytest.approx(wanted, abs=1e-5)
-    assert not opd_penalty(student, torch.zeros(40), torch.zeros(40)).any()
+    wild = torch.tensor([math.nan, math.inf, -math.inf, 1.0] * 10)
+    assert not opd_penalty(wild, torch.zeros(40), torch.zeros(40)).any()  # off the mask a log-prob may be anything
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("lengths", [[5, 0, 1, 9], [15], [1] * 15, [0, 15, 0]])
 def test_discounted_to_go(lengths: list[int], discount: float) -> None:
-    """Within each sequence; nothing flows over a boundary."""
-    values = random(13, sum(lengths))
-    found = discounted_to_go(values, lengths, discount)
+    """Within each sequence, over its action tokens alone; nothing flows over a boundary, or from off the mask."""
+    mask = random(14, sum(lengths)) > -0.3
+    values = torch.where(mask, random(13, sum(lengths)), math.nan)
+    found = discounted_to_go(values, mask, lengths, discount)
     wanted, start = [], 0
     for length in lengths:
-        row = values[start : start + length].double().tolist()
-        wanted += [sum(discount ** (k - t) * row[k] for k in range(t, length)) for t in range(length)]
+        row = [float(v) if m else None for v, m in zip(values[start : start + length], mask[start:], strict=False)]
+        for t in range(length):
+            ahead = [value for value in row[t:] if value is not None]
+            own = sum(discount**k * value for k, value in enumerate(ahead))
+            wanted.append(0.0 if row[t] is None else own)
         start += length
     torch.testing.assert_close(found.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5])
 def test_to_go_of_nothing(discount: float) -> None:
-    assert discounted_to_go(torch.zeros(0), [], discount).shape == (0,)
-    assert discounted_to_go(torch.zeros(0), [0, 0], discount).shape == (0,)
+    for lengths in ([], [0, 0], [2, 1]):
+        nothing = torch.zeros(sum(lengths))
+        assert not discounted_to_go(nothing + 1, nothing.bool(), lengths, discount).any()

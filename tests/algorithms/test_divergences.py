@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from roll_opd.algorithms.divergences import DIVERGENCES, ENTROPY, divergence, topk_divergence, with_tail
+from roll_opd.algorithms.divergences import DIVERGENCES, ENTROPY, divergence, topk_divergence
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.ratio import importance_sampling
 from roll_opd.algorithms.opd import opd_penalty
@@ -121,6 +121,13 @@ def test_parameters_out_of_range_are_refused(arguments: dict) -> None:
         divergence("kl")
 
 
+def with_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Those of the tokens, and last that of all others together."""
+    others = torch.ones_like(logprobs, dtype=torch.bool).scatter(1, ids, False)
+    rest = logprobs.masked_fill(~others, -math.inf).logsumexp(1)
+    return torch.cat([logprobs.gather(1, ids), rest[:, None]], 1)
+
+
 @every
 def test_topk_with_its_tail(name: str, arguments: dict) -> None:
     """Against the formula on K + 1 buckets; a lower bound of the whole, never negative, and the whole for K = V."""
@@ -131,7 +138,7 @@ def test_topk_with_its_tail(name: str, arguments: dict) -> None:
     order = teacher.argsort(-1, descending=True)
     for k in range(1, columns + 1):
         ids = order[:, :k]
-        found = topk_divergence(student.gather(1, ids), teacher.gather(1, ids), measure).double()
+        found = topk_divergence(with_rest(student, ids), with_rest(teacher, ids), measure).double()
         if k < columns:
             sides = [
                 torch.cat([x.gather(1, ids), x.gather(1, order[:, k:]).logsumexp(1)[:, None]], 1)
@@ -151,28 +158,30 @@ def test_gradient_of_topk(name: str, arguments: dict) -> None:
     measure = divergence(name, **arguments)
 
     def value(logits: torch.Tensor) -> torch.Tensor:
-        picked = logits.log_softmax(-1).gather(1, ids)
-        return measure(with_tail(picked), with_tail(teacher.gather(1, ids)))
+        sides = (with_rest(logits.log_softmax(-1), ids), with_rest(teacher, ids))
+        return measure(*(side.log_softmax(-1) for side in sides))
 
     assert torch.autograd.gradcheck(value, student.clone().requires_grad_())
+    logits = [student.clone().requires_grad_() for _ in range(2)]
+    value(logits[0]).sum().backward()
+    topk_divergence(with_rest(logits[1].log_softmax(-1), ids), with_rest(teacher, ids), measure).sum().backward()
+    torch.testing.assert_close(logits[1].grad, logits[0].grad, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradient_of_topk_with_every_token_is_that_of_the_whole(dtype: torch.dtype) -> None:
     student, teacher = (x.to(dtype) for x in pair(6, 50, 3.0))
     grads = []
-    for value in (divergence("reverse_kl"), lambda s, t: topk_divergence(s, t, divergence("reverse_kl"))):
+    everything = torch.arange(50).expand(len(student), -1)
+    for topk in (False, True):
         logits = student.clone().requires_grad_()
-        value(logits.log_softmax(-1), teacher).sum().backward()
+        sides = (logits.log_softmax(-1), teacher)
+        if topk:
+            topk_divergence(*(with_rest(side, everything) for side in sides), divergence("reverse_kl")).sum().backward()
+        else:
+            divergence("reverse_kl")(*sides).sum().backward()
         grads.append(logits.grad)
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
-
-
-def test_tail_of_a_sure_model_is_not_lost() -> None:
-    """1 - p of a p that rounds to 1 still counts, by the digits of log p."""
-    tails = torch.tensor([1e-3, 1e-9, 1e-15], dtype=torch.float64)
-    logprobs = torch.log1p(-tails).float()[:, None]
-    assert with_tail(logprobs)[:, 1].tolist() == pytest.approx(tails.log().tolist(), rel=1e-6)
 
 
 def test_entropy() -> None:

@@ -66,7 +66,7 @@ def test_lambda_one_is_the_return_whatever_the_critic_says() -> None:
     rewards, values, _ = (torch.randn(10, dtype=torch.float64) for _ in range(3))
     mask = torch.ones(10, dtype=torch.bool)
     _, returns = gae(rewards, values, mask, [4, 6], 0.7, 1.0)
-    assert returns == pytest.approx(discounted_to_go(rewards, [4, 6], 0.7), abs=1e-12)
+    assert returns == pytest.approx(discounted_to_go(rewards, mask, [4, 6], 0.7), abs=1e-12)
 
 
 def test_nothing_to_act_on() -> None:

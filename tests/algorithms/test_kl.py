@@ -13,8 +13,7 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def k3(d: float) -> float:
-    d = clip(-d, -20, 20)
-    return math.exp(d) - 1 - d
+    return (math.exp(-d) if d > -700 else math.inf) - 1 + d
 
 
 REFERENCES = {
@@ -24,7 +23,7 @@ REFERENCES = {
     "mse": lambda d: d * d / 2,
     "k2": lambda d: d * d / 2,
     "k3": k3,
-    "low_var_kl": lambda d: clip(k3(d), -10, 10),
+    "low_var_kl": lambda d: min(k3(d), 10.0),
     "corrected_k3": k3,  # on policy
 }
 
@@ -35,6 +34,19 @@ def test_equals_its_formula(name: str) -> None:
     other = torch.tensor([-1.0, -0.3, -0.5, -0.5, -0.1, -1e4], dtype=torch.float64)
     wanted = [REFERENCES[name](float(a) - float(b)) for a, b in zip(logprobs, other, strict=True)]
     assert KL_ESTIMATORS[name](logprobs, other).tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_low_variance_has_no_gradient_beyond_its_bound() -> None:
+    """ROLL's k3, whose value is clamped: 10 and no gradient on either side; `k3` itself has no bound."""
+    logprobs = torch.tensor([-12.0, -1.0, -0.1, -1e4, -0.1], requires_grad=True)
+    other = torch.tensor([0.0, -0.5, -13.0, -0.1, -1e4])
+    found = KL_ESTIMATORS["low_var_kl"](logprobs, other)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert found.tolist() == pytest.approx([10.0, math.exp(0.5) - 1.5, 10.0, 10.0, 10.0], rel=1e-5)
+    assert gradient.tolist() == pytest.approx([0.0, 1 - math.exp(0.5), 0.0, 0.0, 0.0], rel=1e-5)
+    logprobs = torch.tensor([-12.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(KL_ESTIMATORS["k3"](logprobs, torch.zeros(1)), logprobs)
+    assert gradient.item() == pytest.approx(1 - math.exp(12), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from naive_losses import CASES, REFERENCES, Sequence
+from naive_losses import CASES, REFERENCES, Sequence, outside
 
 from roll_opd.algorithms.aggregation import MODES, token_weights
 from roll_opd.algorithms.losses.batch import MAX_LOG_RATIO, LossBatch, probability_ratio
+from roll_opd.algorithms.losses.bounds import beyond_bounds
 from roll_opd.algorithms.losses.demonstrations import chord_mu
 from roll_opd.algorithms.registry import POLICY_LOSSES as REGISTRY
 
@@ -233,6 +234,21 @@ def test_ratio_is_bounded(distance: float) -> None:
                 assert torch.isfinite(gradient).all()
 
 
+@case
+def test_which_tokens_are_clipped(name: str, arguments: dict) -> None:
+    whole = {**REGISTRY.defaults(name), **arguments}
+    made = batch(21, rewards=True)
+    wanted = [mask and outside(name, s, t, **whole) for s in sequences(made) for t, mask in enumerate(s.mask)]
+    assert beyond_bounds(name, made, whole).tolist() == wanted
+
+
+def test_bounds_of_a_loss_of_ones_own() -> None:
+    made = one([1.05, 1.2, 0.7], [1.0, 1.0, 1.0])
+    assert beyond_bounds("mine.loss", made, {"clip_low": 0.1, "clip_high": 0.1}).tolist() == [False, True, True]
+    assert not beyond_bounds("mine.loss", made, {"epsilon": 0.0}).any()
+    assert beyond_bounds("gspo", made, REGISTRY.defaults("gspo")).all()  # 3e-4 and 4e-4, whatever pg_clip is
+
+
 def one(ratio: list[float], advantages: list[float]) -> LossBatch:
     """Sequences of one token."""
     count = len(ratio)
@@ -274,6 +290,7 @@ def test_what_a_loss_needs_is_named(name: str, missing: str) -> None:
     ("name", "arguments"),
     [
         ("ppo", {"ratio_type": "word"}),
+        ("topr", {"sign_of": "score"}),
         ("rec", {"clip_mode": "x"}),
         ("rec", {"weight": "x"}),
         ("rec", {"regularizer": "x"}),

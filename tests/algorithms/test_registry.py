@@ -64,7 +64,7 @@ def test_one_function_under_several_names_has_the_facts_of_each() -> None:
     whitened = {"gamma": 1.0, "whiten_advantages": True}
     assert advantage("gae") is advantage("reinforceplusplus") is advantage("reinforce")
     assert ADVANTAGES.facts("reinforceplusplus") == AdvantageFacts(token_defaults=whitened)
-    assert ADVANTAGES.facts("gae") == AdvantageFacts(token_defaults=whitened | {"lambd": 0.95})
+    assert ADVANTAGES.facts("gae") == AdvantageFacts(token_defaults=whitened | {"lambd": 1.0})
     path = "roll_opd.algorithms.advantages.reinforce.reinforce"
     assert ADVANTAGES.facts("reinforce") == ADVANTAGES.facts(path) == AdvantageFacts()
 

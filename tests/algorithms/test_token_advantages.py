@@ -155,8 +155,13 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
         [m * (value - mean) / scale for value, m in zip(row, e.action_mask, strict=True)]
         for e, row in zip(made, rows, strict=True)
     ]
+
+    def apart(e: Experience, t: int, k: int) -> int:
+        return int(e.action_mask[t + 1 : k + 1].sum())  # a discount is of one action token
+
     returns = [
-        [sum(objective.gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rows
+        [sum(objective.gamma ** apart(e, t, k) * row[k] for k in range(t, len(row))) for t in range(len(row))]
+        for e, row in zip(made, rows, strict=True)
     ]
     mean, scale = naive_whiten(returns) if whiten else (0.0, 1.0)
     limit = objective.advantage_clip or math.inf
@@ -170,7 +175,7 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
             )
             for t, m in enumerate(e.action_mask)
         ]
-        to_go = [sum(discount ** (k - t) * penalty[k] for k in range(t, len(row))) for t in range(len(row))]
+        to_go = [sum(discount ** apart(e, t, k) * penalty[k] for k in range(t, len(row))) for t in range(len(row))]
         wanted = [
             m * min(max((row[t] - mean) / scale - later, -limit), limit)
             for t, (m, later) in enumerate(zip(e.action_mask, to_go, strict=True))
@@ -187,6 +192,28 @@ def test_advantages_of_a_step(objective: ObjectivePlan, whiten: bool, discount: 
     metrics = advantage_metrics(found, teachers, objective)
     sums = [reward.sum() for reward in every]
     assert metrics["critic/rewards/mean"] == pytest.approx(sum(sums) / len(sums))
+
+
+def test_what_an_advantage_drops_is_as_if_never_sampled() -> None:
+    """Flat groups leave the batch: whitening, weights and all; where a teacher teaches, only their reward is gone."""
+    made = [replace(e, reward=0.5) if e.group_id == "a" else e for e in samples(4)]
+    left = [e for e in made if e.group_id != "a"]
+    assert 0 < len(left) < len(made)
+    arguments = FrozenDict({"std_threshold": 0.0})
+    objective = ObjectivePlan(adv_estimator="grpo", advantage_args=arguments, gamma=0.9, whiten_advantages=True)
+    wanted = {e.id: e for e in external_advantages(left, objective)}
+    found = external_advantages(made, objective)
+    for e in found:
+        if e.group_id == "a":
+            assert not e.loss_mask.any() and not e.advantages.any() and not e.excluded
+        elif e.id in wanted:
+            assert e.loss_mask is wanted[e.id].loss_mask or e.loss_mask.tolist() == wanted[e.id].loss_mask.tolist()
+            assert e.advantages.tolist() == wanted[e.id].advantages.tolist()
+    taught = external_advantages(made, replace(objective, whiten_advantages=False), taught=True)
+    assert all(e.loss_mask is None for e in taught)
+    assert not any(e.advantages.any() for e in taught if e.group_id == "a")
+    nothing = external_advantages([e for e in made if e.group_id == "a"], objective)
+    assert not any(e.loss_mask.any() for e in nothing)
 
 
 def test_without_an_external_reward_only_the_teacher_speaks() -> None:

@@ -45,8 +45,36 @@ def test_a_row_fills_in_what_nobody_wrote(rl: dict[str, Any], plan: Plan, name: 
     if row.kl_loss:
         assert (objective.kl_loss, objective.kl_loss_coef) == ("k2", 0.001)
     if row.advantage in ("gae", "reinforceplusplus"):
-        assert (objective.gamma, objective.lambd, objective.whiten_advantages) == (1.0, 0.95, True)
-    plan({}, pure=False)
+        assert (objective.gamma, objective.whiten_advantages) == (1.0, True)
+    assert objective.lambd == (1.0 if row.advantage == "gae" else 0.95)
+    # Trinity-RFT aggregates token-mean; the loss of gspo is a mean over sequences
+    assert objective.loss_agg_mode == ("seq-mean-token-mean" if name == "gspo" else "token-mean")
+    assert plan({"loss_agg_mode": "seq-mean-token-sum"}, pure=False).objective.loss_agg_mode == "seq-mean-token-sum"
+
+
+def test_without_a_row_rolls_defaults_stay(rl: dict[str, Any], plan: Plan) -> None:
+    critic = {"critic": {**rl["actor_train"], "data_args": None}, "adv_estimator": "gae"}
+    objective = plan({"num_return_sequences_in_group": 2, **critic}, pure=False).objective
+    assert (objective.loss_agg_mode, objective.lambd, objective.kl_loss) == ("seq-mean-token-mean", 0.95, "low_var_kl")
+    for name in ("gae", "ppo"):  # its advantage under Trinity-RFT's key
+        assert plan({"adv_estimator": ..., "advantage_fn": name}, pure=False).objective.lambd == 1.0
+    objective = plan({"advantage_fn": "ppo", "advantage_fn_args": {"lam": 0.9}}, pure=False).objective
+    assert objective.lambd == 0.9
+
+
+@pytest.mark.parametrize("row", ["raft", None])
+def test_rewards_that_teach_nothing_are_named(rl: dict[str, Any], plan: Plan, row: str | None) -> None:
+    loss = {"algorithm_type": row} if row else {"policy_loss_fn": "sft", "adv_estimator": "reinforce"}
+    names = [name for name in rl["rewards"]]
+
+    def said(changes: dict[str, Any]) -> list[str]:
+        return [text for text in plan(changes, pure=False, runnable=False).warnings if "teaches nothing" in text]
+
+    found = said(loss)
+    assert [text.split(":")[0] for text in found] == [f"rewards.{name}" for name in names] and "sft" in found[0]
+    filtered = {"type": "mean_filter", "filter_args": {"threshold_down": 0.5, "threshold_up": 1.5}}
+    one = {names[0]: {**rl["rewards"][names[0]], "response_filter_config": filtered}}
+    assert not said({"rewards": {name: {**rl["rewards"][name], **one[names[0]]} for name in names}})
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
@@ -62,7 +90,9 @@ def test_rows_with_answers_have_pipelines_of_their_own(
 def test_pure_distillation_by_its_row(plan: Plan, values: dict[str, Any]) -> None:
     del values["num_return_sequences_in_group"]
     run = plan({"algorithm_type": "on_policy_distill", "rollout_batch_size": 4})
-    assert (run.objective.policy_loss, run.objective.adv_estimator) == ("importance_sampling", "on_policy_distill")
+    assert (run.objective.policy_loss, run.objective.adv_estimator) == ("ppo", "on_policy_distill")
+    assert run.objective.policy_loss_args == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    assert run.objective.loss_agg_mode == "token-mean"
     assert (run.rollout.sampling.n, run.objective.kl_loss_coef) == (8, 0.0)
     clipped = plan({"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range": 0.1}}).objective
     assert clipped.policy_loss_args == {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}

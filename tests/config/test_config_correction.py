@@ -31,7 +31,7 @@ def test_nothing_is_corrected_by_default(plan: Plan) -> None:
             CorrectionPlan("tis", "sequence", high=2.0),
         ),
         ({"is_weight": {"enabled": True, "upper_bound": None}}, CorrectionPlan("tis")),
-        ({"is_weight": {"enabled": True, "method": "icepop"}}, CorrectionPlan("icepop", low=0.2, high=5.0)),
+        ({"is_weight": {"enabled": True, "method": "icepop"}}, CorrectionPlan("icepop", low=0.5, high=5.0)),
         (
             {"filters": [{"enabled": True, "agg_type": "geometric"}, {"enabled": False}]},
             CorrectionPlan(filters=(TokenFilterPlan("ratio", "geometric", 0.8, 1.2),)),
@@ -65,7 +65,7 @@ def test_what_is_written_reaches_the_plan(plan: Plan, written: dict[str, Any], w
         ({"is_weight": {"enabled": True, "lower_bound": 0.5}}, "is_weight.lower_bound: truncated weights (tis) have"),
         (
             {"is_weight": {"enabled": True, "method": "icepop", "upper_bound": 0.1}},
-            "is_weight: no token is between a lower bound of 0.2 and an upper one of 0.1",
+            "is_weight: no token is between a lower bound of 0.5 and an upper one of 0.1",
         ),
         (
             {"filters": [{"enabled": True}, {"enabled": True, "ratio_low": 2}]},

@@ -306,7 +306,8 @@ def random_targets(objective: str, tokens: int) -> dict[str, TeacherTargets]:
     else:
         ids = np.stack([rng.permutation(VOCABULARY)[:5] for _ in range(tokens)]) if tokens else np.zeros((0, 5))
         logprobs = rng.normal(-4, 1, size=(tokens, 5)).astype(np.float32)
-        arrays = {"topk_ids": ids.astype(np.int32), "topk_logprobs": logprobs}
+        rest = rng.normal(-1, 1, size=tokens).astype(np.float32)
+        arrays = {"topk_ids": ids.astype(np.int32), "topk_logprobs": logprobs, "topk_rest": rest}
     return {"random": TeacherTargets(0.7, arrays)}
 
 

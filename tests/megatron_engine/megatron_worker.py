@@ -165,7 +165,9 @@ def distil(job: Job, root: Path) -> None:
     for name, coefficient in cases.TEACHERS.items():
         devices = tuple(range(layout.world_size))
         model = ModelPlan(cases.model_path(root, name))
-        engine = MegatronEngine(MegatronPlan(name, model, devices, layout, MicroBatchLimits(tokens=120)), seed=0)
+        limits = MicroBatchLimits(tokens=120)
+        plan = MegatronPlan(name, model, devices, layout, limits, vocab_size=cases.VOCABULARY)
+        engine = MegatronEngine(plan, seed=0)
         heads[name] = one_of(engine.output_head())
         for step, objective in enumerate(cases.DISTILLING):
             numbers = [n for n in range(len(samples[step])) if cases.looks_at(name, n)]
@@ -173,12 +175,17 @@ def distil(job: Job, root: Path) -> None:
             full = objective.opd_objective == "full"
             wanted = {"topk": None if full else objective.opd_topk, "hidden": full, "vocab_size": cases.VOCABULARY}
             for place, values in everything(engine.compute_targets(sequences, cases.TEMPERATURE, **wanted)).items():
-                del values["logprobs"]
+                logprobs = values.pop("logprobs")
+                if objective.opd_topk == cases.VOCABULARY:  # a wider teacher is normalised over the student's ids
+                    tokens, prompt = sequences[place]
+                    same = values["topk_ids"] == tokens[prompt:, None]
+                    np.testing.assert_allclose(logprobs, values["topk_logprobs"][same], rtol=0, atol=1e-5)
                 targets[step][numbers[place]][name] = TeacherTargets(coefficient, values)
         ids = [targets[3][n][name].arrays["topk_ids"] for n in numbers]
         again = everything(engine.compute_targets(sequences, cases.TEMPERATURE, ids=ids, vocab_size=cases.VOCABULARY))
         for place, values in again.items():
-            if not np.array_equal(values["topk_logprobs"], targets[3][numbers[place]][name].arrays["topk_logprobs"]):
+            before = targets[3][numbers[place]][name].arrays
+            if not all(np.array_equal(values[key], before[key]) for key in ("topk_logprobs", "topk_rest")):
                 raise RuntimeError("the same tokens have other log-probs when they are asked for")
         parallel.shutdown()
         meet_anew(root / f"port-{job['name']}-{name}")
@@ -424,12 +431,13 @@ def topk(job: Job, root: Path) -> None:
             "group": shard.group,
             "chunk_bytes": 4 * shard.each * 7,
         }
-        ids_MK, logprobs_MK = vocab_parallel_topk(hidden_ME, weight_VE, k, **settings)
-        again_MK = vocab_parallel_logprobs(hidden_ME, weight_VE, ids_MK, **settings)
-        uniform_MK = torch.full_like(again_MK, -np.log(cases.VOCABULARY))
-        topk_divergence(again_MK, uniform_MK, divergence("reverse_kl")).backward(torch.from_numpy(incoming))
-        results |= {f"{k}-ids": ids_MK.numpy(), f"{k}-logprobs": logprobs_MK.numpy()}
-        results[f"{k}-again"] = again_MK.detach().numpy()
+        ids_MK, logprobs_ML = vocab_parallel_topk(hidden_ME, weight_VE, k, **settings)
+        again_ML = vocab_parallel_logprobs(hidden_ME, weight_VE, ids_MK, with_rest=True, **settings)
+        shares = torch.tensor([1.0] * k + [cases.VOCABULARY - k]) / cases.VOCABULARY
+        uniform_ML = shares.log().expand_as(again_ML)
+        topk_divergence(again_ML, uniform_ML, divergence("reverse_kl")).backward(torch.from_numpy(incoming))
+        results |= {f"{k}-ids": ids_MK.numpy(), f"{k}-logprobs": logprobs_ML.numpy()}
+        results[f"{k}-again"] = again_ML.detach().numpy()
         results[f"{k}-hidden"], results[f"{k}-weight"] = shard.gradients(hidden_ME, weight_VE.grad)
     write_results(root / f"{job['name']}.npz", results)
 

@@ -97,9 +97,9 @@ def test_ratio_statistics(answers: Answers) -> None:
             difference = float(new[t]) - float(sample.old_logprobs[t])
             value = np.exp(difference)
             ratio += value
-            low, high = objective.clip_range
+            low, high = (objective.policy_loss_args.get(end, 0.2) for end in ("clip_low", "clip_high"))
             clipped += not 1 - low <= value <= 1 + high
-            kl += np.exp(-difference) - 1 + difference  # k3 of old against new
+            kl += value - 1 - difference  # of old against new, on samples of the old
     for layout in ("tp2", "pp2", "dp2"):
         record = records(answers, cases.train_name(model, layout, True, 70))[0]
         assert record["ratio"] == pytest.approx(ratio, rel=1e-4)

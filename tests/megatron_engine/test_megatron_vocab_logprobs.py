@@ -113,6 +113,8 @@ def test_topk(answers: Answers, k: int) -> None:
     for layout in ("tp1", "tp2"):
         found = answers.arrays(f"topk-{layout}")
         np.testing.assert_array_equal(found[f"{k}-ids"], best.indices.numpy())
-        np.testing.assert_allclose(found[f"{k}-logprobs"], best.values.detach().numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found[f"{k}-logprobs"][:, :-1], best.values.detach().numpy(), rtol=0, atol=1e-5)
+        others_MV = logprobs_MV.detach().scatter(1, best.indices, -torch.inf)
+        np.testing.assert_allclose(found[f"{k}-logprobs"][:, -1], others_MV.logsumexp(1).numpy(), rtol=0, atol=1e-5)
         np.testing.assert_array_equal(found[f"{k}-again"], found[f"{k}-logprobs"])
         assert_gradients(found, str(k), hidden_ME, weight_VE, within=2e-5)  # log-ratios of up to 20 in f32

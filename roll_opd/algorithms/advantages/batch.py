@@ -36,6 +36,11 @@ class Normalised:
     rewards: Tensor
     mean: Tensor
     scale: Tensor
+    dropped: Tensor | None = None  # bool [B], samples that leave the batch as if they were never sampled; None: none
+
+    def at(self, numbers: Sequence[int]) -> "Normalised":
+        """Return these samples' alone."""
+        return Normalised(self.rewards[numbers], self.mean[numbers], self.scale[numbers])
 
     @classmethod
     def of(cls, rewards_B: Tensor, mean_B: Tensor, scale_B: Tensor | None = None) -> "Normalised":
@@ -44,9 +49,9 @@ class Normalised:
         return cls((rewards_B - mean_B) / scale_B, mean_B, scale_B)
 
     @classmethod
-    def given(cls, advantages_B: Tensor, rewards_B: Tensor) -> "Normalised":
+    def given(cls, advantages_B: Tensor, rewards_B: Tensor, dropped_B: Tensor | None = None) -> "Normalised":
         """Return advantages that are no such quotient: the mean is their difference from the reward, the scale 1."""
-        return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B))
+        return cls(advantages_B, rewards_B - advantages_B, torch.ones_like(rewards_B), dropped_B)
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:

@@ -20,7 +20,7 @@ def grpo(
 
     Args:
         mean_cal_level, std_cal_level: over what; std over the `batch`: arXiv 2508.08221, None: Dr. GRPO, 2503.20783.
-        std_threshold: groups whose rewards deviate by no more than this, and groups of one, get 0.
+        std_threshold: groups whose rewards deviate by no more than this, and groups of one, get 0 and leave the batch.
         rank_penalty: R · (1 - rank_penalty · rank/G) for R, rank 0 … G-1 in the group from the least to the most likely
             answer (mean log-prob of its action tokens). arXiv 2506.02355.
 
@@ -33,12 +33,11 @@ def grpo(
     found = normalised_rewards(rewards_B, batch.groups, mean_cal_level, std_cal_level)
     if rank_penalty is None and std_threshold is None:
         return found
-    advantages_B = found.rewards
+    dropped_B = torch.zeros(len(rewards_B), dtype=torch.bool)
     if std_threshold is not None:
         for members in group_members(batch.groups):
-            if len(members) == 1 or rewards_B[members].std() <= std_threshold:
-                advantages_B[members] = 0.0
-    return Normalised.given(advantages_B, batch.rewards_B.double())
+            dropped_B[members] = len(members) == 1 or bool(rewards_B[members].std() <= std_threshold)
+    return Normalised.given(found.rewards.masked_fill(dropped_B, 0.0), batch.rewards_B.double(), dropped_B)
 
 
 @register_advantage("step_wise_grpo", baseline=True)
@@ -59,11 +58,13 @@ def step_wise_grpo(
         steps.setdefault(run, []).append(number)
     rewards_B = batch.rewards_B.double()
     last = RewardBatch(rewards_B[[members[-1] for members in steps.values()]], [group for group, _ in steps])
-    scores = grpo(last, std_cal_level=std_cal_level, std_threshold=std_threshold).rewards
-    advantages_B = torch.zeros_like(rewards_B)
-    for score, members in zip(scores, steps.values(), strict=True):
+    found = grpo(last, std_cal_level=std_cal_level, std_threshold=std_threshold)
+    advantages_B, dropped_B = torch.zeros_like(rewards_B), torch.zeros(len(rewards_B), dtype=torch.bool)
+    for run, members in enumerate(steps.values()):
+        score = found.rewards[run]
         advantages_B[members] = score / len(members) if enable_step_norm else score
-    return Normalised.given(advantages_B, rewards_B)
+        dropped_B[members] = found.dropped is not None and found.dropped[run]
+    return Normalised.given(advantages_B, rewards_B, dropped_B)
 
 
 def _ranks(batch: RewardBatch) -> Tensor:

@@ -7,7 +7,7 @@ from roll_opd.algorithms.registry import register_advantage
 
 
 # the last two differ in what happens to the tokens: whitened, and with the critic's values
-@register_advantage("gae", token_defaults={"gamma": 1.0, "lambd": 0.95, "whiten_advantages": True})
+@register_advantage("gae", token_defaults={"gamma": 1.0, "lambd": 1.0, "whiten_advantages": True})
 @register_advantage("reinforceplusplus", token_defaults={"gamma": 1.0, "whiten_advantages": True})
 @register_advantage("reinforce")
 def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level: Level = None) -> Normalised:

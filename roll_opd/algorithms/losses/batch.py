@@ -32,7 +32,7 @@ class LossBatch:
     rewards_M: Tensor | None = None  # the external reward of each token's sequence
     ref_logprobs_M: Tensor | None = None  # under the frozen reference policy
     demonstration_M: Tensor | None = None  # bool, tokens of demonstrations
-    step: int = 0  # of the run, from 0
+    step: int = 1  # of the run, from 1
 
     @property
     def action_logprobs_M(self) -> Tensor:

@@ -50,7 +50,10 @@ def mix_chord(
 
 
 def chord_mu(step: int, warmup_steps: int, decay_steps: int, peak: float, valley: float) -> float:
-    """Return μ at `step`: from 0 to `peak` in a line, down to `valley` in half a cosine, then constant."""
+    """Return μ at `step`, counted from 1: up to `peak` in a line, down to `valley` in half a cosine, then constant.
+
+    The first of W warm-up steps has peak/W, as in Trinity-RFT; step W is the first of the decay.
+    """
     if step < warmup_steps:
         return peak * step / warmup_steps
     if step >= warmup_steps + decay_steps:

@@ -1,5 +1,7 @@
 """Losses that are a weight, without gradient, times the log-likelihood. Legend: see `batch`."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -32,15 +34,30 @@ def tis(batch: LossBatch, *, lower_bound: float = 0.0, upper_bound: float = 1.0)
 
 
 @register_policy_loss("topr")
-def topr(batch: LossBatch, *, positive_weight: float = 1.0, negative_weight: float = 1.0) -> Tensor:
-    """-sg(α) · R · logprobs, α = clip(r, 0, 1) where R <= 0, else 1. arXiv 2503.14286.
+def topr(
+    batch: LossBatch,
+    *,
+    positive_weight: float = 1.0,
+    negative_weight: float = 1.0,
+    advantage_threshold: float = 0.0,
+    sign_of: Literal["advantage", "reward"] = "advantage",
+) -> Tensor:
+    """-sg(α) · A · logprobs, α = 1 where A > threshold, else clip(r, 0, 1). arXiv 2503.14286, as in Trinity-RFT.
 
-    R is the advantage. Where the batch has rewards, they say which samples are the positive ones (as in ROLL, whose
-    advantages may have a baseline and the samples another sign than before).
+    With `sign_of` reward it is the external reward, where the batch has any, that is above the threshold: as in ROLL,
+    whose advantages may have a baseline and the samples another sign than before.
     """
-    sign_M = batch.advantages_M if batch.rewards_M is None else batch.rewards_M
+    if sign_of not in ("advantage", "reward"):
+        raise ValueError(f"sign_of {sign_of!r} of policy loss topr is unknown; use advantage or reward")
+    negative_M = is_negative(batch, advantage_threshold, sign_of)
     tapered_M = negative_weight * batch.ratio_M.detach().clamp(0, 1)
-    return vanilla(batch) * torch.where(sign_M <= 0, tapered_M, positive_weight)
+    return vanilla(batch) * torch.where(negative_M, tapered_M, positive_weight)
+
+
+def is_negative(batch: LossBatch, threshold: float, sign_of: str) -> Tensor:
+    """Return which tokens `topr` tapers, bool [M]."""
+    sign_M = batch.advantages_M if sign_of == "advantage" or batch.rewards_M is None else batch.rewards_M
+    return sign_M <= threshold
 
 
 @register_policy_loss("kimi15")

@@ -47,10 +47,26 @@ def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
 
 
 @register_policy_loss("cispo")
-def cispo(batch: LossBatch, *, clip_low: float = 1.0, clip_high: float = 0.28) -> Tensor:
-    """-A · sg(clip(r, 1-low, 1+high)) · logprobs: clipping bounds the weight, never the gradient. arXiv 2506.13585."""
-    weight_M = batch.ratio_M.detach().clamp(1 - clip_low, 1 + clip_high)
-    return -batch.advantages_M * weight_M * batch.action_logprobs_M
+def cispo(
+    batch: LossBatch,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+    enable_mask_clip: bool = False,
+    mask_clip_range_low: float = 1.0,
+    mask_clip_range_high: float = 0.28,
+) -> Tensor:
+    """-A · sg(clip(r, 1-low, 1+high)) · logprobs: clipping bounds the weight, never the gradient. arXiv 2506.13585.
+
+    With `enable_mask_clip` 0 where PPO with the mask's own range would have no gradient, as in Trinity-RFT.
+    """
+    ratio_M, advantages_M = batch.ratio_M.detach(), batch.advantages_M
+    loss_M = -advantages_M * ratio_M.clamp(1 - clip_low, 1 + clip_high) * batch.action_logprobs_M
+    if not enable_mask_clip:
+        return loss_M
+    beyond_M = (ratio_M > 1 + mask_clip_range_high) & (advantages_M > 0)
+    beyond_M |= (ratio_M < 1 - mask_clip_range_low) & (advantages_M < 0)
+    return loss_M.masked_fill(beyond_M, 0)
 
 
 @register_policy_loss("sapo")

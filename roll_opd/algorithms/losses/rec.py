@@ -36,8 +36,42 @@ def rec(
         weight: w = 1, r, s or exp(A/temp); none has a gradient.
         regularizer: forward-kl adds -coef · logprobs, k2 adds coef · (logprobs - old_logprobs)².
     """
-    ratio_M = batch.ratio_M.detach()
-    sequence_ratio_M = batch.sequence_ratio_M.detach()
+    ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
+    weights = {
+        "none": torch.ones_like(ratio_M),
+        "importance_sampling": ratio_M,
+        "gspo_importance_sampling": sequence_ratio_M,
+        "advantage": (batch.advantages_M / temp).exp(),
+    }
+    regularizers = {
+        "none": torch.zeros_like(ratio_M),
+        "forward-kl": -batch.action_logprobs_M,
+        "k2": batch.log_ratio_M.square(),
+    }
+    kept_M = in_range(
+        batch,
+        clip_mode=clip_mode,
+        epsilon_low=epsilon_low,
+        epsilon_high=epsilon_high,
+        epsilon_low_prime=epsilon_low_prime,
+        epsilon_high_prime=epsilon_high_prime,
+    )
+    loss_M = vanilla(batch) * _chosen("weight", weight, weights) * kept_M
+    return loss_M + regularizer_coef * _chosen("regularizer", regularizer, regularizers)
+
+
+def in_range(
+    batch: LossBatch,
+    *,
+    clip_mode: str,
+    epsilon_low: float,
+    epsilon_high: float,
+    epsilon_low_prime: float,
+    epsilon_high_prime: float,
+    **_: object,
+) -> Tensor:
+    """Return which tokens `rec` learns from, bool [M]. Arguments are those of `rec`; others are not read."""
+    ratio_M, sequence_ratio_M = batch.ratio_M.detach(), batch.sequence_ratio_M.detach()
     good_M, bad_M = batch.advantages_M >= 0, batch.advantages_M <= 0
     low, high = 1 - epsilon_low, 1 + epsilon_high
     inside_M = (ratio_M >= low) & (ratio_M <= high)
@@ -50,20 +84,7 @@ def rec(
         | (good_M & (ratio_M <= 1 - epsilon_low_prime))
         | (bad_M & (ratio_M >= 1 + epsilon_high_prime)),
     }
-    weights = {
-        "none": torch.ones_like(ratio_M),
-        "importance_sampling": ratio_M,
-        "gspo_importance_sampling": sequence_ratio_M,
-        "advantage": (batch.advantages_M / temp).exp(),
-    }
-    regularizers = {
-        "none": torch.zeros_like(ratio_M),
-        "forward-kl": -batch.action_logprobs_M,
-        "k2": batch.log_ratio_M.square(),
-    }
-    kept_M = _chosen("clip_mode", clip_mode, ranges)
-    loss_M = vanilla(batch) * _chosen("weight", weight, weights) * kept_M
-    return loss_M + regularizer_coef * _chosen("regularizer", regularizer, regularizers)
+    return _chosen("clip_mode", clip_mode, ranges)
 
 
 def _chosen(argument: str, name: str, among: dict[str, Tensor]) -> Tensor:
