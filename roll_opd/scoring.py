@@ -12,6 +12,7 @@ from roll_opd.cli import SIZES
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.config.errors import Diagnostics
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.hf.weight_files import lost_weights, weight_problems
 from roll_opd.megatron.layouts import check_tensor_parallel
 from roll_opd.megatron.supported import unsupported
 
@@ -61,7 +62,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
 
 
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
-    for sentence in unsupported(info.path):
+    for sentence in (*unsupported(info.path), *weight_problems(info), *lost_weights(info)):
         diagnostics.problem("--model", sentence)
     check_tensor_parallel(info, options.tp, "--tp", diagnostics)
     if info.layers % options.pp:

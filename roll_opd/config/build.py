@@ -140,7 +140,8 @@ class _Planner:
         roles = RoleReader(sections, mode, diagnostics).rolled_out()
         check_layouts.check_roles(roles.placed(), diagnostics)
         allow_self_teacher = isinstance(top, Top) and (top.allow_self_teacher or top.opsd_mode)
-        check_files.compare_models(roles, allow_self_teacher, diagnostics)
+        tokenizer_check = top.teacher_tokenizer_check if isinstance(top, Top) else "strict"
+        check_files.compare_models(roles, allow_self_teacher, diagnostics, tokenizer_check)
         if not isinstance(top, Top):
             return None
         agentic = is_agentic(values)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_assets import write_config, write_model
+from config_assets import PARAMETERS, write_config, write_model
 
 from roll_opd.cli import main
 from roll_opd.config.build import load_plan
@@ -106,7 +106,7 @@ def test_small_writers() -> None:
 
 def test_parameters_per_rank(root: Path) -> None:
     dense = read_model(write_model(root / "dense"))
-    assert dense.parameters == 8 * 16 + 16 * 32
+    assert dense.parameters == PARAMETERS
     assert parameters_per_rank(dense, Layout(tp=2, pp=2, dp=3)) == dense.parameters // 4
     expert = read_model(write_model(root / "moe", num_experts=2, num_hidden_layers=1, moe_intermediate_size=4))
     in_experts = 1 * 2 * 3 * 16 * 4
@@ -115,11 +115,11 @@ def test_parameters_per_rank(root: Path) -> None:
 
 def test_memory_of_the_optimizer_is_sharded(plan: Callable[..., Any]) -> None:
     sharded = plan({"student_train.model_args.dtype": "bf16"}).memory["student_train"]
-    assert sharded["weights"] == 640 * 2
-    assert sharded["gradients"] == 640 * 4
-    assert sharded["optimizer"] == 640 * 12 // 2
+    assert sharded["weights"] == PARAMETERS * 2
+    assert sharded["gradients"] == PARAMETERS * 4
+    assert sharded["optimizer"] == PARAMETERS * 12 // 2
     whole = plan({"student_train.strategy_args.strategy_config": {"use_distributed_optimizer": False}})
-    assert whole.memory["student_train"]["optimizer"] == 640 * 12
+    assert whole.memory["student_train"]["optimizer"] == PARAMETERS * 12
 
 
 def test_demo_example_plans_cleanly() -> None:
