@@ -13,6 +13,7 @@ from roll_opd.cluster.process_reaper import guarded
 from roll_opd.config.errors import Diagnostics
 from roll_opd.failures import os_sentence
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.hf.weight_files import lost_weights, weight_problems
 from roll_opd.megatron.layouts import check_tensor_parallel
 from roll_opd.megatron.supported import unsupported
 from roll_opd.paths import PathError, regular_file
@@ -63,7 +64,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
 
 
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
-    for sentence in unsupported(info.path):
+    for sentence in (*unsupported(info.path), *weight_problems(info), *lost_weights(info)):
         diagnostics.problem("--model", sentence)
     check_tensor_parallel(info, options.tp, "--tp", diagnostics)
     if info.layers % options.pp:

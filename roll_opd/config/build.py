@@ -149,7 +149,9 @@ class _Planner:
         mode = choose_mode(values, sections, pure, diagnostics)
         roles = RoleReader(sections, mode, diagnostics).rolled_out()
         check_layouts.check_roles(roles.placed(), diagnostics)
-        check_files.compare_models(roles, isinstance(top, Top) and top.allow_self_teacher, diagnostics)
+        allow_self_teacher = isinstance(top, Top) and top.allow_self_teacher
+        tokenizer_check = top.teacher_tokenizer_check if isinstance(top, Top) else "strict"
+        check_files.compare_models(roles, allow_self_teacher, diagnostics, tokenizer_check)
         if not isinstance(top, Top):
             return None
         agentic = is_agentic(values)

@@ -20,7 +20,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, same_weights
-from roll_opd.hf.tokenizer_files import has_tokenizer, largest_token_id, tokenizer_difference
+from roll_opd.hf.tokenizer_files import compare_tokenizers, has_tokenizer, largest_token_id
 from roll_opd.hints import nearest
 from roll_opd.paths import expanded, find_path
 
@@ -258,8 +258,10 @@ def check_tags(
             diagnostics.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
 
 
-def compare_models(roles: Roles, allow_self_teacher: bool, diagnostics: Diagnostics) -> None:
-    """Check that the rollout runs the trained model, teachers differ from it and tokenizers agree."""
+def compare_models(
+    roles: Roles, allow_self_teacher: bool, diagnostics: Diagnostics, teacher_tokenizer_check: str = "strict"
+) -> None:
+    """Check that the rollout runs the trained model, teachers differ from it and token ids mean the same to all."""
     train, infer = roles.train, roles.infer
     if train is None or train.info is None:
         return
@@ -282,7 +284,7 @@ def compare_models(roles: Roles, allow_self_teacher: bool, diagnostics: Diagnost
                 f"the teacher has the student's {same} ({role.info.path}), so there is nothing to learn from it; give"
                 " another model, or set allow_self_teacher: true",
             )
-        if not _compare_tokenizers(train, role, "teacher", diagnostics):
+        if not _compare_tokenizers(train, role, "teacher", diagnostics, teacher_tokenizer_check):
             continue
         _check_vocabulary(role, diagnostics)
         if role.info.vocab < train.info.vocab:
@@ -299,23 +301,34 @@ def _same_weights(train: Role, role: Role, diagnostics: Diagnostics) -> bool:
     return False
 
 
-def _compare_tokenizers(train: Role, role: Role, what: str, diagnostics: Diagnostics) -> bool:
-    """Check that `role` reads the student's tokens as the student does; False if its files cannot be read."""
+def _compare_tokenizers(train: Role, role: Role, what: str, diagnostics: Diagnostics, check: str = "strict") -> bool:
+    """Check that every token id of the student's is the same token to `role`; False if its files cannot be read.
+
+    Whatever else differs is a warning, and so is another token where `check` is "warn".
+    """
     if role.info is None or train.info is None:
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
         return False  # told by the roles
     key = f"{role.path}.model_args.model_name_or_path"
     try:
-        difference = tokenizer_difference(train.info.path, role.info.path)
+        found = compare_tokenizers(train.info.path, role.info.path, what)
     except ModelFilesError as error:
         diagnostics.problem(key, str(error))
         return False
-    if difference:
-        diagnostics.problem(
-            key,
-            f"the tokenizers of student and {what} differ: {difference}; a {what} can only score the student's tokens"
-            " if both tokenizers and chat templates are the same",
+    if found.conflict:
+        sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
+        if check == "warn":
+            diagnostics.warn(f"{key}: {sentence}; its log-probs of such tokens mean nothing")
+        else:
+            way_out = ", or set teacher_tokenizer_check: warn to go on" if what == "teacher" else ""
+            diagnostics.problem(
+                key, f"{sentence}; a {what} can only score tokens that it has, so give a model of one family{way_out}"
+            )
+    if found.differences:
+        diagnostics.warn(
+            f"{role.path}: the tokenizers of student and {what} differ in what no token id depends on:"
+            f" {'; '.join(found.differences)}; the student's tokenizer and template count"
         )
     return True
 

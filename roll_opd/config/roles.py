@@ -6,6 +6,7 @@ runs here. What could not be read stays None, and the checks that need it are le
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from roll_opd.config.errors import Diagnostics
@@ -14,6 +15,7 @@ from roll_opd.config.schema import Dtype, Supervised, Top, Worker
 from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
+from roll_opd.hf.weight_files import holds_decoder, weight_problems
 
 ADAPTER_KEYS = ("lora_target", "lora_rank", "adapter_name_or_path", "freeze_module_prefix")
 Job = Literal["train", "frozen", "rollout"]
@@ -91,6 +93,7 @@ class RoleReader:
         self._sections, self._mode, self._diagnostics = sections, mode, diagnostics
         self._strict = bool(sections.top and sections.top.strict_strategies)
         self._models: dict[str, ModelInfo | None] = {}
+        self._checked: set[Path] = set()  # models whose weights were held against config.json
         self._roles = Roles(mode)
         self._student: str | None = None
 
@@ -204,6 +207,7 @@ class RoleReader:
         trained = self._roles.train.megatron if self._roles.train else None
         megatron = read_megatron(worker, path, job, self._strict, self._diagnostics, trained)
         role = Role(path, job, worker, self._model(path, model), megatron=megatron)
+        self._check_weights(role)
         written = worker.model_args.dtype
         from_strategy = megatron.dtype if megatron else None
         if written and from_strategy and written != from_strategy:
@@ -232,6 +236,18 @@ class RoleReader:
                 f" key to train them{also}",
             )
 
+    def _check_weights(self, role: Role) -> None:
+        """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""
+        if role.info is None or role.info.path in self._checked:
+            return
+        self._checked.add(role.info.path)
+        key = f"{role.path}.model_args.model_name_or_path"
+        try:
+            for problem in weight_problems(role.info, needs_head=role.path != CRITIC):
+                self._diagnostics.problem(key, problem)
+        except ModelFilesError as error:
+            self._diagnostics.problem(key, str(error))
+
     def _model(self, path: str, model: str | None) -> ModelInfo | None:
         """Return what the files of a model say, with a problem reported where that is not enough to run it."""
         key = f"{path}.model_args.model_name_or_path"
@@ -250,6 +266,7 @@ class RoleReader:
             lacking = {
                 "tokenizer files (tokenizer.json)": not has_tokenizer(info.path),
                 "weights (model.safetensors or its index)": not info.weight_files,
+                f"weights of a {info.model_type} decoder": bool(info.weight_files) and not holds_decoder(info),
             }
             for what, absent in lacking.items():
                 if absent:

@@ -504,6 +504,9 @@ class RolloutKeys(Section):
     rollout_batch_size: Many = key(128, "prompts a step")
     samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(4, "samples a step in samples.jsonl", OURS)
     async_generation_ratio: NotNegative = key(0.0, "steps that generation runs ahead of training; 0 alone is available")
+    teacher_preflight: bool | Literal["warn"] = key(
+        True, "check every teacher on the first samples, before anything is learned; warn: never stop", OURS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,6 +529,9 @@ class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
     opd_kl_coef: NotNegative = key(1.0, "weight of the teachers' reverse KL")
     opd_use_policy_gradient: bool | None = key(None, "accepted where it says what opd_objective does", OURS)
     allow_self_teacher: bool = key(False, "accept a teacher with the student's weights", OURS)
+    teacher_tokenizer_check: Literal["strict", "warn"] = key(
+        "strict", "what a token id of the student that is another token to a teacher does: refuse, or warn", OURS
+    )
     adv_estimator: str | None = key(None, "how rewards become advantages; without it gae")
     advantage_fn: str | None = key(None, "adv_estimator: a built-in or registered name, or a dotted path", TRINITY)
     advantage_fn_args: dict[str, Any] = key({}, "arguments of the advantage", TRINITY)

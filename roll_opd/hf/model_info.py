@@ -10,7 +10,8 @@ import math
 import operator
 import os
 import struct
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ class ModelInfo:
     tied: bool  # the head is the embedding
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
+    tensors: Mapping[str, "StoredTensor"] = field(default_factory=dict, repr=False)  # of the weight files, by name
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a safetensors file, and what its header says of it."""
+
+    file: Path
+    dtype: str  # the format's name, such as BF16
+    shape: tuple[int, ...]
+    start: int  # its first byte in the file
+    end: int
 
 
 def find_model(text: str) -> Path:
@@ -155,6 +168,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)
     shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
     weights = weight_files(path)
+    tensors = _stored_tensors(path, weights)
     info = ModelInfo(
         path=path,
         model_type=model_type,
@@ -172,8 +186,9 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
         expert_layers=max(0, layers - _size(config, "first_k_dense_replace", default=0)) if experts else 0,
         tied=bool(config.get("tie_word_embeddings")),
-        parameters=sum(map(_parameters, weights)),
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
         weight_files=weights,
+        tensors=tensors,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
 
@@ -213,7 +228,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     """
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = _indexed(index)
+        names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ModelFilesError(f"weight file {missing[0]} that the index names is missing; download it again")
@@ -228,31 +243,56 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return ()
 
 
-def _indexed(index: Path) -> list[str]:
-    """Return the names of the weight files in an index."""
-    weight_map = read_json(index).get("weight_map", {})
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) and name for name in weight_map.values()):
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return tensor -> file as the index says. Raises ModelFilesError for an index of another form."""
+    names = read_json(index).get("weight_map", {})
+    if not isinstance(names, dict) or not all(isinstance(name, str) and name for name in names.values()):
         raise ModelFilesError(f"weight_map in {index.name} should give each weight the name of a file; get it again")
-    return sorted(set(weight_map.values()))
+    return names
 
 
-def _parameters(file: Path) -> int:
-    """Count the parameters in one safetensors file from its header."""
+def _stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTensor]:
+    """Return every tensor of the model in `path` by name, from the headers of its weight `files`.
+
+    Where there is an index, those that it names. Raises ModelFilesError for a damaged file, one that ends too early,
+    and one that lacks a tensor that the index looks for there.
+    """
+    headers = {str(file.relative_to(path)): _read_header(file) for file in files}
+    index = path / "model.safetensors.index.json"
+    if not (index.is_file() and (named := _weight_map(index))):
+        return {name: tensor for header in headers.values() for name, tensor in header.items()}
+    for name, file in named.items():
+        if name not in headers[file]:
+            raise ModelFilesError(f"{file} has no tensor {name}, which the index looks for there; get both files again")
+    return {name: headers[file][name] for name, file in named.items()}
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return what the header of a safetensors file says of each tensor. Raises ModelFilesError where it is damaged."""
     with file.open("rb") as stream:
         start = stream.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < size <= MAX_HEADER_BYTES:
             raise ModelFilesError(f"{file.name} is not a safetensors file, or it is cut off; get it again")
         try:
-            header = json.loads(stream.read(size))
-            tensors = [value for name, value in header.items() if name != "__metadata__"]
-            total = sum(math.prod(map(operator.index, tensor["shape"])) for tensor in tensors)
-            needed = 8 + size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+            tensors = {
+                name: _stored_tensor(file, value, 8 + size)
+                for name, value in json.loads(stream.read(size)).items()
+                if name != "__metadata__"
+            }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
             raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None
-    if file.stat().st_size < needed:
-        raise ModelFilesError(f"{file.name} is cut off: {file.stat().st_size} of {needed} bytes; get it again")
-    return total
+    needed = max((tensor.end for tensor in tensors.values()), default=8 + size)
+    size = file.stat().st_size
+    if size != needed:
+        what = "is cut off" if size < needed else "goes on behind its tensors"
+        raise ModelFilesError(f"{file.name} {what}: {size} of {needed} bytes; get it again")
+    return tensors
+
+
+def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor:
+    start, end = value["data_offsets"]
+    return StoredTensor(file, str(value["dtype"]), tuple(map(operator.index, value["shape"])), data + start, data + end)
 
 
 def same_weights(one: ModelInfo, other: ModelInfo) -> bool:

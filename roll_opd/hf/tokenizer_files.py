@@ -1,11 +1,14 @@
 """Compares two tokenizers by the content of their files, and reads how many ids they use.
 
-A teacher scores the student's token ids, so both must turn the same text into the same ids, special tokens
-and chat template included. Names and paths say nothing about that; the files do.
+A teacher is given token ids, not texts. So what counts is that every id that the student can write is the same token to
+both; how either of them cuts a text, which special tokens it puts around one and which template it has for a
+conversation are the student's business alone, and worth a warning. Names and paths say nothing about any of that; the
+files do.
 """
 
 import hashlib
 import operator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,16 @@ OTHER_FORMATS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", 
 
 
 MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError)
+
+
+@dataclass(frozen=True)
+class TokenizerComparison:
+    """What is not the same in the tokenizers of a student and of a model that reads its tokens."""
+
+    conflict: str | None = None  # an id that the student can write is another token, or none, in the other; in words
+    differences: tuple[str, ...] = ()  # everything else, in words
+    only_student: int = 0  # ids of tokens that the other tokenizer does not have
+    only_other: int = 0
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -43,69 +56,95 @@ def largest_token_id(path: Path) -> int | None:
         raise ModelFilesError(f"{file} is not in the form of the tokenizers library") from None
 
 
-def tokenizer_difference(student: Path, teacher: Path) -> str | None:
-    """Return the first difference of two tokenizers in words, or None.
+def added_ids(path: Path) -> frozenset[int]:
+    """Return the ids of tokens that tokenizer.json adds to the vocabulary, such as those of a template."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return frozenset()
+    return frozenset(int(token["id"]) for token in read_json(file).get("added_tokens") or [])
+
+
+def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
+    """Return what differs between the student's tokenizer and that of `other`, which the sentences call `name`.
 
     Raises ModelFilesError if some of the files cannot be read.
     """
-    if student == teacher:
-        return None
+    if student == other:
+        return TokenizerComparison()
     try:
-        return (
-            _tokenizer_json_difference(student, teacher)
-            or _settings_difference(_settings(student), _settings(teacher))
-            or _template_difference(_chat_template(student), _chat_template(teacher))
+        comparison = _compare_ids(student, other, name)
+        further = (
+            _settings_difference(_settings(student), _settings(other), name),
+            _ends_difference(_ends(student), _ends(other), name),
+            _template_difference(_chat_template(student), _chat_template(other), name),
         )
+        return replace(comparison, differences=(*comparison.differences, *filter(None, further)))
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
     except MALFORMED:
-        raise ModelFilesError(f"a tokenizer file of {student} or {teacher} is not in a known form") from None
+        raise ModelFilesError(f"a tokenizer file of {student} or {other} is not in a known form") from None
 
 
-def _tokenizer_json_difference(student: Path, teacher: Path) -> str | None:
-    files = [path / "tokenizer.json" for path in (student, teacher)]
-    present = [file.is_file() for file in files]
-    if not all(present):
-        if any(present):
-            return "only one of them has a tokenizer.json"
-        return _file_difference(student, teacher)
-    if files[0].read_bytes() == files[1].read_bytes():
-        return None
-    mine, theirs = read_json(files[0]), read_json(files[1])
-    return (
-        _added_difference(mine, theirs)
-        or _vocabulary_difference(_vocabulary(mine), _vocabulary(theirs))
-        or _merges_difference(_merges(mine), _merges(theirs))
-        or next((f"{name} differs" for name in PIPELINE if mine.get(name) != theirs.get(name)), None)
+def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
+    files = [path / "tokenizer.json" for path in (student, other)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+        return TokenizerComparison()
+    mine, theirs = _tokens_by_id(student), _tokens_by_id(other)
+    if mine is None or theirs is None:
+        unlike = [file for file in OTHER_FORMATS if _digest(student / file) != _digest(other / file)]
+        if mine == theirs and not unlike:
+            return TokenizerComparison()
+        what = unlike[0] if unlike else "tokenizer.json"
+        return TokenizerComparison(f"{what} differs, and ids can be compared one by one only in tokenizer.json")
+    differences = []
+    if new := sorted(theirs.keys() - mine.keys()):
+        many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
+        differences.append(f"{many} only in the {name}, {_first(new[0], theirs)}")
+    if all(file.is_file() for file in files):
+        differences += _cutting_differences(*map(read_json, files), name)
+    return TokenizerComparison(
+        _id_conflict(mine, theirs, name), tuple(differences), len(mine.keys() - theirs.keys()), len(new)
     )
 
 
-def _file_difference(student: Path, teacher: Path) -> str | None:
-    for name in OTHER_FORMATS:
-        digests = [_digest(path / name) for path in (student, teacher)]
-        if digests[0] != digests[1]:
-            return f"{name} differs"
-    return None
+def _id_conflict(mine: dict[int, str], theirs: dict[int, str], name: str) -> str | None:
+    changed = [number for number in sorted(mine) if mine[number] != theirs.get(number)]
+    if not changed:
+        return None
+    first = changed[0]
+    there = f"{theirs[first]!r} in the {name}" if first in theirs else f"none in the {name}"
+    return f"{len(changed)} of the student's {len(mine)} token ids, {_first(first, mine)} in the student, {there}"
+
+
+def _first(number: int, tokens: dict[int, str]) -> str:
+    return f"the first is id {number}: {tokens[number]!r}"
+
+
+def _tokens_by_id(path: Path) -> dict[int, str] | None:
+    """Return id -> token, added ones included; None where no file says it in a form that is read here."""
+    if (path / "tokenizer.json").is_file():
+        content = read_json(path / "tokenizer.json")
+        added = {int(token["id"]): token["content"] for token in content.get("added_tokens") or []}
+        return {number: token for token, number in _vocabulary(content).items()} | added
+    if not (path / "vocab.json").is_file():
+        return None
+    tokens = {number: token for token, number in read_json(path / "vocab.json").items()}
+    if (path / "added_tokens.json").is_file():
+        tokens |= {number: token for token, number in read_json(path / "added_tokens.json").items()}
+    if (path / "tokenizer_config.json").is_file():
+        decoder = read_json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        tokens |= {int(number): token["content"] for number, token in decoder.items()}
+    return tokens
+
+
+def _cutting_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
+    """Return in what the steps differ that cut a text into tokens."""
+    found = [f"{step} differs" for step in PIPELINE if mine.get(step) != theirs.get(step)]
+    return [*filter(None, [_merges_difference(_merges(mine), _merges(theirs), name)]), *found]
 
 
 def _digest(file: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-
-
-def _added_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    left, right = ({token["id"]: token for token in side.get("added_tokens") or []} for side in (mine, theirs))
-    for number in sorted({*left, *right}):
-        ours, other = left.get(number), right.get(number)
-        if ours is None or other is None:
-            token = ours or other or {}
-            owner = "student" if ours else "teacher"
-            return f"special token {token.get('content')!r} (id {number}) exists only in the {owner}"
-        if ours["content"] != other["content"]:
-            texts = f"{ours['content']!r} in the student, {other['content']!r} in the teacher"
-            return f"special token {number} is {texts}"
-        if ours != other:
-            return f"special token {ours['content']!r} (id {number}) has different settings"
-    return None
 
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
@@ -116,32 +155,19 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
     return vocabulary
 
 
-def _vocabulary_difference(mine: dict[str, int], theirs: dict[str, int]) -> str | None:
-    if mine == theirs:
-        return None
-    changed = [token for token in mine if mine[token] != theirs.get(token)]
-    changed += [token for token in theirs if token not in mine]
-    first = changed[0]
-    return (
-        f"{len(changed)} vocabulary entries differ, the first is {first!r}: id"
-        f" {mine.get(first, 'none')} in the"
-        f" student, {theirs.get(first, 'none')} in the teacher"
-    )
-
-
 def _merges(content: dict[str, Any]) -> list[str]:
     """Return BPE merges as "a b"; newer files write pairs, older ones one string."""
     merges = content.get("model", {}).get("merges") or []
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
-def _merges_difference(mine: list[str], theirs: list[str]) -> str | None:
+def _merges_difference(mine: list[str], theirs: list[str], name: str) -> str | None:
     if mine == theirs:
         return None
     for index, (left, right) in enumerate(zip(mine, theirs, strict=False)):
         if left != right:
-            return f"merge {index} is {left!r} in the student, {right!r} in the teacher"
-    return f"the student has {len(mine)} merges, the teacher {len(theirs)}"
+            return f"merge {index} is {left!r} in the student, {right!r} in the {name}"
+    return f"the student has {len(mine)} merges, the {name} {len(theirs)}"
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -155,11 +181,29 @@ def _settings(path: Path) -> dict[str, Any]:
     return found
 
 
-def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    for name in SPECIAL:
-        if mine[name] != theirs[name]:
-            return f"{name} is {mine[name]!r} in the student, {theirs[name]!r} in the teacher"
-    return None
+def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> str | None:
+    found = [
+        f"{key} is {mine[key]!r} in the student, {theirs[key]!r} in the {name}"
+        for key in SPECIAL
+        if mine[key] != theirs[key]
+    ]
+    return "; ".join(found) or None
+
+
+def _ends(path: Path) -> frozenset[int]:
+    """Return the ids that end an answer: those of generation_config.json, else of config.json; none if neither says."""
+    for file in ("generation_config.json", "config.json"):
+        ids = read_json(path / file).get("eos_token_id") if (path / file).is_file() else None
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+def _ends_difference(mine: frozenset[int], theirs: frozenset[int], name: str) -> str | None:
+    if mine == theirs or not (mine and theirs):
+        return None
+    ids = [" and ".join(map(str, sorted(side))) for side in (mine, theirs)]
+    return f"an answer ends with id {ids[0]} in the student, {ids[1]} in the {name} (generation_config.json)"
 
 
 def _chat_template(path: Path) -> Any:
@@ -171,11 +215,11 @@ def _chat_template(path: Path) -> Any:
     return None
 
 
-def _template_difference(mine: Any, theirs: Any) -> str | None:
+def _template_difference(mine: Any, theirs: Any, name: str) -> str | None:
     if mine == theirs:
         return None
     if mine is None or theirs is None:
-        return f"only the {'teacher' if mine is None else 'student'} has a chat template"
+        return f"only the {name if mine is None else 'student'} has a chat template"
     if not (isinstance(mine, str) and isinstance(theirs, str)):
         return "the chat templates differ"
     left, right = mine.splitlines(), theirs.splitlines()

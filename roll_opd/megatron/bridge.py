@@ -4,13 +4,16 @@ mbridge knows how each architecture's weights map and split. It does not know th
 Transformer Engine's fused ones, and that two models in one process must not share a name table.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from roll_opd.hf.weight_files import EMBEDDING, HEAD, may_be_zero
 from roll_opd.megatron.supported import unsupported
 
 # The norm before a linear layer: its name in the local spec -> its name fused into Transformer Engine's layer
@@ -20,16 +23,47 @@ _FUSED_NORMS = {
 }
 # A critic's output layer, under its name in Hugging Face's models for sequence classification, reward models among them
 VALUE_HEAD = {"value_head.weight": "score.weight"}
+ROWS_LOOKED_AT = 64  # of a matrix, spread over it
 
 
 class _LocalNames(Bridge):
-    """Translate the local spec's norm names before mbridge looks them up."""
+    """Translates the local spec's norm names before mbridge looks them up, and refuses weights that were lost."""
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
         for local, fused in _FUSED_NORMS.items():
             if name.endswith(local):
                 name = name.removesuffix(local) + fused
         return super()._weight_name_mapping_mcore_to_hf(name)
+
+    def _get_safetensor_io(self, weights_path: str) -> Any:
+        files = super()._get_safetensor_io(weights_path)
+        read = files.load_some_hf_weight
+
+        def read_whole(names: Sequence[str]) -> dict[str, Tensor]:
+            tensors = read(names)
+            if lost := zero_tensors(tensors):
+                raise ValueError(
+                    f"{files.hf_dir}: {', '.join(lost)} hold zeros alone, or in half of their rows; get the model again"
+                )
+            return tensors
+
+        files.load_some_hf_weight = read_whole
+        return files
+
+
+def zero_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of those that are zero, wholly or in half of their rows: a model without them gives no error.
+
+    Biases may be zero, and so may rows of the vocabulary.
+    """
+    lost = []
+    for name, tensor in tensors.items():
+        rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[None]
+        looked_at = rows[:: -(-len(rows) // ROWS_LOOKED_AT)].any(1)
+        few = 2 * int(looked_at.sum()) <= len(looked_at)
+        if few and not may_be_zero(name) and (name not in (EMBEDDING, HEAD) or not tensor.any()):
+            lost.append(name)
+    return lost
 
 
 def bridge_for(hf_config: PretrainedConfig, dtype: torch.dtype, *, padding: int, overrides: dict[str, Any]) -> Bridge:

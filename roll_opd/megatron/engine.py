@@ -6,6 +6,7 @@ the same arguments.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class MegatronEngine:
         topk: int | None = None,
         ids: Sequence[np.ndarray] | None = None,
         hidden: bool = False,
+        plain: bool = False,
         vocab_size: int | None = None,
     ) -> TokenValues | None:
         """Return log-probs and whatever else a distillation objective needs of a teacher, in one forward pass.
@@ -80,12 +82,13 @@ class MegatronEngine:
             topk: also give this many most likely tokens.
             ids: also give the log-probs of these tokens, integer [T-P, K] a sequence.
             hidden: also give the final hidden states.
+            plain: also give the log-probs of the `topk` at temperature 1, whatever `temperature` is.
             vocab_size: `topk` and `ids` are over the first so many tokens of the vocabulary; None: over all.
 
         Returns:
             As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K],
             `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together (for
-            `topk` or `ids`), `hidden` [T-P, E] (see `data.tensors`).
+            `topk` or `ids`), `plain_logprobs` f32 [T-P, K] (for `plain`), `hidden` [T-P, E] (see `data.tensors`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if ids is not None:
@@ -97,6 +100,8 @@ class MegatronEngine:
             if topk is not None:
                 ids_MK, logprobs_ML = head.within(vocab_size).topk(topk)
                 values |= _topk(ids_MK.int(), logprobs_ML)
+                if plain:
+                    values["plain_logprobs"] = replace(head, temperature=1.0).within(vocab_size).logprobs(ids_MK)
             elif ids is not None:
                 ids_MK = batch.columns["topk_ids"]
                 values |= _topk(ids_MK, head.within(vocab_size).logprobs_with_rest(ids_MK.long()))

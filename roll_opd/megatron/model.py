@@ -122,19 +122,11 @@ def build_model(
         _build_chunk(model_class, bridge, hf_config, stage, plan.vocab_size) for stage in range(plan.layout.vpp or 1)
     ]
     bridge.load_weights(chunks, plan.model.path)
-    if all_zero(chunks):
-        raise ValueError(f"{plan.name}: every weight in {plan.model.path} is zero; get the model's files again")
     if dtype is not torch.float32:
         chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]
     for chunk in chunks:
         chunk.requires_grad_(trainable)
     return chunks, bridge
-
-
-def all_zero(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether every matrix is zero: the weights were lost, and every token would get -ln V without an error."""
-    matrices = (weight for chunk in chunks for weight in chunk.parameters() if weight.dim() > 1)
-    return not any(bool(weight.any()) for weight in matrices)
 
 
 def _build_chunk(

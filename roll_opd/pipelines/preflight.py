@@ -22,6 +22,7 @@ from roll_opd.data.source import MixedSource, PromptSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extensions import argument_problems
 from roll_opd.hf.model_info import read_model
+from roll_opd.hf.weight_files import lost_weights
 from roll_opd.pipelines.checkpoints import CRITIC, STATE_FILE, Checkpoint, CheckpointError, find
 from roll_opd.rewards import registry as rewards
 from roll_opd.tracking import registry as trackers
@@ -61,6 +62,7 @@ def preflight(plan: RunPlan) -> Inputs:
     problems += package_problems()
     if not os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
         problems += machine_problems(plan, torch.cuda.device_count())
+    problems += _lost_weights(plan)
     if problems:
         raise ConfigError(problems)
     _check_named_parts(plan)
@@ -127,6 +129,12 @@ def package_problems() -> list[str]:
         f"installed packages do not fit torch, and break transformers and vLLM, which import them: {why}. They are not"
         f" needed here: {sys.executable} -m pip uninstall -y {names}"
     ]
+
+
+def _lost_weights(plan: RunPlan) -> list[str]:
+    """Return what is zero in the models that Megatron loads; they are read here, for a wrong one is told at once."""
+    paths = {role.model.path: name for name, role in reversed(plan.megatron_roles().items())}
+    return [f"{name}: {sentence}" for path, name in paths.items() for sentence in lost_weights(read_model(Path(path)))]
 
 
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:

@@ -7,6 +7,7 @@ from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.reward_trial import try_rewards
 from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
+from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
@@ -58,10 +59,13 @@ async def train(run: Run) -> None:
     passes = group_filter(plan.rewards, compared=compared)
     critic_warmup = plan.critic.critic_warmup if plan.critic else 0
     kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
+    preflight = TeacherPreflight(plan, workers, run.logger)
 
     for step in run.steps:
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
         experiences = batch.experiences
+        with clock.phase("teacher"):
+            await preflight.check(experiences, temperature)
         if objective.recompute_old_logprobs:
             with clock.phase("old_logprobs"):
                 experiences = await workers.student.compute_old_logprobs(experiences, temperature)

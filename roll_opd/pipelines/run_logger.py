@@ -13,6 +13,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.training import TrainSample
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
+from roll_opd.rollout.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console
 from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, RunDirectory
@@ -55,6 +56,11 @@ class RunLogger:
         if ACCURACY in metrics:
             self._teachers[name] = metrics[ACCURACY]
             self.note(f"Teacher {name}: validation accuracy {metrics[ACCURACY]:.3f}")
+
+    def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
+        """Print what the preflight of a teacher found, and keep it for the summary."""
+        self.note(table(name, rows))
+        self._run.keep_preflight(name, [asdict(row) for row in rows])
 
     def start(self, metrics: Mapping[str, float]) -> None:
         """Log the state before the first step, as step 0."""

@@ -25,6 +25,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
+PREFLIGHT = "teacher_preflight.json"
 STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES)  # JSON lines whose rows carry a `step`
 
 
@@ -121,6 +122,15 @@ class RunDirectory:
         if not self.config_file.exists():
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
+
+    def keep_preflight(self, teacher: str, rows: list[dict[str, str]]) -> None:
+        """Keep what the preflight of a teacher found: a run that it stops has it on record, too."""
+        write_atomic(self.path / PREFLIGHT, json.dumps({**self.read_preflight(), teacher: rows}, indent=2) + "\n")
+
+    def read_preflight(self) -> dict[str, Any]:
+        """Return what `keep_preflight` kept, by teacher; empty before that."""
+        file = self.path / PREFLIGHT
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     def append_jsonl(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append `rows` to the file `name`, one JSON object a line, as `to_json` writes them.

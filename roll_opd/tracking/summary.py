@@ -52,6 +52,8 @@ def write_summary(
     }
     summary.update({name: value for name, value in given.items() if value is not None})
     summary.update(seed=seed, versions=versions())
+    if preflight := run.read_preflight():
+        summary["teacher_preflight"] = preflight
     write_atomic(run.summary_file, json.dumps(summary, indent=2) + "\n")
     return summary
 

@@ -8,6 +8,20 @@ from typing import Any
 import yaml
 
 VOCABULARY = {token: index for index, token in enumerate(["a", "b", "c", "ab", "<|end|>", "<|pad|>", "x", "y"])}
+SIZES: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 32,
+    "vocab_size": 8,
+    "max_position_embeddings": 128,
+}
+
+A_LAYER = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16 + 2 * 4  # attention, MLP, norms, norms of heads
+PARAMETERS = 4 * A_LAYER + 2 * 8 * 16 + 16  # layers, embedding and output head, final norm
 
 
 def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> None:
@@ -22,6 +36,30 @@ def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]], seed: int 
         offset += size
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes((seed + i) % 251 for i in range(offset)))
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Qwen3 model, or of a Qwen2 or Llama one, as their releases have them."""
+    hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    width, wide, vocabulary = config["head_dim"], config["intermediate_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
+        shapes[f"{layer}.self_attn.q_proj.weight"] = (heads * width, hidden)
+        shapes[f"{layer}.self_attn.k_proj.weight"] = (kv * width, hidden)
+        shapes[f"{layer}.self_attn.v_proj.weight"] = (kv * width, hidden)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, heads * width)
+        shapes[f"{layer}.mlp.gate_proj.weight"] = shapes[f"{layer}.mlp.up_proj.weight"] = (wide, hidden)
+        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, wide)
+        shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if config["model_type"] == "qwen3":
+            shapes[f"{layer}.self_attn.q_norm.weight"] = shapes[f"{layer}.self_attn.k_norm.weight"] = (width,)
+        if config["model_type"] == "qwen2":
+            for part, rows in (("q", heads), ("k", kv), ("v", kv)):
+                shapes[f"{layer}.self_attn.{part}_proj.bias"] = (rows * width,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes
 
 
 def write_tokenizer(path: Path, **changes: Any) -> None:
@@ -51,23 +89,23 @@ def write_tokenizer(path: Path, **changes: Any) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_model(path: Path, *, seed: int = 0, tokenizer: dict[str, Any] | None = None, **config: Any) -> Path:
-    """Write a model directory; `config` replaces entries of config.json (None removes one)."""
+def write_model(
+    path: Path,
+    *,
+    seed: int = 0,
+    tokenizer: dict[str, Any] | None = None,
+    weights: dict[str, tuple[int, ...]] | None = None,
+    **config: Any,
+) -> Path:
+    """Write a model directory; `config` replaces entries of config.json (None removes one).
+
+    `weights` are the shapes of its tensors; without them they fit.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    values = {
-        "model_type": "qwen3",
-        "num_hidden_layers": 4,
-        "hidden_size": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "intermediate_size": 32,
-        "vocab_size": 8,
-        "max_position_embeddings": 128,
-        **config,
-    }
+    values = {**SIZES, **config}
+    usable = {key: value for key, value in values.items() if type(value) is type(SIZES.get(key, value))}
     (path / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-    write_safetensors(path / "model.safetensors", {"embed": (8, 16), "layer": (16, 32)}, seed)
+    write_safetensors(path / "model.safetensors", weights or shapes_of(SIZES | usable), seed)
     write_tokenizer(path, **(tokenizer or {}))
     return path
 

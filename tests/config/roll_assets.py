@@ -27,6 +27,7 @@ def model_directory(root: Path, name: str, *, weights: bool = True) -> Path:
     write_model(
         path,
         seed=len(name) + layers,
+        weights={"stand_in": (8, 16)},
         model_type="qwen3" if "Qwen3" in name else "qwen2",
         num_hidden_layers=layers,
         hidden_size=hidden,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_assets import write_config, write_model
+from config_assets import PARAMETERS, write_config, write_model
 
 from roll_opd.cli import main
 from roll_opd.config.build import load_plan
@@ -106,11 +106,11 @@ def test_small_writers() -> None:
 
 def test_memory_of_the_optimizer_is_sharded(plan: Callable[..., Any]) -> None:
     sharded = plan({"student_train.model_args.dtype": "bf16"}).memory["student_train"][0]
-    assert sharded["weights"] == 640 * 2
-    assert sharded["gradients"] == 640 * 4
-    assert sharded["optimizer"] == 640 * 12 // 2
+    assert sharded["weights"] == PARAMETERS * 2
+    assert sharded["gradients"] == PARAMETERS * 4
+    assert sharded["optimizer"] == PARAMETERS * 12 // 2
     whole = plan({"student_train.strategy_args.strategy_config": {"use_distributed_optimizer": False}})
-    assert whole.memory["student_train"][0]["optimizer"] == 640 * 12
+    assert whole.memory["student_train"][0]["optimizer"] == PARAMETERS * 12
 
 
 def test_demo_example_plans_cleanly() -> None:

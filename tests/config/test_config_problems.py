@@ -248,20 +248,59 @@ def _cut(file: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"end": "<|stop|>"}, "special token 4 is '<|end|>' in the student, '<|stop|>' in the teacher"),
-        ({"chat_template": "{{ messages }}"}, "the chat templates differ from line 1 on"),
-        ({"chat_template": None}, "only the student has a chat template"),
-        ({"vocab": {**VOCABULARY, "x": 7, "y": 6}}, "2 vocabulary entries differ, the first is 'x': id 6"),
-        ({"merges": ["b a"]}, "merge 0 is 'a b' in the student, 'b a' in the teacher"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer differs"),
-        ({"eos": "<|pad|>"}, "eos_token is '<|end|>' in the student, '<|pad|>' in the teacher"),
+        (
+            {"end": "<|stop|>"},
+            "1 of the student's 8 token ids, the first is id 4: '<|end|>' in the student, '<|stop|>' in",
+        ),
+        ({"vocab": {**VOCABULARY, "x": 7, "y": 6}}, "2 of the student's 8 token ids, the first is id 6: 'x' in"),
+        (
+            {"vocab": {token: id for token, id in VOCABULARY.items() if token != "y"}},
+            "id 7: 'y' in the student, none in",
+        ),
     ],
 )
-def test_tokenizers_that_differ(problems: Problems, root: Path, changes: dict[str, Any], message: str) -> None:
+def test_tokens_that_a_teacher_reads_otherwise(
+    problems: Problems, plan: Callable[..., Any], root: Path, changes: dict[str, Any], message: str
+) -> None:
     write_tokenizer(root / "teacher", **changes)
     found = problems()
     assert len(found) == 1
     assert message in found[0]
+    assert "set teacher_tokenizer_check: warn" in found[0]
+    assert any(message in text for text in plan({"teacher_tokenizer_check": "warn"}).warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chat_template": "{{ messages }}"}, "the chat templates differ from line 1 on"),
+        ({"chat_template": None}, "only the student has a chat template"),
+        ({"merges": ["b a"]}, "merge 0 is 'a b' in the student, 'b a' in the teacher"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer differs"),
+        ({"eos": "<|pad|>"}, "eos_token is '<|end|>' in the student, '<|pad|>' in the teacher"),
+        ({"vocab": {**VOCABULARY, "z": 8}}, "one token id exists only in the teacher, the first is id 8: 'z'"),
+    ],
+)
+def test_tokenizers_that_differ_otherwise(
+    plan: Callable[..., Any], root: Path, changes: dict[str, Any], message: str
+) -> None:
+    """A base student with an instruct teacher: every id that the student writes is the same token to both."""
+    write_model(root / "teacher", seed=2, tokenizer=changes, vocab_size=9)
+    assert any(message in text for text in plan().warnings)
+
+
+def test_ends_of_answers_are_compared(plan: Callable[..., Any], root: Path) -> None:
+    for name, ids in (("student", 4), ("teacher", [5, 4])):
+        (root / name / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert any("an answer ends with id 4 in the student, 4 and 5 in the teacher" in text for text in plan().warnings)
+
+
+def test_vocabularies_in_two_formats(plan: Callable[..., Any], problems: Problems, root: Path) -> None:
+    (root / "teacher/tokenizer.json").unlink()
+    (root / "teacher/vocab.json").write_text(json.dumps(VOCABULARY))
+    plan()
+    (root / "teacher/vocab.json").write_text(json.dumps(VOCABULARY | {"x": 7, "y": 6}))
+    assert "id 6: 'x' in the student, 'y' in the teacher" in problems()[0]
 
 
 def test_tokenizers_written_differently_are_the_same(plan: Callable[..., Any], root: Path) -> None:
@@ -362,7 +401,7 @@ def test_full_disk(problems: Problems, monkeypatch: pytest.MonkeyPatch) -> None:
     real = check_files.shutil.disk_usage
     monkeypatch.setattr(check_files.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     found = problems()
-    assert "output_dir: one checkpoint of 640 parameters" in found[0]
+    assert "output_dir: one checkpoint of 9,648 parameters" in found[0]
 
 
 def test_output_dir_under_a_file(problems: Problems, root: Path) -> None:

@@ -1,0 +1,143 @@
+"""The teacher preflight: before anything is learned from a teacher, student and teacher read a few samples, and
+`rollout.teacher_checks` judges what they say. See docs/teacher-preflight.md.
+
+The samples are the first that the run would learn from: nothing more is generated, and the very numbers of the first
+update are held against a second computation. No random state is touched, so a run learns the same with and without.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.experience import Experience
+from roll_opd.hf.model_info import read_model
+from roll_opd.hf.tokenizer_files import added_ids, compare_tokenizers
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.start import RunWorkers
+from roll_opd.rollout.teacher_checks import Check, Readings, Settings, checks
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
+
+SAMPLES = 16  # read by student and teacher
+RESPONSE_TOKENS, ALL_TOKENS = 512, 16384  # of each response, and of all samples together
+TOPK = 16
+
+
+class TeacherPreflight:
+    """Checks each teacher of a run on the first samples that it has scored."""
+
+    def __init__(self, plan: RunPlan, workers: RunWorkers, logger: RunLogger) -> None:
+        self._plan, self._student, self._logger = plan, workers.student, logger
+        self._left = list(workers.frozen_models.teachers) if plan.teacher_preflight is not False else []
+
+    async def check(self, experiences: Sequence[Experience], temperature: float) -> None:
+        """Check, print and log every teacher that has scored some of `experiences` and was not checked before.
+
+        RunError where one fails, unless the plan only warns.
+        """
+        for teacher in list(self._left):
+            chosen = _chosen([e for e in experiences if teacher.plan.name in e.teacher_logprobs])
+            if not chosen:
+                continue
+            self._left.remove(teacher)
+            rows = await self._check(teacher, chosen, temperature)
+            self._logger.teacher_preflight(teacher.plan.name, rows)
+            failed = next((row for row in rows if row.verdict == "failed"), None)
+            if failed and self._plan.teacher_preflight != "warn":
+                raise RunError(
+                    f"the preflight of teacher {teacher.plan.name} failed: {failed.check}: {failed.value};"
+                    f" {failed.meaning}. Set teacher_preflight: warn to go on all the same"
+                )
+
+    async def _check(self, teacher: Teacher, chosen: Sequence[Experience], temperature: float) -> list[Check]:
+        own, theirs = (Path(plan.model.path) for plan in (self._student.plan, teacher.plan.worker))
+        sizes = [read_model(path).vocab for path in (own, theirs)]
+        shared = min(sizes)
+        texts = [replace(e, prompt_length=1) for e in chosen]
+
+        async def read(role: Student | FrozenModel, **wanted: Any) -> list[dict[str, np.ndarray]]:
+            return await gathered(
+                role.group, "compute_targets", texts, temperature, topk=min(TOPK, shared), vocab_size=shared, **wanted
+            )
+
+        by_student, by_teacher, again = await read(self._student), await read(teacher, plain=True), await read(teacher)
+        readings = Readings(
+            student_logprobs=_column(by_student, "logprobs"),
+            student_ids=_column(by_student, "topk_ids"),
+            student_topk=_column(by_student, "topk_logprobs"),
+            teacher_logprobs=_column(by_teacher, "logprobs"),
+            teacher_ids=_column(by_teacher, "topk_ids"),
+            teacher_topk=_column(by_teacher, "topk_logprobs"),
+            teacher_plain=_column(by_teacher, "plain_logprobs"),
+            again=_column(again, "logprobs"),
+            in_run=np.concatenate([_in_run(e, teacher.plan.name) for e in chosen]),
+            **_kinds(chosen, added_ids(own)),
+        )
+        settings = Settings(temperature, teacher.plan.worker.model.dtype == "fp32", shared)
+        return [*checks(readings, settings), *_tokens(own, theirs, sizes)]
+
+
+def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
+    """Return one sample of each of a few prompts, spread over the step, their responses cut to `RESPONSE_TOKENS`."""
+    by_group = {e.group_id: e for e in reversed(experiences) if e.response_length}
+    groups = list(by_group.values())
+    chosen, tokens = [], 0
+    for experience in groups[:: max(1, -(-len(groups) // SAMPLES))]:
+        cut = experience.prompt_length + RESPONSE_TOKENS
+        tokens += min(cut, len(experience.tokens))
+        if tokens > ALL_TOKENS and chosen:
+            break
+        chosen.append(replace(experience, tokens=experience.tokens[:cut]))
+    return chosen
+
+
+def _column(answers: Sequence[dict[str, np.ndarray]], name: str) -> np.ndarray:
+    return np.concatenate([answer[name] for answer in answers])
+
+
+def _in_run(experience: Experience, teacher: str) -> np.ndarray:
+    """Return what the run will learn from at every scored token; NaN in the prompt, whose first is not scored."""
+    response = experience.teacher_logprobs[teacher][: experience.response_length]
+    return np.concatenate([np.full(experience.prompt_length - 1, np.nan, np.float32), response])
+
+
+def _kinds(chosen: Sequence[Experience], special: frozenset[int]) -> dict[str, np.ndarray]:
+    """Say of every scored token whether it was sampled, is written text of a prompt, or ended an answer."""
+    positions = [np.arange(1, len(e.tokens)) for e in chosen]
+    sampled = [place >= e.prompt_length for e, place in zip(chosen, positions, strict=True)]
+    text = [~np.isin(e.tokens[1:], list(special)) for e in chosen]
+    ended = [
+        (place == len(e.tokens) - 1) & (e.finish_reason == "stop" and e.response_length == len(e.action_mask))
+        for e, place in zip(chosen, positions, strict=True)
+    ]
+    return {
+        "sampled": np.concatenate(sampled),
+        "written": np.concatenate([words & ~own for words, own in zip(text, sampled, strict=True)]),
+        "last": np.concatenate(ended),
+    }
+
+
+def _tokens(own: Path, theirs: Path, sizes: Sequence[int]) -> list[Check]:
+    """Compare the tokens of student and teacher, by their files."""
+    found = compare_tokenizers(own, theirs)
+    ids = f"{found.only_student} only in the student, {found.only_other} only in the teacher"
+    same = (
+        "every token that the student writes is the same to the teacher; the models have"
+        f" {sizes[0]} and {sizes[1]} rows, those without a token are padding"
+    )
+    differences = "; ".join(found.differences)
+    return [
+        Check("token ids", ids, "warning" if found.conflict else "ok", found.conflict or same),
+        Check(
+            "templates, special tokens",
+            f"{len(found.differences)} differences" if differences else "the same",
+            "warning" if differences else "ok",
+            f"{differences}; the student's count, and the teacher reads what it may not be used to"
+            if differences
+            else "chat template, special tokens and end of answers",
+        ),
+    ]

@@ -1,0 +1,223 @@
+"""What a teacher's log-probs of a few samples say about the teacher: numbers in, verdicts out.
+
+A wrong teacher raises no error: it gives numbers, and the student learns them. What gives it away is how its numbers
+fit each other, and how they fit those of the student, which wrote the samples.
+
+Legend: N scored tokens of all texts, K tokens of a top-k.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Verdict = Literal["ok", "warning", "failed"]
+
+WIDTH = 80  # columns of the table
+MARGIN = 2.0  # nats a token that a sound teacher may find the student's text less likely than the student does
+SHARED_MASS = 0.5  # least share of the student's probability on the teacher's top-k, and the other way round
+EXACT, ROUNDED = 1e-3, 0.1  # nats that two computations of a log-prob may differ by on average: f32; bf16, fp16
+TEMPERATURE_ERROR = 0.02  # of the measured temperature, relative
+FLAT = 0.01  # nats by which the most likely token must be above 1 / V
+SURPRISED = 8.0  # nats that a sound teacher may find the end of an answer less likely than the student does
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table. `meaning` says what the value is, or what is wrong and what to do."""
+
+    check: str
+    value: str
+    verdict: Verdict
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What student and teacher say of the same N tokens, at the sampling temperature."""
+
+    student_logprobs: np.ndarray  # f32 [N]
+    student_ids: np.ndarray  # int32 [N, K], most likely first
+    student_topk: np.ndarray  # f32 [N, K], their log-probs
+    teacher_logprobs: np.ndarray
+    teacher_ids: np.ndarray
+    teacher_topk: np.ndarray
+    teacher_plain: np.ndarray  # f32 [N, K], of `teacher_ids` at temperature 1
+    again: np.ndarray  # f32 [N], the teacher's, computed once more
+    in_run: np.ndarray  # f32 [N], those that the run will learn from; NaN for tokens of prompts
+    sampled: np.ndarray  # bool [N], written by the student
+    written: np.ndarray  # bool [N], text of a prompt, and no special token
+    last: np.ndarray  # bool [N], the token that ended an answer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the readings are to be judged by."""
+
+    temperature: float
+    exact: bool  # the teacher computes in f32
+    vocab_size: int  # token ids that student and teacher both have
+
+
+def checks(readings: Readings, settings: Settings) -> list[Check]:
+    """Return a verdict on everything that the log-probs of the texts can tell."""
+    finite = _finite(readings)
+    if finite.verdict != "ok":
+        return [finite]
+    rows = [finite, _twice(readings, settings), _temperature(readings, settings), _reads_input(readings, settings)]
+    for name, chosen in (("samples", readings.sampled), ("prompts", readings.written)):
+        if chosen.any():
+            rows.append(_likely(readings, settings, name, chosen))
+    return [*rows, _overlap(readings), *_ends(readings)]
+
+
+def table(name: str, rows: Sequence[Check]) -> str:
+    """Return the rows as text of `WIDTH` columns, with the meaning of those that are not ok."""
+    lines = [f"Teacher preflight: {name}", "-" * WIDTH]
+    for row in rows:
+        value = textwrap.wrap(row.value, WIDTH - 36) or [""]
+        lines += [f"{row.check:<27}{value[0]:<{WIDTH - 35}}{row.verdict:>8}", *(" " * 27 + rest for rest in value[1:])]
+    for row in rows:
+        if row.verdict != "ok":
+            lines += ["", *textwrap.wrap(f"{row.verdict}: {row.check}: {row.meaning}", WIDTH)]
+    return "\n".join([*lines, "-" * WIDTH])
+
+
+def _finite(readings: Readings) -> Check:
+    of_teacher = (readings.teacher_logprobs, readings.teacher_topk, readings.in_run[readings.sampled])
+    wrong = sum(int((~np.isfinite(values) | (values > EXACT)).sum()) for values in of_teacher)
+    return Check(
+        "log-probs are numbers",
+        f"{wrong} are not" if wrong else "all",
+        "failed" if wrong else "ok",
+        "a log-prob is NaN, infinite or above 0: weights with NaN, or too large for the teacher's dtype"
+        if wrong
+        else "finite and at most 0",
+    )
+
+
+def _twice(readings: Readings, settings: Settings) -> Check:
+    """The same sequence twice; and as the run scored it among others."""
+    repeated = float(np.abs(readings.teacher_logprobs - readings.again).mean(dtype=np.float64))
+    chosen = readings.sampled
+    in_run = (
+        float(np.abs(readings.teacher_logprobs - readings.in_run)[chosen].mean(dtype=np.float64))
+        if chosen.any()
+        else 0.0
+    )
+    wrong = max(repeated, in_run) > (EXACT if settings.exact else ROUNDED)
+    return Check(
+        "same sequence twice",
+        f"differs by {repeated:.1e}; in the step by {in_run:.1e}",
+        "failed" if wrong else "ok",
+        "the teacher's log-probs of one sequence change from call to call: dropout that is on, another temperature, or"
+        " weights that change"
+        if wrong
+        else "mean difference in nats of two computations, and from what the step learns from",
+    )
+
+
+def _temperature(readings: Readings, settings: Settings) -> Check:
+    """Gaps between log-probs at temperature T are 1/T of those at 1."""
+    name, wanted = "sampling temperature", f"{settings.temperature:g}"
+    plain = (readings.teacher_plain[:, :1] - readings.teacher_plain[:, 1:]).astype(np.float64)
+    scored = (readings.teacher_topk[:, :1] - readings.teacher_topk[:, 1:]).astype(np.float64)
+    product = float((plain * scored).sum())
+    if product <= 0:
+        return Check(name, f"not measurable, wanted {wanted}", "ok", "all tokens are equally likely")
+    measured = float(np.square(plain).sum()) / product
+    wrong = abs(measured / settings.temperature - 1) > TEMPERATURE_ERROR
+    return Check(
+        name,
+        f"{measured:.3f}, wanted {wanted}",
+        "failed" if wrong else "ok",
+        "the teacher scores at another temperature than the student samples at, so their log-probs do not compare"
+        if wrong
+        else "measured from the teacher's log-probs, against those at temperature 1",
+    )
+
+
+def _reads_input(readings: Readings, settings: Settings) -> Check:
+    """A lost embedding, norm or head: every token equally likely, or one distribution whatever was read."""
+    above = readings.teacher_topk[:, 0].mean(dtype=np.float64) + math.log(settings.vocab_size)
+    flat = above < FLAT
+    same = len(readings.teacher_ids) > 1 and bool(
+        (readings.teacher_ids == readings.teacher_ids[0]).all() and np.ptp(readings.teacher_topk, axis=0).max() < FLAT
+    )
+    meaning = "probability of the most likely token, on average"
+    if flat:
+        meaning = "every token is as likely as any other (-ln V): embedding, final norm or output head hold no numbers"
+    elif same:
+        meaning = "the distribution is the same after every token: the teacher does not read its input"
+    likeliest = float(np.exp(readings.teacher_topk[:, 0], dtype=np.float64).mean())
+    return Check(
+        "sees its input",
+        f"most likely token {likeliest:.3f}, 1 / V {1 / settings.vocab_size:.1e}",
+        "failed" if flat or same else "ok",
+        meaning,
+    )
+
+
+def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
+    """The mean log-prob of a text, against the student's and a guess's."""
+    teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
+    student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
+    guess = -math.log(settings.vocab_size)
+    verdict: Verdict = "ok"
+    meaning = f"nats a token; a sound teacher is at most {MARGIN:g} below the student"
+    # text that the student cannot predict either says nothing: prompts, to a model that has only learned answers
+    if teacher < student - MARGIN and student > guess + MARGIN:
+        verdict, rest = "warning", ""
+        if teacher < guess:
+            verdict, rest = ("failed" if name == "samples" else "warning"), " and below a guess (-ln V)"
+        meaning = (
+            f"the teacher's mean log-prob of the {name} is more than {MARGIN:g} nats below the student's{rest}: weights"
+            " of another model, lost layers, coarse quantisation, or token ids or a template that it does not know"
+        )
+    return Check(f"mean log-prob, {name}", f"{teacher:.2f}, student {student:.2f}, -ln V {guess:.2f}", verdict, meaning)
+
+
+def _overlap(readings: Readings) -> Check:
+    """How much of one model's probability lies on what the other finds most likely, over the student's samples."""
+    chosen = readings.sampled
+    student_ids, teacher_ids = readings.student_ids[chosen], readings.teacher_ids[chosen]
+    shared_NKK = student_ids[:, :, None] == teacher_ids[:, None, :]
+    overlap = float(shared_NKK.any(2).mean()) if chosen.any() else 1.0
+    masses = (
+        (np.exp(readings.student_topk[chosen], dtype=np.float64) * shared_NKK.any(2)).sum(1),
+        (np.exp(readings.teacher_topk[chosen], dtype=np.float64) * shared_NKK.any(1)).sum(1),
+    )
+    of_student, of_teacher = (float(mass.mean()) if len(mass) else 1.0 for mass in masses)
+    whole = [
+        np.exp(topk[chosen], dtype=np.float64).sum(1).mean() for topk in (readings.student_topk, readings.teacher_topk)
+    ]
+    few = min(of_student / whole[0], of_teacher / whole[1]) < SHARED_MASS
+    return Check(
+        f"top-{student_ids.shape[1]} overlap",
+        f"{overlap:.0%} of tokens, {of_student:.0%} and {of_teacher:.0%} of mass",
+        "warning" if few else "ok",
+        "student and teacher expect other tokens: another family's ids, weights that do not belong together, or a"
+        " teacher that never saw such text"
+        if few
+        else "tokens in both top-k, and how much of student's and teacher's probability they hold",
+    )
+
+
+def _ends(readings: Readings) -> Iterator[Check]:
+    if not readings.last.any():
+        return
+    teacher = float(readings.teacher_logprobs[readings.last].mean(dtype=np.float64))
+    student = float(readings.student_logprobs[readings.last].mean(dtype=np.float64))
+    wrong = teacher < student - SURPRISED
+    yield Check(
+        "end of answers",
+        f"{teacher:.2f}, student {student:.2f}",
+        "warning" if wrong else "ok",
+        "the teacher hardly ever ends an answer as the student does, so the student learns not to end: their"
+        " end-of-sequence tokens or templates are not the same"
+        if wrong
+        else "mean log-prob of the token that ended a sample",
+    )

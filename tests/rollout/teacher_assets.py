@@ -1,0 +1,94 @@
+"""Roles whose numbers come from Hugging Face models: what a preflight asks of Megatron, computed the naive way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
+from roll_opd.data.experience import Experience
+from roll_opd.workers.roles import Student, Teacher
+
+
+@dataclass
+class Group:
+    """The ranks of a role, in this process."""
+
+    model: PreTrainedModel
+    change: Callable[[float], float] = field(default=lambda temperature: temperature)  # what a fault makes of it
+
+    async def call(self, method: str, sequences: Any, temperature: float, **wanted: Any) -> list[dict[int, Any]]:
+        assert method == "compute_targets"
+        answers = {}
+        for number, (tokens, prompt) in enumerate(sequences._value):
+            logits = logits_of(self.model, tokens)[prompt - 1 :]
+            scored = (logits / self.change(temperature)).log_softmax(-1)
+            values = {"logprobs": scored.gather(1, torch.from_numpy(tokens[prompt:])[:, None])[:, 0]}
+            shared = logits[:, : wanted["vocab_size"]]
+            values["topk_logprobs"], ids = (shared / self.change(temperature)).log_softmax(-1).topk(wanted["topk"])
+            values["topk_ids"] = ids
+            if wanted.get("plain"):
+                values["plain_logprobs"] = shared.log_softmax(-1).gather(1, ids)
+            answers[number] = {name: value.numpy() for name, value in values.items()}
+        return [answers]
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
+    """[T-1, V]: row t is of the token that follows token t."""
+    return model(torch.from_numpy(tokens)[None]).logits[0, :-1].float()
+
+
+def megatron(path: Path | str) -> MegatronPlan:
+    return MegatronPlan("teacher", ModelPlan(str(path)), (0,), Layout(), MicroBatchLimits())
+
+
+def student_of(model: PreTrainedModel, path: Path | str) -> Student:
+    plan: Any = megatron(path)
+    group: Any = Group(model)
+    return Student(plan, group)
+
+
+def teacher_of(model: PreTrainedModel, path: Path | str, **faults: Any) -> Teacher:
+    group: Any = Group(model, **faults)
+    return Teacher("teacher", group, model.config.vocab_size, TeacherPlan("teacher", megatron(path), 1.0))
+
+
+@torch.no_grad()
+def sampled(
+    student: PreTrainedModel, prompts: Sequence[Sequence[int]], temperature: float, longest: int = 40
+) -> list[Experience]:
+    """Return one sample of the student a prompt; prompts have one length."""
+    torch.manual_seed(0)
+    whole = student.generate(
+        torch.tensor(prompts), do_sample=True, temperature=temperature, top_k=0, max_new_tokens=longest
+    ).numpy()
+    experiences = []
+    for number, row in enumerate(whole):
+        length = len(prompts[number])
+        ends = np.flatnonzero(row[length:] == student.config.eos_token_id)
+        tokens = row[: length + ends[0] + 1] if len(ends) else row
+        experiences.append(
+            Experience(
+                id=str(number),
+                group_id=str(number),
+                tag="math_rule",
+                domain="",
+                tokens=tokens,
+                prompt_length=length,
+                action_mask=np.ones(len(tokens) - length, dtype=bool),
+                rollout_logprobs=None,
+                finish_reason="stop" if len(ends) else "length",
+                weights_version=0,
+            )
+        )
+    return experiences
+
+
+def workers_of(student: Student, teacher: Teacher) -> Any:
+    return SimpleNamespace(student=student, frozen_models=SimpleNamespace(teachers=(teacher,)))
