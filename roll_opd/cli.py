@@ -36,13 +36,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.build import load_plan
     from roll_opd.config.describe import to_json, to_text
     from roll_opd.config.errors import ConfigError
+    from roll_opd.terminal import columns, tell
 
     try:
         plan = load_plan(arguments.config_path, arguments.config_name, arguments.overrides, runnable=False)
     except ConfigError as error:
-        print(f"roll-opd: {error}", file=sys.stderr)
+        tell(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
-    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan), flush=True)
+    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)
     return 0
 
 

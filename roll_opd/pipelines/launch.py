@@ -18,6 +18,8 @@ from roll_opd.data.rows import DataError
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.rewards.interface import RewardError
+from roll_opd.terminal import tell
+from roll_opd.tracking.recording import recorded
 from roll_opd.tracking.registry import TrackerError
 from roll_opd.workers.errors import RunError
 
@@ -36,6 +38,11 @@ def main(
 
 def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: str | None = None) -> int:
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
+    with recorded():
+        return _launch(parsed, pure, pipeline)
+
+
+def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None) -> int:
     try:
         plan = load_plan(parsed.config_path, parsed.config_name, parsed.overrides, pure=pure, pipeline=pipeline)
         os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
@@ -45,7 +52,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
         inputs = preflight(plan)
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
-            print(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
+            tell(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
             return DONE
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error)
@@ -74,5 +81,5 @@ def exit_code(error: BaseException, refusals: tuple[type[Exception], ...] = REFU
 
 
 def _ended(message: str, code: int) -> int:
-    print(f"roll-opd: {message}", file=sys.stderr)
+    tell(f"roll-opd: {message}", sys.stderr)
     return code

@@ -22,6 +22,8 @@ from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.progress import Progress, shown_while_long
+from roll_opd.tracking.recording import Recording, recorded
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import Trackers
 from roll_opd.workers.errors import RunError, SkippedUpdates
@@ -46,6 +48,10 @@ class Run:
         return self.logger.clock
 
     @property
+    def progress(self) -> Progress:
+        return self.logger.progress
+
+    @property
     def steps_done(self) -> int:
         """Steps that the run had made when it was saved."""
         return self.resumed.step if self.resumed else 0
@@ -63,9 +69,11 @@ class Run:
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""
         if self.resumed:
-            self.clock.lap()  # start-up belongs to no step
-        else:
-            self.logger.start(await validate() if self.held_out else {})
+            self.logger.restart()
+            return
+        with self.clock.phase("validate"):
+            metrics = await validate() if self.held_out else {}
+        self.logger.start(metrics)
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
         """Return the metrics of `validate` every `eval_steps` steps and after the last one, else none."""
@@ -89,17 +97,24 @@ class Run:
                 await self.checkpoints.write(step, save, self.source.state_dict(), kl_coef)
         yield
         if is_due:
-            self.checkpoints.commit(step)
+            self.checkpoints.commit(step, self.logger.model_card(step))
 
 
 def run(plan: RunPlan, inputs: Inputs) -> None:
     """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way."""
+    with recorded() as recording:
+        _run(plan, inputs, recording)
+
+
+def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
     directory = _directory(plan, resumed)
+    recording.keep_in(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
-    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, resumed.step if resumed else 0)
+    done = resumed.step if resumed else 0
+    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, done)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
     gc.collect()
@@ -108,7 +123,9 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
         with runtime.ray_cluster(plan.devices_per_node):
             devices = placement.Placement(plan.num_nodes, plan.devices_per_node)
             opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed)
-            asyncio.run(pipeline.train(opened))
+            live = recording.show_live if recording.is_live else None
+            with shown_while_long(logger.under_way, logger.note, live):
+                asyncio.run(pipeline.train(opened))
     except SkippedUpdates as error:
         raise RunError(f"{error}: {logger.skipped(error.samples)}") from error
     except (runtime.ClusterError, DataError) as error:

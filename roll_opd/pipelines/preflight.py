@@ -1,7 +1,6 @@
 """Everything that is checked or opened before anything starts: a run that cannot work ends here."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from roll_opd.extensions import argument_problems
 from roll_opd.hf.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC, Checkpoint, find
 from roll_opd.rewards import registry as rewards
+from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
 
@@ -53,7 +53,7 @@ def preflight(plan: RunPlan) -> Inputs:
             [f"num_nodes is {plan.num_nodes}: start Ray on every node (ray start) and set RAY_ADDRESS to its head"]
         )
     for warning in plan.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     problems = checkpoint_problems(plan, resumed) if resumed else []
     if not os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
@@ -139,7 +139,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
     prompts = dict(zip(data_sets, _opened(list(data_sets.values()), tokenizer), strict=True))
     training, validation = prompts["training"], prompts.get("validation")
     if warning := miscounted(plan, len(training)):
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     if plan.rollout:
         held_out_tags = validation.by_tag() if validation else {}
         workers = {term.worker for reward in plan.rewards for term in reward.terms}
@@ -161,7 +161,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
             refusals.append(str(error))
         else:
             opened.append(prompts)
-            print(report.summary())
+            tell(report.summary())
     if refusals:
         raise DataError("\n".join(refusals))
     return opened

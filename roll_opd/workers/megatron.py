@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from roll_opd.cluster.progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
@@ -34,6 +35,8 @@ class _Rank:
         """Join the process group and load the model."""
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         self._engine = self._build(plan, seed, deterministic)
+        if os.environ["RANK"] == "0":
+            self._engine.on_micro_batch = MicroBatches(plan.name)
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.engine import MegatronEngine
