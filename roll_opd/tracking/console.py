@@ -52,7 +52,7 @@ ROWS = (
 )
 OF_EVERY_STEP = ("reward", "sft_loss", "dpo_loss", "reverse_kl")
 APART = {"validate": "validation", "checkpoint": "checkpoints"}  # phases that are named beside the steps
-RULE = 72  # characters
+RULE = 74  # characters
 
 
 class Console:
@@ -169,7 +169,7 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
         rows.append((label, first, last, of_teacher, _ratio(last, compared, f"of {base}")))
     if not rows:
         return ""
-    has_teacher, has_ratio = (any(row[column] for row in rows) for column in (3, 4))
+    has_teacher, has_ratio = (any(row[column] not in (None, "") for row in rows) for column in (3, 4))
     lines = [_table_row("", "before", "after", "teacher" if has_teacher else "", "ratio" if has_ratio else "")]
     lines += [
         _table_row(label, _number(first), _number(last), _number(of_teacher) if has_teacher else "", ratio)
@@ -181,7 +181,7 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
 
 def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) -> str:
     middle = f"{teacher:>10}" if teacher else ""
-    return f"{label:<24}{before:>10}{after:>10}{middle}{ratio:>16}".rstrip()
+    return f"{label:<24}{before:>10}{after:>10}{middle}{ratio:>20}".rstrip()
 
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:

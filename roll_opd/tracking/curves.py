@@ -25,19 +25,18 @@ class Curves:
         """Take the metrics of a step; return (name, step, value) of what is to be shown now, older steps included."""
         for name, value in metrics.items():
             self._histories[name] = hash((self._histories.get(name), step, f"{value:.{DIGITS}g}"))
-        found = {self._histories[name] for name in self._shown}
         new = []
         for name, value in metrics.items():
             if name in self._shown:
                 new.append((name, step, value))
-                continue
-            held = self._held.setdefault(name, [])
-            held.append((step, value))
-            if self._histories[name] in found or all(value == _uneventful(name) for _, value in held):
-                continue
-            found.add(self._histories[name])
-            self._shown.add(name)
-            new += [(name, *point) for point in self._held.pop(name)]
+            else:
+                self._held.setdefault(name, []).append((step, value))
+        charted = {self._histories[name] for name in self._shown}
+        for name, points in list(self._held.items()):
+            if self._histories[name] not in charted and any(value != _uneventful(name) for _, value in points):
+                charted.add(self._histories[name])
+                self._shown.add(name)
+                new += [(name, *point) for point in self._held.pop(name)]
         return new
 
 

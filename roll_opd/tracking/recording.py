@@ -51,7 +51,7 @@ class Recording:
         self._has_live_line = False
         self._terminal = sys.stdout
         self._copies = (_Copy(sys.stdout, self, of_errors=False), _Copy(sys.stderr, self, of_errors=True))
-        sys.stdout, sys.stderr = self._copies  # type: ignore[assignment]
+        sys.stdout, sys.stderr = self._copies
 
     @property
     def is_live(self) -> bool:

@@ -108,7 +108,7 @@ def test_a_live_line_is_one_line_that_goes_away(tmp_path: Path) -> None:
     shown = os.read(control, 10000).decode()
     os.close(control)
     assert child.returncode == 0
-    lines = [readable(line) for line in shown.replace("\r\n", "\n").splitlines()]
+    lines = [readable(line) for line in shown.replace("\r\n", "\n").removesuffix("\n").split("\n")]
     assert lines == ["step 1/2", "end"]
     assert all(len(part) < 80 for part in shown.split("\r\x1b[K")) and "generated 2 of 8\r\x1b[Kstep 1/2" in shown
     assert log(tmp_path) == ["step 1/2"]
