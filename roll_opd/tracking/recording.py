@@ -3,6 +3,7 @@
 There is one standard output a process, so there is one recording at a time.
 """
 
+import os
 import re
 import sys
 import threading
@@ -56,7 +57,7 @@ class Recording:
     @property
     def is_live(self) -> bool:
         """Whether standard output is a terminal, on which a line can be updated."""
-        return bool(self._terminal and self._terminal.isatty())
+        return bool(self._terminal and self._terminal.isatty()) and os.environ.get("TERM") != "dumb"
 
     def keep_in(self, directory: Path) -> None:
         """Append what has been printed, and what will be, to `CONSOLE_LOG` in `directory`."""
