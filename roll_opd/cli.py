@@ -22,7 +22,7 @@ from roll_opd.command_line import (
     configuration,
     safe_output,
 )
-from roll_opd.failures import os_sentence, tell
+from roll_opd.failures import os_sentence, tell_unforeseen
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`
 
@@ -45,14 +45,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.build import load_plan
     from roll_opd.config.describe import to_json, to_text
     from roll_opd.config.errors import ConfigError
+    from roll_opd.terminal import columns, tell
 
     try:
         asked = asked_pipeline(arguments)
         plan = load_plan(*configuration(arguments), **asked, runnable=False)
     except ConfigError as error:
-        print(f"roll-opd: {error}", file=sys.stderr)
+        tell(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
-    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan), flush=True)
+    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)
     return 0
 
 
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
         return USER_ERROR
     except Exception as error:  # a user meets a sentence, whatever it is
-        tell(error)
+        tell_unforeseen(error)
         return FAILED
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from roll_opd.companions import COMPANIONS
 from roll_opd.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
+from roll_opd.terminal import tell
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -223,7 +224,7 @@ def main() -> int:
     """Print the report and return 0, or 1 where something is broken."""
     machine = inspect_machine()
     findings = diagnose(machine)
-    print(report(machine, findings), flush=True)
+    tell(report(machine, findings))
     return int(any(finding.level == "broken" for finding in findings))
 
 

@@ -75,7 +75,7 @@ def unforeseen(error: BaseException) -> str:
     )
 
 
-def tell(error: BaseException) -> None:
+def tell_unforeseen(error: BaseException) -> None:
     """Print the sentence of `unforeseen`, and with ROLL_OPD_DEBUG the traceback before it."""
     if DEBUG in os.environ:
         traceback.print_exception(error)

@@ -17,6 +17,7 @@ from roll_opd.hf.weight_files import lost_weights, weight_problems
 from roll_opd.megatron.layouts import check_tensor_parallel
 from roll_opd.megatron.supported import unsupported
 from roll_opd.paths import PathError, regular_file
+from roll_opd.terminal import tell
 
 ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
 
@@ -25,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1."""
     problems = _problems(options)
     if problems:
-        print("roll-opd score: " + "\n  ".join(problems), file=sys.stderr)
+        tell("roll-opd score: " + "\n  ".join(problems), sys.stderr)
         return 2
     ranks = options.tp * options.pp * options.dp
     settings = {name: value for name, value in vars(options).items() if name not in ("command", "run")}

@@ -1,8 +1,11 @@
 """What several rooms need, and which rooms are slow as a whole."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look for; tests of the width set their own
 
 TESTS = Path(__file__).parent
 SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "workers"}  # start engines, process groups or Ray

@@ -1,5 +1,6 @@
 """Shows a `RunPlan`: a text for people and a dict for programs. Used by `roll-opd plan`."""
 
+import sys
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -8,6 +9,7 @@ from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, Rollout
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
 from roll_opd.frozen import thaw
 from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
+from roll_opd.terminal import table, wrapped
 
 SHOWN = {  # keys of the objective that its formulas show
     *keys_of(DistillationKeys),
@@ -119,13 +121,16 @@ def _batch(plan: RunPlan) -> dict[str, int | None]:
     }
 
 
-def to_text(plan: RunPlan) -> str:
-    """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings."""
+def to_text(plan: RunPlan, width: int | None = None) -> str:
+    """Return the plan as text: roles, devices, batch arithmetic, memory, objective, warnings.
+
+    Lines are broken where they are longer than `width`; None: nowhere.
+    """
     content = to_json(plan)
     sections = [
         f"{plan.exp_name}: {plan.title}, {plan.pipeline} pipeline, {plan.num_nodes} node(s) x"
         f" {plan.devices_per_node} devices",
-        _role_table(content["roles"]),
+        _role_table(content["roles"], width or sys.maxsize),
         "Devices\n" + "\n".join(_sharing(content["roles"])),
         *_routing_section(plan, content),
         "Batch\n" + "\n".join(_batch_lines(plan, content["batch"])),
@@ -134,10 +139,11 @@ def to_text(plan: RunPlan) -> str:
     ]
     if plan.warnings:
         sections.append("Warnings\n" + "\n".join(f"  - {text}" for text in plan.warnings))
-    return "\n\n".join(sections)
+    text = "\n\n".join(sections)
+    return wrapped(text, width) if width else text
 
 
-def _role_table(roles: dict[str, dict[str, Any]]) -> str:
+def _role_table(roles: dict[str, dict[str, Any]], width: int) -> str:
     head = ["role", "strategy", "model", "dtype", "devices", "tp", "pp", "cp", "ep", "dp", "coef", "tags"]
     rows = []
     for name, role in roles.items():
@@ -147,9 +153,7 @@ def _role_table(roles: dict[str, dict[str, Any]]) -> str:
         model = "/".join(role["model"].split("/")[-2:])
         devices = short_devices(role["devices"])
         rows.append([name, role["strategy"], model, role["dtype"], devices, *sizes, coefficient, tags])
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
+    return "\n".join(table([head, *rows], width))
 
 
 def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
@@ -241,6 +245,11 @@ def _device_lines(plan: RunPlan) -> list[str]:
         devices.setdefault(size, []).append(device)
     lines = [f"    {short_devices(those)}: {readable_bytes(size)}{of}" for size, those in devices.items()]
     return ["  a device (all weights, states and caches stay; activations of one role at a time):", *lines]
+
+
+def objective_text(plan: RunPlan) -> str:
+    """Return what is optimised, a line each, as `to_text` does."""
+    return "\n".join(line.strip() for line in _objective_lines(plan))
 
 
 def _objective_lines(plan: RunPlan) -> list[str]:

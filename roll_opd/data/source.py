@@ -22,12 +22,18 @@ class PromptSource:
         self._prompts, self._seed = prompts, seed
         self._streams = prompts.streams
         members = [prompts.members(stream) for stream in self._streams]
+        self._size = sum(len(numbers) for numbers in members)
         self._order = DrawOrder(members, [stream.weight for stream in self._streams], seed)
 
     @property
     def position(self) -> int:
         """Prompts taken since the run began."""
         return int(self._order.taken.sum())
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the prompts since the run began; of several streams, their mean by size."""
+        return self.position / self._size
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts, as `peek` does, and count them as taken."""

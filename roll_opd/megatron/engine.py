@@ -5,7 +5,7 @@ the same arguments.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class MegatronEngine:
         self.chunks, self.bridge = self._build()
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
+        # called before each micro-batch, and after the last one: how many were begun, and how many there are
+        self.on_micro_batch: Callable[[int, int], None] = lambda begun, total: None
 
     def _build(self) -> tuple[Sequence[torch.nn.Module], Bridge]:
         return build_model(self.plan, trainable=self.trainable)
@@ -178,9 +180,9 @@ class MegatronEngine:
 
             return output, finished
 
-        return get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(packed) for _ in self.chunks] if len(self.chunks) > 1 else iter(packed),
+            data_iterator=[iter(packed) for _ in self.chunks] if len(self.chunks) > 1 else self._told(packed),
             model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
             seq_length=1,  # not used: shapes differ from pack to pack and are exchanged
@@ -188,6 +190,13 @@ class MegatronEngine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        self.on_micro_batch(len(packed), len(packed))
+        return outputs
+
+    def _told(self, packed: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
+        for begun, batch in enumerate(packed):
+            self.on_micro_batch(begun, len(packed))
+            yield batch
 
 
 # Megatron wants a token count with each loss; ours is already divided by the global one.

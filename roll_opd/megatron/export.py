@@ -16,7 +16,8 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 
 BUCKET_BYTES = 512 * 2**20
-_NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth")  # the old weights
+# old weights, of any framework, and what describes the old model
+_NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
@@ -48,8 +49,8 @@ def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> 
 def save_hf(engine: MegatronEngine, directory: Path) -> None:
     """Write a Hugging Face model directory that `transformers` and vLLM load. Collective; rank 0 writes.
 
-    Configuration and tokenizer files are those of the model the engine was loaded from. OSError where a file cannot be
-    written; the caller then deals with the unfinished directory.
+    Configuration and tokenizer files are those of the model the engine was loaded from; its README.md is not copied.
+    OSError where a file cannot be written; the caller then deals with the unfinished directory.
     """
     state = {}
     for name, tensor in hf_tensors(engine):
@@ -60,7 +61,7 @@ def save_hf(engine: MegatronEngine, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     source = Path(engine.plan.model.path)
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_NOT_COPIED):
+        if file.is_file() and not file.name.lower().endswith(_NOT_COPIED):
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
     dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -69,6 +70,7 @@ def save_hf(engine: MegatronEngine, directory: Path) -> None:
     split = split_torch_state_dict_into_shards(state, max_shard_size="5GB")
     for filename, names in split.filename_to_tensors.items():
         save_file({name: state[name] for name in names}, directory / filename, metadata={"format": "pt"})
+        shutil.copymode(directory / "config.json", directory / filename)  # safetensors gives the owner alone access
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -10,10 +10,11 @@ from typing import Any
 
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.paths import content
-from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.run_directory import RunDirectory, write_atomic
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
+HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"
 
 
@@ -90,9 +91,11 @@ class Checkpoints:
                 raise  # an error in a pipeline, and not the disk's
             raise CheckpointError(self._write_failed(step, error)) from error
 
-    def commit(self, step: int) -> None:
-        """Make the checkpoint of `step` valid, then remove those beyond `max_ckpt_to_keep`."""
-        target = self._run.checkpoint(step)
+    def commit(self, step: int, model_card: str | None = None) -> None:
+        """Make the checkpoint of `step` valid, its model with a card; then remove those beyond `max_ckpt_to_keep`."""
+        target, model = self._run.checkpoint(step), self._partial(step) / HF
+        if model_card and model.is_dir():
+            write_atomic(model / "README.md", model_card)
         self._remove(target)
         os.replace(self._partial(step), target)
         _flush_directory(self._run.checkpoints)

@@ -16,6 +16,7 @@ from roll_opd.data.training import TrainSample, supervised_samples
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
+from roll_opd.tracking.summary import STEP_TOKENS
 from roll_opd.workers.roles import FrozenModel
 from roll_opd.workers.supervised import SupervisedStudent
 
@@ -41,9 +42,10 @@ async def train(run: Run) -> None:
         rows = source.take(plan.rollout_batch_size)
         with run.clock.phase("teacher"):
             samples = await _with_reference(rows, reference)
-        with run.clock.phase("train"):
+        with run.clock.phase("train"), run.progress.showing(student.updates):
             logprobs, loss, metrics = await student.learn(samples, plan.objective)
         metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, OF_TRAINING)}
+        metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics |= await run.validation(step, validate)
         async with run.checkpoint(step, student.save):
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)

@@ -29,11 +29,13 @@ from roll_opd.command_line import (
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
-from roll_opd.failures import os_sentence, tell
+from roll_opd.failures import os_sentence, tell_unforeseen
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.rewards.interface import RewardError
+from roll_opd.terminal import tell
+from roll_opd.tracking.recording import recorded
 from roll_opd.tracking.registry import TrackerError
 from roll_opd.workers.errors import RunError, Terminated
 
@@ -60,6 +62,11 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
     safe_output()
     if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
         die_with_parent()
+    with recorded():
+        return _launch(parsed, pure, pipeline)
+
+
+def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None) -> int:
     try:
         plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline)
         os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
@@ -69,7 +76,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
         inputs = preflight(plan)
         if inputs.resumed and inputs.resumed.step >= plan.max_steps:
             done, path = inputs.resumed.step, inputs.resumed.path
-            print(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
+            tell(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
             tell_run_directory(inputs.resumed.run)
             return DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -106,12 +113,12 @@ def exit_code(
         return FAILED
     if isinstance(error, OSError):
         return _ended(os_sentence(error), USER_ERROR)
-    tell(error)
+    tell_unforeseen(error)
     return FAILED
 
 
 def _ended(message: str, code: int) -> int:
-    print(f"roll-opd: {message}", file=sys.stderr)
+    tell(f"roll-opd: {message}", sys.stderr)
     return code
 
 

@@ -27,6 +27,8 @@ from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.progress import Progress, shown_while_long
+from roll_opd.tracking.recording import Recording, recorded
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.trackers import Trackers
 from roll_opd.workers.errors import RunError, SkippedUpdates
@@ -52,6 +54,10 @@ class Run:
         return self.logger.clock
 
     @property
+    def progress(self) -> Progress:
+        return self.logger.progress
+
+    @property
     def steps_done(self) -> int:
         """Steps that the run had made when it was saved."""
         return self.resumed.step if self.resumed else 0
@@ -69,9 +75,11 @@ class Run:
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""
         if self.resumed:
-            self.clock.lap()  # start-up belongs to no step
+            self.logger.restart()
         else:
-            self.logger.start(await validate() if self.held_out else {})
+            with self.clock.phase("validate"):
+                metrics = await validate() if self.held_out else {}
+            self.logger.start(metrics)
         self.ending.is_training = True  # from now on there is something to be saved
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:
@@ -104,7 +112,7 @@ class Run:
             await write()
             is_written = True
         if is_written:
-            self.checkpoints.commit(step)
+            self.checkpoints.commit(step, self.logger.model_card(step))
         if self.ending.is_asked_for and step < self.plan.max_steps:
             raise self.ending.saved(step)
 
@@ -114,6 +122,11 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
 
     A run that ends before its start-up is over leaves nothing behind.
     """
+    with recorded() as recording:
+        _run(plan, inputs, recording)
+
+
+def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
     try:
@@ -121,9 +134,11 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
     except OSError as error:
         raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
     tell_run_directory(directory.path)
+    recording.keep_in(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
-    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, resumed.step if resumed else 0)
+    done = resumed.step if resumed else 0
+    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, done)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
     gc.collect()
@@ -135,7 +150,9 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
             ending.listen()
             devices = placement.Placement(plan.num_nodes, plan.devices_per_node, starting)
             opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, ending)
-            asyncio.run(_trained(pipeline.train, opened))
+            live = recording.show_live if recording.is_live else None
+            with shown_while_long(logger.under_way, logger.note, live):
+                asyncio.run(_trained(pipeline.train, opened))
     except KeyboardInterrupt:
         raise ending.interrupted() from None
     except SkippedUpdates as error:

@@ -25,6 +25,7 @@ from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
 from roll_opd.pipelines.checkpoints import CRITIC, STATE_FILE, Checkpoint, CheckpointError, find
 from roll_opd.rewards import registry as rewards
+from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
 
@@ -56,7 +57,7 @@ def preflight(plan: RunPlan) -> Inputs:
             [f"num_nodes is {plan.num_nodes}: start Ray on every node (ray start) and set RAY_ADDRESS to its head"]
         )
     for warning in plan.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     problems = checkpoint_problems(plan, resumed) if resumed else []
     problems += package_problems()
@@ -190,7 +191,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
     prompts = dict(zip(data_sets, _opened(list(data_sets.values()), tokenizer), strict=True))
     training, validation = prompts["training"], prompts.get("validation")
     if warning := miscounted(plan, len(training)):
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     if plan.rollout:
         held_out_tags = validation.by_tag() if validation else {}
         workers = {term.worker for reward in plan.rewards for term in reward.terms}
@@ -212,7 +213,7 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
             refusals.append(str(error))
         else:
             opened.append(prompts)
-            print(report.summary())
+            tell(report.summary())
     if refusals:
         raise DataError("\n".join(refusals))
     return opened

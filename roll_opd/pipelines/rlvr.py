@@ -30,14 +30,17 @@ async def train(run: Run) -> None:
 
     async def validation_of(sampler: Sampler) -> dict[str, float]:
         assert plan.validation is not None
-        rollout = Rollout(sampler, plan.validation.sampling, reward_pools, plan.seed, chunk_samples(plan), clock)
+        sampling, chunk = plan.validation.sampling, chunk_samples(plan)
+        rollout = Rollout(sampler, sampling, reward_pools, plan.seed, chunk, clock, progress=run.progress)
         return await validate(rollout, run.held_out)
 
     if not run.resumed and run.held_out and plan.validation and plan.validation.measure_teacher:
         run.logger.note("Measuring the teacher on the validation prompts ...")
         for teacher in plan.teachers:
             async with teacher_as_sampler(plan, teacher, run.placement) as sampler:
-                run.logger.teacher_accuracy(teacher.name, await validation_of(sampler))
+                with clock.phase("validate"):
+                    metrics = await validation_of(sampler)
+                run.logger.teacher_accuracy(teacher.name, metrics)
 
     run.logger.note("Starting student, teacher and inference engines ...")
     workers = await start_workers(plan, run.placement)
@@ -54,6 +57,7 @@ async def train(run: Run) -> None:
         clock,
         workers.frozen_models,
         exclude_failed=not plan.rewards_are_monitored,
+        progress=run.progress,
     )
     compared = loss_facts(objective.policy_loss).reads_advantages
     passes = group_filter(plan.rewards, compared=compared)
@@ -89,7 +93,7 @@ async def train(run: Run) -> None:
             batch = replace(batch, demonstrations=source.demonstrations.take(plan.demonstrations.rows_per_step))
             demonstrations = demonstration_experiences(batch.demonstrations, first_draw)
             experiences = mixed(experiences, demonstrations, plan.demonstrations.updates)
-        with clock.phase("train"):
+        with clock.phase("train"), run.progress.showing(*workers.updates):
             student_learns = step > critic_warmup
             metrics: dict[str, float] = {}
             if any(e.is_learned_from for e in experiences):  # else the step is left out, as in ROLL

@@ -8,16 +8,23 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.cluster.progress import calls_under_way
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
+from roll_opd.data.source import PromptSource
 from roll_opd.data.training import TrainSample
+from roll_opd.pipelines.checkpoints import HF
+from roll_opd.pipelines.model_card import model_card
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
-from roll_opd.tracking.console import Console
-from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, RunDirectory
-from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
+from roll_opd.tracking.console import SHORT, Console, loading, validation
+from roll_opd.tracking.progress import Progress
+from roll_opd.tracking.recording import Recording
+from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, RunDirectory, read_jsonl
+from roll_opd.tracking.summary import ACCURACY, STEP_TOKENS, TEACHER_ACCURACY, summarize, write_summary
+from roll_opd.tracking.system import memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
 
 # what else the advantages of a sample depend on
@@ -38,14 +45,24 @@ class RunLogger:
     """Writes what happens in a run to console, trackers and files. Its `clock` times the steps."""
 
     def __init__(
-        self, plan: RunPlan, run: RunDirectory, trackers: Trackers, tokenizer: PreTrainedTokenizerBase, done: int = 0
+        self,
+        plan: RunPlan,
+        run: RunDirectory,
+        trackers: Trackers,
+        tokenizer: PreTrainedTokenizerBase,
+        source: PromptSource,
+        recording: Recording,
+        done: int = 0,
     ) -> None:
         """`done` are the steps that were logged before: those of the checkpoint that a run resumes from."""
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(began=recording.began)
+        self.progress = Progress()
         self._done = done
         self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
-        self._console = Console(plan.max_steps)
+        self._source, self._recording = source, recording
+        self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, float] = {}
+        self._startup: dict[str, float] = {}
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -55,7 +72,7 @@ class RunLogger:
         """Remember how well a teacher answers; with several, the best one counts as the teacher's accuracy."""
         if ACCURACY in metrics:
             self._teachers[name] = metrics[ACCURACY]
-            self.note(f"Teacher {name}: validation accuracy {metrics[ACCURACY]:.3f}")
+            self.note(f"Teacher {name}: {validation(metrics)}")
 
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
         """Print what the preflight of a teacher found, and keep it for the summary."""
@@ -64,14 +81,22 @@ class RunLogger:
 
     def start(self, metrics: Mapping[str, float]) -> None:
         """Log the state before the first step, as step 0."""
-        lap = self.clock.lap()  # start-up belongs to no step
         row = {**metrics, **{f"val_correct/teacher/{name}": value for name, value in self._teachers.items()}}
         if self._teachers:
             row[TEACHER_ACCURACY] = max(self._teachers.values())
         if ACCURACY in metrics:
-            self.note(f"Student before training: validation accuracy {metrics[ACCURACY]:.3f}")
-        row["time/startup"] = lap["step"]
+            self.note(f"Student before training: {validation(metrics)}")
+        self.restart()
+        row |= self._startup
+        self._startup = {}
         self._trackers.log(0, row)
+
+    def restart(self) -> None:
+        """Have what went before count as start-up, but for a validation, and as no part of a step."""
+        lap = self.clock.lap()
+        self._startup = {"time/startup": lap["step"] - lap["validate"]}
+        if lap["validate"]:
+            self._startup["time/validate"] = lap["validate"]
 
     def step(self, step: int, batch: Batch, experiences: Sequence[Experience], metrics: Mapping[str, float]) -> None:
         """Log a finished step that rolled out."""
@@ -79,6 +104,7 @@ class RunLogger:
             **metrics,
             "rollout/generated_tokens": float(batch.generated_tokens),
             "rollout/filtered_prompts": float(len(batch.filtered)),
+            STEP_TOKENS: float(sum(len(experience.tokens) for experience in experiences)),
         }
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
@@ -86,12 +112,17 @@ class RunLogger:
 
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
         """Log a finished step: the ids it drew, and its metrics."""
-        row = {**metrics, **time_metrics(self.clock.lap())}
+        row = {**metrics, "data/epoch": self._source.epochs, **self._startup, **memory_metrics()}
+        row |= time_metrics(self.clock.lap())
+        row |= throughput_metrics(row)
+        self._startup = {}
         self._run.append_jsonl(PROMPTS, [{"step": step, **drawn}])
         self._trackers.log(step, row)
         self._done = step
         if step % max(1, self._plan.logging_steps) == 0 or step == self._plan.max_steps:
             self._console.step(step, row)
+        else:
+            self._console.count(row)
 
     def skipped(self, samples: Sequence[Experience | TrainSample]) -> Path:
         """Write the whole mini-batch of an update that was skipped; return the file."""
@@ -101,9 +132,32 @@ class RunLogger:
         self._run.append_jsonl(SKIPPED_SAMPLES, [{**row, "not_finite": not_finite(row)} for row in rows])
         return self._run.path / SKIPPED_SAMPLES
 
+    def under_way(self) -> tuple[float, str] | None:
+        """Return for how long the step that is not finished has been under way, and a line about it.
+
+        None before the first step where no phase is open, and after the last one.
+        """
+        moment = self.clock.moment()
+        is_before = not moment.laps
+        if self._done == self._plan.max_steps or (is_before and moment.phase is None):
+            return None
+        seconds = moment.phase_seconds if is_before else moment.lap_seconds
+        counts = ", ".join(filter(None, [self.progress.text(), *_micro_batches()]))
+        step = 0 if is_before else self._done + 1
+        return seconds, self._console.unfinished(step, seconds, moment.phase, counts)
+
+    def model_card(self, step: int) -> str:
+        """Return the README.md of the model as it is after `step`, which has been logged."""
+        return model_card(self._plan, summarize(read_jsonl(self._run.metrics_file)), step)
+
     def finish(self) -> None:
-        """Write `summary.json` and print the before/after table."""
-        self._console.finish(write_summary(self._run, seed=self._plan.seed))
+        """Write `summary.json`, print the last table and how to load the model."""
+        warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._recording.warnings)
+        end_seconds = self.clock.lap()["step"]
+        self._console.finish(write_summary(self._run, seed=self._plan.seed, end_seconds=end_seconds, warnings=warnings))
+        model = self._run.checkpoint(self._done) / HF
+        if model.is_dir():
+            print("", *loading(model), "", sep="\n", flush=True)
         self.note(f"Run directory: {self._run.path}")
 
     def _supervised_sample(self, step: int, sample: TrainSample) -> dict:
@@ -161,6 +215,17 @@ class RunLogger:
             **experience.metrics,
             **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }
+
+
+def _word_for_frozen_models(plan: RunPlan) -> str:
+    """Return what the time of frozen models is called on the console."""
+    words = [SHORT["teacher"]] if plan.teachers or not plan.reference else []
+    return "+".join([*words, *(["reference"] if plan.reference else [])])
+
+
+def _micro_batches() -> list[str]:
+    calls = calls_under_way().items()
+    return [f"micro-batches of {role} {begun} of {total}" for role, (begun, total) in calls]
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:

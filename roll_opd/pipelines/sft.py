@@ -10,6 +10,7 @@ from roll_opd.data.training import TrainSample, supervised_samples
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
+from roll_opd.tracking.summary import STEP_TOKENS
 from roll_opd.workers.supervised import SupervisedStudent
 
 
@@ -29,9 +30,10 @@ async def train(run: Run) -> None:
     for step in run.steps:
         rows = source.take(plan.rollout_batch_size)
         samples = _samples(rows)
-        with run.clock.phase("train"):
+        with run.clock.phase("train"), run.progress.showing(student.updates):
             _, loss, metrics = await student.learn(samples, plan.objective)
         metrics |= {"sft/loss": loss, "sft/tokens": float(sum(len(sample.action_mask) for sample in samples))}
+        metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics |= await run.validation(step, validate)
         async with run.checkpoint(step, student.save):
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)

@@ -14,6 +14,7 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
+from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
 from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import CriticWorker, LogprobWorker, TrainWorker
@@ -49,6 +50,11 @@ class RunWorkers:
             return await student
         (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
         return learned, metrics | of_critic
+
+    @property
+    def updates(self) -> list[Count]:
+        """Those of the step, of each role that learns."""
+        return [learner.updates for learner in (self.student, self.critic) if learner]
 
     async def send_weights(self, version: int) -> None:
         """Give the student's weights to the inference engines, as `version`."""

@@ -20,6 +20,7 @@ from roll_opd.data.source import Prompt, PromptSource
 from roll_opd.inference.completion import Completion
 from roll_opd.rollout.selection import GroupFilter, Selection
 from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.progress import Count, Progress
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardPool, RewardResult
 from roll_opd.workers.roles import FrozenModels, Request, Sampler
@@ -40,6 +41,7 @@ class Rollout:
     clock: PhaseClock
     frozen_models: FrozenModels = field(default_factory=FrozenModels)
     exclude_failed: bool = True  # False: a sample is learned from whatever becomes of its reward
+    progress: Progress = field(default_factory=Progress)
 
 
 class PendingRewards:
@@ -48,12 +50,15 @@ class PendingRewards:
     def __init__(self, rollout: Rollout) -> None:
         self._pools, self._exclude_failed = rollout.reward_pools, rollout.exclude_failed
         self._requests: dict[str, asyncio.Future[RewardResult]] = {}
+        self._progress, self.scored = rollout.progress, Count("scored")
 
     def request(self, experience: Experience) -> None:
         """Have a sample scored by the pool of its tag, if there is one."""
         for pool in self._pools:
             if pool.plan.accepts(experience.tag):
-                self._requests[experience.id] = pool.submit(experience)
+                self.scored.total += 1
+                self._requests[experience.id] = answer = pool.submit(experience)
+                answer.add_done_callback(self.scored.one)
 
     async def added_to(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the samples with their rewards, as soon as all have them; those without a request as they are.
@@ -61,7 +66,9 @@ class PendingRewards:
         A request is answered once: calling again changes nothing. Raises what `RewardPool.submit` says.
         """
         names = [experience.id for experience in experiences if experience.id in self._requests]
-        results = dict(zip(names, await asyncio.gather(*[self._requests.pop(name) for name in names]), strict=True))
+        with self._progress.showing(self.scored):
+            answers = await asyncio.gather(*[self._requests.pop(name) for name in names])
+        results = dict(zip(names, answers, strict=True))
         return [self._with(results[e.id], e) if e.id in results else e for e in experiences]
 
     def cancel(self) -> None:
@@ -153,6 +160,9 @@ async def roll_out(
     ]
     engines = [sampler.engine_of(request) for request in requests]
     logprobs = ChunkedLogprobs(rollout.frozen_models, temperature, rollout.chunk_samples, engines)
+    models = rollout.frozen_models
+    generated, read = Count("generated", len(requests)), Count("with log-probs", len(requests))
+    counts = [generated, *([read] if models.teachers or models.reference else []), rewards.scored]
 
     async with sampler.sample(requests, rollout.sampling, rollout.chunk_samples) as completions:
 
@@ -160,16 +170,18 @@ async def roll_out(
             """Make one sample: all that happens between its request and its selection."""
             position, sample = divmod(number, n)
             completion = await completions[number]
+            generated.one()
             experience = experience_of(prompts[position], first_draw + position, sample, completion)
             rewards.request(experience)
             experience = await logprobs.added_to(experience, engines[number])
+            read.one()
             if wait_for_rewards:
                 (experience,) = await rewards.added_to([experience])
             return number, experience
 
         runs = [asyncio.create_task(run(number)) for number in range(len(requests))]
         try:
-            with _timed(rollout, completions):
+            with _timed(rollout, completions), rollout.progress.showing(*counts):
                 for finished in asyncio.as_completed(runs):
                     yield await finished
         finally:

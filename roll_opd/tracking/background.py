@@ -6,12 +6,12 @@ when it is slow, and one when it is dropped.
 """
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from roll_opd.terminal import warn
 from roll_opd.tracking.registry import Tracker
 
 FAILURES = (Exception, SystemExit)  # SystemExit too: a library that "exits" would only end the thread, unseen
@@ -129,4 +129,4 @@ class BackgroundTracker:
                 self._warn(what)
 
     def _warn(self, what: str) -> None:
-        print(f"warning: tracker {self._name} {what}", file=sys.stderr, flush=True)
+        warn(f"tracker {self._name} {what}")

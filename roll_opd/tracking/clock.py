@@ -9,26 +9,40 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 PHASES = ("generate", "teacher", "old_logprobs", "values", "reward", "train", "weight_sync", "validate", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the clock is at: how many laps are over, and the phase whose time it is, with seconds since each began."""
+
+    laps: int
+    lap_seconds: float
+    phase: str | None
+    phase_seconds: float
 
 
 class PhaseClock:
     """Sums seconds by phase; `lap` reads and resets. Phases may nest, overlap, and be opened by several threads."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter, began: float | None = None) -> None:
+        """`began` is when the first lap did, by `now`; None: at this moment."""
         self._now = now
         self._lock = threading.Lock()
-        self._open: list[tuple[object, str]] = []  # oldest first; the object tells two of a name apart
+        self._open: list[tuple[object, str, float]] = []  # oldest first: its own, the name, and when it began
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._lap_began = self._settled = now()
+        self._laps = 0
+        self._settled = now()
+        self._lap_began = self._settled if began is None else began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside the `with` block under `name`, one of `PHASES` (else `ValueError`)."""
         if name not in self._seconds:
             raise ValueError(f"unknown phase {name!r}; known are {', '.join(PHASES)}")
-        entry = (object(), name)
+        entry = (object(), name, self._now())
         with self._lock:
             self._settle()
             self._open.append(entry)
@@ -46,7 +60,15 @@ class PhaseClock:
             step = self._settled - self._lap_began
             seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
             self._lap_began = self._settled
+            self._laps += 1
         return {**seconds, "other": max(0.0, step - sum(seconds.values())), "step": step}
+
+    def moment(self) -> Moment:
+        """Return what the clock is at."""
+        with self._lock:
+            now = self._now()
+            _, phase, began = self._open[0] if self._open else (None, None, now)
+            return Moment(self._laps, now - self._lap_began, phase, now - began)
 
     def _settle(self) -> None:
         """Add the time since the last change to the phase that was opened first."""

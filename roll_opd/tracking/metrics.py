@@ -23,6 +23,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "p95": lambda values: float(np.percentile(values, 95)),
 }
 
+GRADED = "val/reward/max"  # is there where a mean reward is no accuracy
 RIGHT = 1.0  # an answer is right when its reward is at least this: a rule gives 1 for right and 0 for wrong
 LOG_RATIO_LIMIT = 10.0  # one token a teacher finds impossible must not be the whole mean of `opd/prob_ratio`
 
@@ -180,11 +181,12 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
-    """Return the accuracy of `samples` (k) answers to each held-out prompt, over all prompts (`all`) and by tag.
+    """Return the rewards of `samples` (k) answers to each held-out prompt, over all prompts (`all`) and by tag.
 
     Samples of a prompt share a `group_id`; those without a reward do not count.
 
-    `val_correct/<tag>/mean` is the mean reward. With k > 1, over prompts with k rewards: `avg@k`, the mean share of
+    `val_correct/<tag>/mean` is the mean reward, which is the accuracy where every reward is 0 or 1; where one is not,
+    there are `val/reward/{max,min}` (`GRADED`). With k > 1, over prompts with k rewards: `avg@k`, the mean share of
     right answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k: the chance that j of a prompt's answers,
     drawn without replacement, hold a right one.
     """
@@ -203,6 +205,9 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
             for draws in _powers_of_two(samples):
                 chances = [pass_at(draws, samples, count) for count in right]
                 metrics[f"val_correct/{tag}/pass@{draws}"] = float(np.mean(chances))
+    given = [experience.reward for experience in experiences if experience.reward is not None]
+    if set(given) - {0.0, 1.0}:
+        metrics |= statistics("val/reward", given, ("max", "min"))
     lengths = [experience.response_length for experience in experiences]
     return {**metrics, **statistics("val/response_length", lengths, ("mean",))}
 

@@ -12,14 +12,21 @@ from platform import python_version
 from typing import Any
 
 from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl, write_atomic
 
 ACCURACY = "val_correct/all/mean"
 TEACHER_ACCURACY = "val_correct/teacher/mean"
 LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
+REWARD = "critic/score/mean"
 GENERATED_TOKENS = "rollout/generated_tokens"
-STEP_SECONDS = "time/step"
+STEP_TOKENS = "tokens/step"
+STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
+
+# what validation measures before the first step and after some, beside rewards; and what every step measures
+OF_VALIDATION = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
+OF_STEPS = {"reward": REWARD, "sft_loss": "sft/loss", "dpo_loss": "dpo/loss"}
 
 # distributions that may provide a package; the first one installed is named
 PACKAGES = {
@@ -32,52 +39,56 @@ PACKAGES = {
 
 
 def write_summary(
-    run: RunDirectory,
-    *,
-    seed: int,
-    val_accuracy_first: float | None = None,
-    val_accuracy_last: float | None = None,
-    teacher_val_accuracy: float | None = None,
+    run: RunDirectory, *, seed: int, end_seconds: float = 0.0, warnings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Write `summary.json` into the run's directory, whole or not at all, and return what it holds.
 
-    Accuracies that are not given are taken from the metrics (`ACCURACY` of the first and last row that have
-    it, `TEACHER_ACCURACY` of the last), and are null where they were not measured. Seconds are wall time.
+    Args:
+        end_seconds: wall time since the last step.
+        warnings: what the run warned of; each is kept once.
     """
     summary = summarize(read_jsonl(run.metrics_file))
-    given = {
-        "val_accuracy_first": val_accuracy_first,
-        "val_accuracy_last": val_accuracy_last,
-        "teacher_val_accuracy": teacher_val_accuracy,
-    }
-    summary.update({name: value for name, value in given.items() if value is not None})
-    summary.update(seed=seed, versions=versions())
+    summary["wall_seconds"] += end_seconds
+    summary.update(seed=seed, versions=versions(), warnings=list(dict.fromkeys(warnings)))
     if preflight := run.read_preflight():
         summary["teacher_preflight"] = preflight
-    write_atomic(run.summary_file, json.dumps(summary, indent=2) + "\n")
+    write_atomic(run.summary_file, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the part of a summary that follows from the rows of `metrics.jsonl`; None for a number that no row has."""
-    accuracies = _column(rows, ACCURACY)
-    reverse_kls = _column(rows, REVERSE_KL)
-    teacher = _column(rows, TEACHER_ACCURACY)
-    losses = _column(rows, LOSS)
-    tenth = math.ceil(len(reverse_kls) / 10)
-    phases = (*PHASES, "other")
+    """Return the part of a summary that follows from the rows of `metrics.jsonl`; None for a number that no row has.
+
+    `_first` and `_last` of what validation measures are before training and after its last measured step; of what
+    every step measures, means over the first and the last tenth of the steps. A mean reward is called an accuracy
+    where all rewards are 0 or 1, and else `val_reward`. Seconds are wall time: those of all parts of a run together,
+    without what a kill undid.
+    """
+    graded = bool(_column(rows, GRADED))
+    teacher = _last(_column(rows, TEACHER_ACCURACY))
+    held_out = {"val_reward" if graded else "val_accuracy": ACCURACY, **OF_VALIDATION}
+    measured = {name: _before_and_after(rows, metric) for name, metric in held_out.items()}
+    measured |= {name: _ends(_column(rows, metric)) for name, metric in OF_STEPS.items()}
+    always = {"val_accuracy": (None, None), "reverse_kl": _ends(_column(rows, REVERSE_KL))}
+    pairs = always | {name: pair for name, pair in measured.items() if pair != (None, None)}
+    phases = {phase: sum(_column(rows, f"time/{phase}")) for phase in (*PHASES, "other")}
+    startup = sum(_column(rows, STARTUP_SECONDS))
+    before_the_steps = sum(row.get("time/validate") or 0.0 for row in rows if row.get(STEP_SECONDS) is None)
+    tokens = _column(rows, STEP_TOKENS)
     return {
-        "val_accuracy_first": accuracies[0] if accuracies else None,
-        "val_accuracy_last": accuracies[-1] if accuracies else None,
-        "teacher_val_accuracy": teacher[-1] if teacher else None,
-        "reverse_kl_first": _mean(reverse_kls[:tenth]),
-        "reverse_kl_last": _mean(reverse_kls[-tenth:]),
-        **({"val_loss_first": losses[0], "val_loss_last": losses[-1]} if losses else {}),  # of runs without a rollout
+        **{f"{name}_{end}": value for name, pair in pairs.items() for end, value in zip(ENDS, pair, strict=True)},
+        "teacher_val_accuracy": None if graded else teacher,
+        **({"teacher_val_reward": teacher} if graded and teacher is not None else {}),
         "steps": max((row["step"] for row in rows), default=0),
         "generated_tokens": int(sum(_column(rows, GENERATED_TOKENS))),
-        "wall_seconds": sum(_column(rows, STEP_SECONDS)),
-        "phase_seconds": {phase: sum(_column(rows, f"time/{phase}")) for phase in phases},
+        **({"learned_tokens": int(sum(tokens))} if tokens else {}),
+        "wall_seconds": startup + before_the_steps + sum(_column(rows, STEP_SECONDS)),
+        "startup_seconds": startup,
+        "phase_seconds": phases,
     }
+
+
+ENDS = ("first", "last")
 
 
 def versions() -> dict[str, str | None]:
@@ -97,6 +108,27 @@ def _version(distribution: str) -> str | None:
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _before_and_after(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
+    """Return the first and the last value; where there is one alone, it is of before or of after training."""
+    measured = [row for row in rows if row.get(name) is not None]
+    if len(measured) > 1:
+        return measured[0][name], measured[-1][name]
+    if not measured:
+        return None, None
+    (row,) = measured
+    return (None, row[name]) if row["step"] > 0 else (row[name], None)
+
+
+def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the means of the first and the last tenth."""
+    tenth = math.ceil(len(values) / 10)
+    return _mean(values[:tenth]), _mean(values[-tenth:])
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

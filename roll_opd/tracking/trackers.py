@@ -3,12 +3,12 @@
 `metrics.jsonl` is written at once, by the run itself; every other tracker runs in the background.
 """
 
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from roll_opd.terminal import warn
 from roll_opd.tracking.background import BackgroundTracker, Patience
 from roll_opd.tracking.registry import find
 from roll_opd.tracking.run_directory import METRICS, RunDirectory
@@ -59,8 +59,7 @@ class Trackers:
             self._run.append_jsonl(METRICS, [{"step": step, **metrics}])
         except OSError as error:
             if not self._jsonl_failed:
-                text = f"warning: {METRICS} cannot be written at step {step}: {error!r}; later steps are tried again"
-                print(text, file=sys.stderr, flush=True)
+                warn(f"{METRICS} cannot be written at step {step}: {error!r}; later steps are tried again")
             self._jsonl_failed = True
         for tracker in self._trackers.values():
             tracker.log(step, metrics)

@@ -36,6 +36,7 @@ class Critic(Learner):
         """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
         updates = []
         size = self.plan.mini_batch_sequences
+        self.updates.begin(self.plan.critic_epochs * -(-len(experiences) // size))
         for _ in range(self.plan.critic_epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]

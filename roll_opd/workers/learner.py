@@ -11,6 +11,7 @@ from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.plan import TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.training import TrainResult
+from roll_opd.tracking.progress import Count
 from roll_opd.workers.errors import SkippedUpdates
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
@@ -26,7 +27,11 @@ class Learner:
 
     plan: TrainPlan
     group: WorkerGroup
+    updates: Count = field(init=False)  # of a step
     _skipped: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.updates = Count(f"updates of {self.plan.name}")
 
     async def save(self, directory: Path) -> None:
         """Write training state and a Hugging Face model into `directory`."""
@@ -43,7 +48,9 @@ class Learner:
 
     async def _update(self, method: str, samples: Sequence[Any], *args: Any) -> list[TrainResult]:
         """Make one optimizer update from one mini-batch; return each rank's result."""
-        return await self.group.call(method, Compact(samples), *args)
+        results = await self.group.call(method, Compact(samples), *args)
+        self.updates.one()
+        return results
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
         """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""

@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from roll_opd.algorithms.sample_masks import sample_weights
+from roll_opd.cluster.progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
@@ -49,6 +50,8 @@ class _Rank:
                 master_listen_fd=self._listening.detach(),
             )
         self._engine = self._build(plan, seed, deterministic)
+        if os.environ["RANK"] == "0":
+            self._engine.on_micro_batch = MicroBatches(plan.name)
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.engine import MegatronEngine

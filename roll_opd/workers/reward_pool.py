@@ -5,7 +5,6 @@ free first and nothing is lost with a worker that dies.
 """
 
 import asyncio
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -19,6 +18,7 @@ from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.interface import TIMEOUT, Failure, Score, Scored
+from roll_opd.terminal import warn
 from roll_opd.tracking.rewards import scoring_metrics
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward import Answer
@@ -211,7 +211,7 @@ class RewardPool:
         self._workers.remove(worker)
         ray.kill(worker.actor)
         self._restarts += 1
-        print(f"a reward worker of {self.plan.domain} {problem}; it is started again", file=sys.stderr, flush=True)
+        warn(f"a reward worker of {self.plan.domain} {problem}; it is started again")
         self._run(self._replace())
 
     def _put_back(self, jobs: Sequence[_Job], kind: str) -> None:

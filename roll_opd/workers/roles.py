@@ -126,6 +126,7 @@ class Student(Learner):
         learned = list(experiences)
         updates = []
         size = self.plan.mini_batch_sequences
+        self.updates.begin(objective.ppo_epochs * -(-len(learned) // size))
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]

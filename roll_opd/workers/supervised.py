@@ -27,6 +27,7 @@ class SupervisedStudent(Learner):
         `actor/*` metrics.
         """
         size = self.plan.mini_batch_sequences
+        self.updates.begin(-(-len(samples) // size))
         logprobs: dict[int, np.ndarray] = {}
         updates = []
         for start in range(0, len(samples), size):

@@ -36,6 +36,7 @@ class Run:
     code: int
     output: str
     path: Path
+    seconds: float = 0.0  # that the launch took
 
     def rows(self, name: str) -> list[dict]:
         return read_jsonl(self.path / name)
@@ -47,8 +48,12 @@ def launch(
     launcher: str = PURE,
     config: tuple[str, str] = ("demo", "onpolicy_distill"),
     kill_when: Callable[[], bool] | None = None,
+    columns: int = 1000,
 ) -> Run:
-    """Run the launcher to its end, or until `kill_when` says to SIGKILL it; nothing of it may be left afterwards."""
+    """Run the launcher to its end, or until `kill_when` says to SIGKILL it; nothing of it may be left afterwards.
+
+    Its output is as wide as `columns`.
+    """
     mark = f"{output_dir}-{time.monotonic_ns()}"
     log = output_dir.parent / f"{output_dir.name}-{time.monotonic_ns()}.log"
     command = [
@@ -59,13 +64,14 @@ def launch(
         "--config_name",
         config[1],
     ]
+    began = time.monotonic()
     with log.open("w") as sink:
         process = subprocess.Popen(
             [*command, f"output_dir={output_dir}", *overrides],
             cwd=REPOSITORY,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, MARK: mark, "COLUMNS": str(columns)},
         )
         deadline = time.monotonic() + SECONDS
         while process.poll() is None:
@@ -76,9 +82,10 @@ def launch(
                 process.kill()
                 raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()[-4000:]}")
             time.sleep(0.01)
+    seconds = time.monotonic() - began
     wait_until_gone(mark)
     latest = output_dir / config[0] / "latest"
-    return Run(process.returncode, log.read_text(), latest)
+    return Run(process.returncode, log.read_text(), latest, seconds)
 
 
 def wait_until_gone(mark: str, seconds: float = 10.0) -> None:

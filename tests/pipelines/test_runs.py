@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import os
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from runs import MARK, REPOSITORY, SMALL, Run, wait_until_gone
 from stage import Stage, optimizer_of
 from transformers import AutoModelForCausalLM
@@ -38,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "student_infer.device_mapping=[0]",
         f"max_steps={STEPS}",
         "samples_per_step=64",
+        "logging_dir=x",  # has no effect, and so a warning
     ]
 
     async def cell(output: io.StringIO) -> dict[str, Any]:
@@ -47,14 +51,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv(MARK, str(place))
+        patch.setenv("COLUMNS", "80")
+        began = time.monotonic()
         result = asyncio.run(cell(output := io.StringIO()))
+        seconds = time.monotonic() - began
     wait_until_gone(str(place))
     latest = place / "output/mine/latest"
     assert result == json.loads((latest / "summary.json").read_text()) | {
         "run_directory": str(latest.resolve()),
         "model": str(latest.resolve() / f"checkpoints/step_{STEPS}/hf"),
     }
-    return Run(0, output.getvalue(), latest)
+    return Run(0, output.getvalue(), latest, seconds)
 
 
 def test_a_run_leaves_everything_it_promises(run: Run) -> None:
@@ -71,6 +78,23 @@ def test_a_run_leaves_everything_it_promises(run: Run) -> None:
     assert rows[1]["rollout/train_logprob_gap/max"] < 1e-4  # the engine samples from the weights that are trained
     assert list((run.path / "tensorboard").iterdir())
     assert f"max_steps: {STEPS}" in (run.path / "config.yaml").read_text()
+
+
+def test_a_run_shows_what_it_does_and_how_long_it_took(run: Run) -> None:
+    """Within 80 columns, but for paths; with everything in `console.log`, and the start-up in the wall time."""
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert 0.7 * run.seconds < summary["wall_seconds"] <= run.seconds
+    in_phases = sum(summary["phase_seconds"].values())
+    assert 0 < summary["startup_seconds"] < summary["wall_seconds"] - in_phases + 0.01
+    assert run.rows("metrics.jsonl")[0]["time/validate"] > 0
+    lines = run.output.splitlines()
+    assert [line for line in lines if len(line) > 80 and str(run.path.parent.resolve()) not in line] == []
+    assert (run.path / "console.log").read_text() == run.output
+    assert summary["val_accuracy_last"] is None
+    assert f"validation accuracy         {summary['val_accuracy_first']:.4f}         -" in run.output
+    assert any("these ROLL keys" in text and "logging_dir" in text for text in summary["warnings"])
+    for name in ("system/tps", "system/generate_tps", "system/memory_gib", "data/epoch", "tokens/step"):
+        assert run.rows("metrics.jsonl")[STEPS][name] > 0, name
 
 
 def test_samples_tell_what_was_learned_from(run: Run) -> None:
@@ -108,6 +132,22 @@ def test_the_checkpoint_loads_in_transformers(
     monkeypatch.chdir(run.path.parents[2])  # where the page is when it loads the model
     exec(blocks("quickstart.md", "python")[0].replace("step_20", f"step_{STEPS}"), {})
     assert "661+234=<|end|><|assistant|>" in capsys.readouterr().out.replace(" ", "")
+
+
+def test_the_model_has_a_card_and_the_runs_umask(run: Run) -> None:
+    directory = run.path / f"checkpoints/step_{STEPS}/hf"
+    umask = os.umask(0o22)
+    os.umask(umask)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in directory.iterdir()} == {
+        file.name: oct(0o666 & ~umask) for file in directory.iterdir()
+    }
+    card = ModelCard.load(directory / "README.md")
+    assert card.data.base_model == "student" and f"step {STEPS}" in card.text
+    code = run.output.partition("\nmodel_dir = ")[2]
+    assert json.loads(code.partition("\n")[0]) == str(
+        run.path.parent / run.path.resolve().name / directory.relative_to(run.path)
+    )
+    assert "AutoModelForCausalLM.from_pretrained(model_dir)" in code and "LLM(model_dir)" in code
 
 
 def test_gsm8k_prompts_train(stage: Stage, tmp_path: Path, gsm8k_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,9 @@ def test_an_error_may_end_the_run(stage: Stage, capsys: pytest.CaptureFixture[st
 
 
 def timeless(rows: list[dict]) -> object:
-    return freeze([{key: value for key, value in row.items() if not key.startswith("time")} for row in rows])
+    return freeze(
+        [{key: value for key, value in row.items() if not key.startswith(("time/", "system/"))} for row in rows]
+    )
 
 
 def kill_in_a_batch(experiment: Path, pool: RewardPool) -> None:

@@ -1,10 +1,12 @@
-"""The console: what a user reads, at most 110 columns of it."""
+"""The console: what a user reads of a run, in a terminal of any width."""
 
 import io
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from roll_opd.tracking.console import WIDTH, Console, before_after_table, duration, progress_line
+from roll_opd.tracking.console import Console, before_after_table, duration, loading, progress_line, totals, validation
 from roll_opd.tracking.summary import summarize
 
 METRICS = {
@@ -19,61 +21,134 @@ METRICS = {
     "time/teacher": 0.2,
     "time/weight_sync": 0.1,
 }
+WHOLE = (
+    "step  12/160  acc 0.445  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s (gen 50% train 30% teach 10%)"
+    "  ETA 4m56s"
+)
+
+
+def line_of(metrics: Mapping[str, float] = METRICS, **options: Any) -> str:
+    return progress_line(12, 160, metrics, eta_seconds=296, **{"width": 200, **options})
+
+
+def table_of(*rows: dict[str, float]) -> dict[str, list[str]]:
+    """Label -> cells of the last table."""
+    lines = before_after_table(summarize(rows)).splitlines()[3:-1]
+    return {line[:24].strip(): line[24:].split() for line in lines}
 
 
 def test_a_line_of_a_step() -> None:
-    metrics = {name: value for name, value in METRICS.items() if name != "val_correct/all/mean"}
-    assert progress_line(12, 160, metrics, eta_seconds=296) == (
-        "step  12/160  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s (gen 50% train 30% teach 10%)  ETA 4m56s"
-    )
+    assert line_of() == WHOLE
+    assert "ref" not in WHOLE and "reference 10%" in line_of(short={"teacher": "reference"})
 
 
-def test_a_wide_line_shows_fewer_phases() -> None:
-    line = progress_line(12, 160, METRICS, eta_seconds=296)
-    assert line == (
-        "step  12/160  acc 0.445  reward 0.213  kl 0.4621  len 25.3  6.5k tok/s  2.0s (gen 50% train 30%)  ETA 4m56s"
-    )
-    assert len(line) <= WIDTH
+@pytest.mark.parametrize("width", range(40, len(WHOLE) + 2))
+def test_a_line_fits_and_leaves_out_as_little_as_it_can(width: int) -> None:
+    line = line_of(width=width)
+    assert len(line) <= width
+    assert line.startswith("step  12/160") and line.endswith("ETA 4m56s") and "2.0s" in line
+    if width >= 80:
+        assert "acc 0.445  reward 0.213  kl 0.4621" in line
+    assert len(line) <= len(line_of(width=width + 1))
 
 
 def test_a_line_stays_within_the_width_at_scale() -> None:
     large = {name: value * 1000 for name, value in METRICS.items()}
     large.update({"time/step": 9000.0, "time/old_logprobs": 4000.0, "time/weight_sync": 3000.0})
-    assert len(progress_line(12345, 100000, large, eta_seconds=9e9)) <= WIDTH
+    assert len(progress_line(12345, 100000, large, eta_seconds=9e9, width=80)) <= 80
 
 
 def test_a_line_says_nothing_of_what_is_absent() -> None:
-    assert progress_line(3, 3, {}, eta_seconds=0) == "step 3/3  0.0s"
+    assert progress_line(3, 3, {}, eta_seconds=0, width=80) == "step 3/3  0.0s"
 
 
 def test_the_console_expects_the_end_from_the_last_steps() -> None:
     stream = io.StringIO()
     console = Console(total_steps=4, stream=stream)
+    assert console.unfinished(1, 17.0, "generate", "generated 3 of 8") == (
+        "step 1/4  17s  generating: generated 3 of 8"  # nothing is known of the end yet
+    )
     for step, seconds in ((1, 2.0), (2, 4.0)):
         console.step(step, {"time/step": seconds})
     assert stream.getvalue().splitlines()[1].endswith("ETA 6s")
+    assert console.unfinished(3, 1.0, "train", "") == "step 3/4  1s  training  ETA 5s"
+    assert console.unfinished(0, 1.0, "validate", "") == "before step 1  1s  validating"
 
 
-def test_the_table_of_a_run() -> None:
+def test_the_table_of_distillation_and_where_the_time_went() -> None:
     rows = [
-        {"step": 0, "val_correct/all/mean": 0.125, "val_correct/teacher/mean": 1.0},
-        {"step": 1, "opd/reverse_kl/mean": 1.6, "rollout/generated_tokens": 1500, "time/step": 61.0},
-        {"step": 2, "opd/reverse_kl/mean": 0.4, "val_correct/all/mean": 0.875, "time/step": 61.0},
+        {"step": 0, "val_correct/all/mean": 0.125, "val_correct/teacher/mean": 1.0}
+        | {"time/startup": 40.0, "time/validate": 3.0},
+        {"step": 1, "opd/reverse_kl/mean": 1.6, "rollout/generated_tokens": 1500, "time/step": 61.0}
+        | {"time/generate": 46.0, "time/train": 15.0},
+        {"step": 2, "opd/reverse_kl/mean": 0.4, "val_correct/all/mean": 0.875, "time/step": 61.0}
+        | {"time/generate": 46.0, "time/validate": 10.0, "time/checkpoint": 5.0},
     ]
-    lines = before_after_table(summarize(rows)).splitlines()
-    assert lines[3].split() == [
-        "validation",
-        "accuracy",
-        "0.1250",
-        "0.8750",
-        "1.0000",
-        "0.88",
-        "of",
-        "teacher",
+    assert table_of(*rows) == {
+        "validation accuracy": ["0.1250", "0.8750", "1.0000", "0.88", "of", "teacher"],
+        "reverse KL": ["1.6000", "0.4000", "-", "0.25", "of", "first"],
+    }
+    summary = summarize(rows)
+    summary["wall_seconds"] += 4.0  # after the last step
+    assert totals(summary).splitlines() == [
+        "2 steps, 1.5k generated tokens, 2m49s wall time",
+        "  start-up 40s, steps 1m47s (gen 86% train 14%), validation 13s, checkpoints 5s, end 4s",
     ]
-    assert lines[4].split() == ["reverse", "KL", "1.6000", "0.4000", "-", "0.25", "of", "first"]
-    assert lines[-1] == "2 steps, 1.5k generated tokens, 2m02s wall time"
-    assert before_after_table(summarize([])).count("-  ") > 3
+
+
+def test_a_table_has_the_rows_of_its_pipeline() -> None:
+    rlvr = [{"step": 0, "val_correct/all/mean": 0.1}]
+    rlvr += [{"step": step, "critic/score/mean": step / 4} for step in (1, 2)] + [
+        {"step": 2, "val_correct/all/mean": 1}
+    ]
+    assert table_of(*rlvr) == {
+        "validation accuracy": ["0.1000", "1.0000"],
+        "training reward, mean": ["0.2500", "0.5000"],
+    }
+    sft = [{"step": 0, "val/loss": 2.0}, {"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 1.5, "val/loss": 1.0}]
+    sft = [{**row, "tokens/step": 600.0} if row["step"] else row for row in sft]
+    assert table_of(*sft) == {
+        "validation loss": ["2.0000", "1.0000", "0.50", "of", "first"],
+        "training loss": ["3.0000", "1.5000", "0.50", "of", "first"],
+    }
+    assert totals(summarize(sft)) == "2 steps, 1.2k tokens of prompts and answers, 0s wall time"
+    dpo = [{"step": 0, "val/loss": 0.7, "val/dpo/accuracy": 0.0}, {"step": 2, "val/loss": 0.5, "val/dpo/accuracy": 0.9}]
+    assert table_of(*dpo)["preference accuracy"] == ["0.0000", "0.9000"]
+    for rows in (rlvr, sft, dpo):
+        assert "teacher" not in before_after_table(summarize(rows))
+    assert before_after_table(summarize([])) == ""
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    """`eval_steps: 0` measures before the first step alone, and one step has no first and last."""
+    only_before = [{"step": 0, "val_correct/all/mean": 0.125, "val/loss": 2.0}, {"step": 1, "opd/reverse_kl/mean": 1.6}]
+    assert table_of(*only_before) == {
+        "validation accuracy": ["0.1250", "-"],
+        "validation loss": ["2.0000", "-"],
+        "reverse KL": ["1.6000", "-"],
+    }
+    assert summarize(only_before)["val_accuracy_last"] is None
+    assert table_of({"step": 4, "val_correct/all/mean": 0.5})["validation accuracy"] == ["-", "0.5000"]
+    nothing_right = [{"step": 0, "val_correct/all/mean": 0.0, "val_correct/teacher/mean": 0.0}]
+    assert table_of(*nothing_right)["validation accuracy"] == ["0.0000", "-", "0.0000"]
+
+
+def test_only_accuracy_is_called_accuracy() -> None:
+    graded = {"val_correct/all/mean": -0.25, "val/reward/max": 0.5}
+    rows = [{"step": 0, "val_correct/all/mean": 0.0, "val_correct/teacher/mean": 0.75}, {"step": 1, **graded}]
+    summary = summarize(rows)
+    assert table_of(*rows) == {"validation reward, mean": ["0.0000", "-0.2500", "0.7500", "-0.33", "of", "teacher"]}
+    assert summary["val_accuracy_last"] is summary["teacher_val_accuracy"] is None
+    assert (summary["val_reward_last"], summary["teacher_val_reward"]) == (-0.25, 0.75)
+    assert "val reward -0.250" in line_of(graded) and "acc" not in line_of(graded)
+    assert validation(graded) == "mean validation reward -0.250"
+    assert validation(rows[0]) == "validation accuracy 0.000"
+
+
+def test_the_lines_that_load_a_model_are_python() -> None:
+    code = "\n".join(loading('a "b"\\ü/hf'))
+    model_dir = compile(code, "shown", "exec").co_consts
+    assert 'a "b"\\ü/hf' in model_dir
 
 
 @pytest.mark.parametrize(

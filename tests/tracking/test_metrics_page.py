@@ -19,7 +19,7 @@ from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
 
 ROOT = Path(__file__).parents[2]
-GROUPS = "actor|critic|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct"
+GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct"
 STEM = re.compile(rf"({GROUPS})/[\w/@*]+")
 ANY = "*"  # of an f-string's {value}
 
@@ -61,6 +61,7 @@ def emitted() -> set[str]:
         advantages,
         validation_metrics(batch, 4),
         validation_metrics(bare, 1),
+        validation_metrics([replace(e, reward=0.5) for e in batch], 1),
     ]
     return {name for row in [*rows, time_metrics(PhaseClock().lap())] for name in row}
 

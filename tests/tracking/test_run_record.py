@@ -143,6 +143,8 @@ def test_the_summary_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> 
         "steps",
         "generated_tokens",
         "wall_seconds",
+        "startup_seconds",
+        "warnings",
         "phase_seconds",
         "seed",
         "versions",

@@ -14,7 +14,7 @@ from roll_opd.extensions import argument_problems, arguments, defaults
 from roll_opd.tracking import builtin
 from roll_opd.tracking.background import Patience
 from roll_opd.tracking.registry import TRACKERS, TrackerError, TrackerFacts, as_list, find, register, run_id
-from roll_opd.tracking.run_directory import METRICS, RunDirectory, read_jsonl
+from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.trackers import Trackers
 
 IMPATIENT = Patience(opening=0.2, silence=0.2, closing=0.3, retries=(0.01,), rows=5)
@@ -366,3 +366,24 @@ def test_knowing_a_tracker_imports_none_of_its_packages() -> None:
     )
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert told.stdout == "6 set()\n"
+
+
+def test_tensorboard_shows_samples_and_the_configuration_as_text(run: RunDirectory) -> None:
+    """Of the first step, of ever fewer of the others, and of the last one."""
+    run.write_config("max_steps: 20\n")
+    tracker = find("tensorboard")(run, None)
+    for step in range(1, 21):
+        rows = [{"id": f"{step}-{n}", "prompt": "# 1+1", "response": "<b>2", "reward": 0.5} for n in range(4)]
+        run.append_jsonl(SAMPLES, [{"step": step, **row} for row in rows])
+        tracker.log(step, {"opd/reverse_kl/mean": 1 / step, "critic/kl": 1 / step, "actor/skipped_updates": 0.0})
+    tracker.close()
+    events = EventAccumulator(str(run.tensorboard), size_guidance={"tensors": 0})
+    events.Reload()
+    shown = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert shown.keys() == {"config/text_summary", *(f"samples/{n}/text_summary" for n in range(3))}
+    assert shown["config/text_summary"][0].tensor_proto.string_val[0] == b"    max_steps: 20"
+    first = shown["samples/0/text_summary"]
+    assert [event.step for event in first] == [1, 2, 3, 4, 5, 7, 9, 12, 15, 19, 20]
+    text = first[0].tensor_proto.string_val[0].decode()
+    assert "1-0" in text and "reward 0.5" in text and "\n    # 1+1\n" in text and "    <b>2" in text
+    assert scalars(run.tensorboard).keys() == {"opd/reverse_kl/mean"}

@@ -56,7 +56,8 @@ def test_validation_by_tag_equals_a_loop_over_prompts(samples: int, kinds: tuple
     prompts = {f"p{n}": ("math" if n % 3 else "code", rng.choice([0.0, 0.5, 1.0], samples).tolist()) for n in range(9)}
     batch = [answer(group, tag, reward) for group, (tag, rewards) in prompts.items() for reward in rewards]
     metrics = validation_metrics([batch[i] for i in rng.permutation(len(batch))], samples)
-    expected = {"val/response_length/mean": 2.0}
+    # graded: the mean reward is no accuracy
+    expected = {"val/response_length/mean": 2.0, "val/reward/max": 1.0, "val/reward/min": 0.0}
     for tag in ("all", "math", "code"):
         own = [rewards for of, rewards in prompts.values() if tag in ("all", of)]
         expected[f"val_correct/{tag}/mean"] = np.mean(own)

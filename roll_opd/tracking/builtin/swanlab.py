@@ -2,10 +2,10 @@
 
 import os
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from roll_opd.terminal import warn
 from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
@@ -55,7 +55,7 @@ class SwanlabTracker:
         except Exception as error:  # it has no class of its own for a network that is not there
             if wanted_mode != "online":
                 raise
-            print(f"warning: tracker swanlab goes on offline: {error}", file=sys.stderr, flush=True)
+            warn(f"tracker swanlab goes on offline: {error}")
             self._run = swanlab.init(mode="offline", **wanted)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -2,10 +2,10 @@
 
 import os
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from roll_opd.terminal import warn
 from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 
@@ -62,7 +62,7 @@ class WandbTracker:
         except wandb.Error as error:
             if wanted_mode != "online":
                 raise
-            print(f"warning: tracker wandb goes on offline: {error}", file=sys.stderr, flush=True)
+            warn(f"tracker wandb goes on offline: {error}")
             # the half-opened run keeps its id in use, so this part has another
             self._run = wandb.init(
                 mode="offline", id=f"{identity}-{secrets.token_hex(2)}", settings=wandb.Settings(**options), **wanted

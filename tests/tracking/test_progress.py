@@ -1,0 +1,54 @@
+"""What a long step is doing: counted, and shown rarely or in place."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from roll_opd.tracking import progress
+from roll_opd.tracking.progress import Count, Progress, shown_while_long
+
+
+def test_counts_are_told_while_they_are_under_way() -> None:
+    counts, generated, updates = Progress(), Count("generated", 3), Count("updates", 1)
+    assert counts.text() == ""
+    with counts.showing(generated, updates):
+        generated.one()
+        with counts.showing(generated):
+            assert counts.text() == "generated 1 of 3"  # once, and not the single update
+        updates.begin(2)
+        generated.one(), generated.one(), updates.one()
+        assert counts.text() == "updates 1 of 2"
+    assert counts.text() == ""
+
+
+@contextmanager
+def seconds_of(times: Iterator[float], shown: list[float], *, live: bool) -> Iterator[None]:
+    def under_way() -> tuple[float, str] | None:
+        now = next(times, None)
+        return None if now is None else (now, str(now))
+
+    def show(text: str) -> None:
+        shown.append(float(text))
+
+    with shown_while_long(under_way, show, show if live else None):
+        yield
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_lines_get_rarer_and_begin_again_with_each_step(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LIVE_EVERY", 0.0001)
+    first, second = [float(second) for second in range(0, 3000)], [float(second) for second in range(0, 20)]
+    shown: list[float] = []
+    times = iter([*first, *second])
+    with seconds_of(times, shown, live=live):
+        while next_left(times):
+            pass
+    if live:
+        assert shown == [*first[5:], *second[5:]]
+    else:
+        assert shown == [15, 30, 60, 120, 240, 480, 960, 1560, 2160, 2760, 15]
+
+
+def next_left(times: Iterator[float]) -> bool:
+    return times.__length_hint__() > 0  # type: ignore[attr-defined]
