@@ -8,6 +8,7 @@ import asyncio
 import gc
 import importlib
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.source import PromptSource
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.preflight import Inputs
+from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.run_directory import RunDirectory
@@ -116,6 +118,8 @@ def run(plan: RunPlan, inputs: Inputs) -> None:
     finally:
         trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
         gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
+        if ended_by := sys.exception():
+            logger.report(ended_by)
     logger.finish()
 
 
@@ -128,4 +132,5 @@ def _directory(plan: RunPlan, resumed: Checkpoint | None) -> RunDirectory:
         directory = RunDirectory.create(plan.output_dir, plan.exp_name)
     directory.checkpoints.mkdir(exist_ok=True)
     directory.write_config(plan.config_yaml)
+    write_facts(directory, run_facts(plan))
     return directory

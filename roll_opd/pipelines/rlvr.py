@@ -1,19 +1,21 @@
 """The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
 
 from dataclasses import replace
+from functools import partial
 
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
+from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, next_kl_coef
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import group_filter
-from roll_opd.rollout.validation import validate
+from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
-from roll_opd.workers.roles import Sampler
+from roll_opd.workers.roles import FrozenModels, Sampler
 
 
 async def train(run: Run) -> None:
@@ -23,22 +25,30 @@ async def train(run: Run) -> None:
     temperature = plan.rollout.sampling.temperature
     reward_pools = await start_reward_pools(plan, run.placement)
 
-    async def validation_of(sampler: Sampler) -> dict[str, float]:
-        assert plan.validation is not None
-        rollout = Rollout(sampler, plan.validation.sampling, reward_pools, plan.seed, chunk_samples(plan), clock)
-        return await validate(rollout, run.held_out)
+    async def validation_of(
+        sampler: Sampler, step: int = 0, by: str = STUDENT, readers: FrozenModels | None = None
+    ) -> dict[str, float]:
+        assert plan.validation is not None and plan.rollout is not None
+        sampling = plan.validation.sampling
+        rollout = Rollout(sampler, sampling, reward_pools, plan.seed, chunk_samples(plan), clock)
+        metrics, answers = await validate(rollout, run.held_out)
+        shown = first_answers(answers, sampling.n, plan.samples_per_step)
+        if readers:
+            shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
+        run.logger.answers(step, by, shown)
+        return metrics
 
     if not run.resumed and run.held_out and plan.validation and plan.validation.measure_teacher:
         run.logger.note("Measuring the teacher on the validation prompts ...")
         for teacher in plan.teachers:
             async with teacher_as_sampler(plan, teacher, run.placement) as sampler:
-                run.logger.teacher_accuracy(teacher.name, await validation_of(sampler))
+                run.logger.teacher_accuracy(teacher.name, await validation_of(sampler, by=f"teacher/{teacher.name}"))
 
     run.logger.note("Starting student, teacher and inference engines ...")
     workers = await start_workers(plan, run.placement)
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done)
-    await run.log_start(lambda: validation_of(workers.sampler))
+    await run.log_start(lambda: validation_of(workers.sampler, readers=workers.frozen_models))
 
     rollout = Rollout(
         workers.sampler,
@@ -91,7 +101,8 @@ async def train(run: Run) -> None:
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
         kl_coef = next_kl_coef(kl_coef, metrics, objective, samples=len(sampled))
-        metrics |= await run.validation(step, lambda: validation_of(workers.sampler))
+        validating = partial(validation_of, workers.sampler, step, readers=workers.frozen_models)
+        metrics |= await run.validation(step, validating)
         for pool in reward_pools:
             metrics |= pool.drain_metrics()
         async with run.checkpoint(step, workers.save, kl_coef):

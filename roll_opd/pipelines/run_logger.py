@@ -10,12 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
+from roll_opd.data.token_ends import token_ends
 from roll_opd.data.training import TrainSample
+from roll_opd.pipelines.run_facts import note_end
+from roll_opd.report.page import write_report
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console
-from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, RunDirectory
+from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, VALIDATION_SAMPLES, RunDirectory
 from roll_opd.tracking.summary import ACCURACY, TEACHER_ACCURACY, write_summary
 from roll_opd.tracking.trackers import Trackers
 
@@ -31,6 +34,7 @@ OF_THE_OBJECTIVE = (
     "advantage_clip",
     "kl_penalty",
 )
+STUDENT = "student"  # who answered held-out prompts; of a teacher `teacher/NAME`
 
 
 class RunLogger:
@@ -78,6 +82,11 @@ class RunLogger:
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
         self.log(step, _prompt_ids(batch), row)
 
+    def answers(self, step: int, by: str, answers: Sequence[Experience]) -> None:
+        """Write answers to held-out prompts: `by` the student after `step` steps, or a teacher."""
+        rows = [{"step": step, "by": by, **self._text(answer), **_logprobs(answer)} for answer in answers]
+        self._run.append_jsonl(VALIDATION_SAMPLES, rows)
+
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
         """Log a finished step: the ids it drew, and its metrics."""
         row = {**metrics, **time_metrics(self.clock.lap())}
@@ -96,9 +105,19 @@ class RunLogger:
         return self._run.path / SKIPPED_SAMPLES
 
     def finish(self) -> None:
-        """Write `summary.json` and print the before/after table."""
+        """Write `summary.json` and the report, and print the before/after table."""
         self._console.finish(write_summary(self._run, seed=self._plan.seed))
         self.note(f"Run directory: {self._run.path}")
+        self.report()
+
+    def report(self, ended_by: BaseException | None = None) -> None:
+        """Write `report.html`; `ended_by` is what ended the run early. Where that fails it is said, and no more."""
+        try:
+            if ended_by:
+                note_end(self._run, ended_by)
+            self.note(f"Report: {write_report(self._run.path)}")
+        except Exception as error:  # the run is what counts
+            self.note(f"The report could not be written ({type(error).__name__}: {error}).")
 
     def _supervised_sample(self, step: int, sample: TrainSample) -> dict:
         return {
@@ -122,16 +141,36 @@ class RunLogger:
     def _sample(
         self, step: int, experience: Experience, token_level_rewards: np.ndarray, advantages: np.ndarray
     ) -> dict:
-        prompt = experience.tokens[: experience.prompt_length]
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
-            "id": experience.id,
+            **self._text(experience),
             "group_id": experience.group_id,
-            "tag": experience.tag,
             "demonstration": experience.demonstration,
-            "prompt": self._tokenizer.decode(prompt),
-            "response": self._tokenizer.decode(experience.response_tokens),
+            **_logprobs(experience),
+            "student_logprobs": experience.old_logprobs,
+            "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
+            "teacher_topk_hits": _topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
+            "values": experience.values,
+            "token_level_rewards": _f32(token_level_rewards),
+            "external_advantages": _f32(experience.advantages),
+            "advantages": _f32(advantages),
+            "loss_mask": experience.loss_mask,
+            "importance_weights": experience.importance_weights,
+            **experience.metrics,
+            **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
+        }
+
+    def _text(self, experience: Experience) -> dict:
+        """Return what a sample says, and what became of it."""
+        response = self._tokenizer.decode(experience.response_tokens)
+        ends = token_ends(self._tokenizer.decode, experience.response_tokens.tolist(), response)
+        return {
+            "id": experience.id,
+            "tag": experience.tag,
+            "prompt": self._tokenizer.decode(experience.prompt_tokens),
+            "response": response,
+            "token_ends": ends,
             "ground_truth": experience.ground_truth,
             "reward": experience.reward,
             "reward_parts": experience.reward_parts,
@@ -141,20 +180,26 @@ class RunLogger:
             "tokens": experience.tokens,
             "prompt_length": experience.prompt_length,
             "action_mask": experience.action_mask,
-            "rollout_logprobs": experience.rollout_logprobs,
-            "student_logprobs": experience.old_logprobs,
-            "teacher_logprobs": experience.teacher_logprobs,
-            "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
-            "ref_logprobs": experience.ref_logprobs,
-            "values": experience.values,
-            "token_level_rewards": token_level_rewards,
-            "external_advantages": experience.advantages,
-            "advantages": advantages,
-            "loss_mask": experience.loss_mask,
-            "importance_weights": experience.importance_weights,
-            **experience.metrics,
-            **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }
+
+
+def _logprobs(experience: Experience) -> dict:
+    """Return what sampler and frozen models say of the tokens."""
+    return {
+        "rollout_logprobs": experience.rollout_logprobs,
+        "teacher_logprobs": experience.teacher_logprobs,
+        "ref_logprobs": experience.ref_logprobs,
+    }
+
+
+def _topk_hits(experience: Experience) -> dict[str, np.ndarray]:
+    """Return by teacher whether each sampled token is one of its most likely, bool [T-P], where these are known."""
+    tokens, targets = experience.response_tokens[:, None], experience.teacher_targets
+    return {name: (arrays["topk_ids"] == tokens).any(1) for name, arrays in targets.items() if "topk_ids" in arrays}
+
+
+def _f32(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else array.astype(np.float32)
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:
