@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.token_ends import token_ends
 from roll_opd.data.training import TrainSample
 from roll_opd.pipelines.run_facts import note_end
+from roll_opd.pipelines.sample_record import as_f32, logprobs_of, text_of, topk_hits
 from roll_opd.report.page import write_report
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
@@ -84,7 +84,9 @@ class RunLogger:
 
     def answers(self, step: int, by: str, answers: Sequence[Experience]) -> None:
         """Write answers to held-out prompts: `by` the student after `step` steps, or a teacher."""
-        rows = [{"step": step, "by": by, **self._text(answer), **_logprobs(answer)} for answer in answers]
+        rows = [
+            {"step": step, "by": by, **text_of(answer, self._tokenizer), **logprobs_of(answer)} for answer in answers
+        ]
         self._run.append_jsonl(VALIDATION_SAMPLES, rows)
 
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
@@ -144,62 +146,22 @@ class RunLogger:
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
-            **self._text(experience),
+            **text_of(experience, self._tokenizer),
             "group_id": experience.group_id,
             "demonstration": experience.demonstration,
-            **_logprobs(experience),
+            **logprobs_of(experience),
             "student_logprobs": experience.old_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
-            "teacher_topk_hits": _topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
+            "teacher_topk_hits": topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
             "values": experience.values,
-            "token_level_rewards": _f32(token_level_rewards),
-            "external_advantages": _f32(experience.advantages),
-            "advantages": _f32(advantages),
+            "token_level_rewards": as_f32(token_level_rewards),
+            "external_advantages": as_f32(experience.advantages),
+            "advantages": as_f32(advantages),
             "loss_mask": experience.loss_mask,
             "importance_weights": experience.importance_weights,
             **experience.metrics,
             **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
         }
-
-    def _text(self, experience: Experience) -> dict:
-        """Return what a sample says, and what became of it."""
-        response = self._tokenizer.decode(experience.response_tokens)
-        ends = token_ends(self._tokenizer.decode, experience.response_tokens.tolist(), response)
-        return {
-            "id": experience.id,
-            "tag": experience.tag,
-            "prompt": self._tokenizer.decode(experience.prompt_tokens),
-            "response": response,
-            "token_ends": ends,
-            "ground_truth": experience.ground_truth,
-            "reward": experience.reward,
-            "reward_parts": experience.reward_parts,
-            "reward_reason": experience.reward_reason,
-            "finish_reason": experience.finish_reason,
-            "weights_version": experience.weights_version,
-            "tokens": experience.tokens,
-            "prompt_length": experience.prompt_length,
-            "action_mask": experience.action_mask,
-        }
-
-
-def _logprobs(experience: Experience) -> dict:
-    """Return what sampler and frozen models say of the tokens."""
-    return {
-        "rollout_logprobs": experience.rollout_logprobs,
-        "teacher_logprobs": experience.teacher_logprobs,
-        "ref_logprobs": experience.ref_logprobs,
-    }
-
-
-def _topk_hits(experience: Experience) -> dict[str, np.ndarray]:
-    """Return by teacher whether each sampled token is one of its most likely, bool [T-P], where these are known."""
-    tokens, targets = experience.response_tokens[:, None], experience.teacher_targets
-    return {name: (arrays["topk_ids"] == tokens).any(1) for name, arrays in targets.items() if "topk_ids" in arrays}
-
-
-def _f32(array: np.ndarray | None) -> np.ndarray | None:
-    return None if array is None else array.astype(np.float32)
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -65,7 +65,7 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
     return {
         "title": visible(str(run.config.get("exp_name") or run.path.parent.name)),
         "mode": mode,
-        "mode_title": visible(str(run.facts.get("title") or MODES.get(mode) or "Training")),
+        "mode_title": visible(str(run.facts.get("title") or MODES.get(mode) or "training")),
         "run": visible(run.path.name),
         "version": roll_opd.__version__,
         "made": (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
@@ -123,6 +123,7 @@ def _time(run: RunRecord) -> dict[str, Any]:
     return {
         "startup": rounded(started[0][1], 6) if started else None,
         "phases": [visible(name) for name in phases],
+        "kinds": [order.get(name, len(order)) for name in phases],  # their colours, the same in every report
         "total": [rounded(total[name], 6) for name in phases],
         "steps": [[int(bar["step"]), int(bar["to"])] for bar in bars],
         "bars": [[rounded(bar[f"time/{name}"], 4) for name in phases] for bar in bars],

@@ -14,12 +14,12 @@ STUDENT_LOGPROB = "opd/student_logprob"
 SURPRISE = "surprise"  # made here: the mean of -log p over tokens that the student sampled estimates its entropy
 MOST_METRICS, POINTS_OF_EACH = 200, 300  # of those that can be looked up beside the panels
 
-MODES = {
-    "pure": "Pure distillation",
-    "mixed": "Distillation with rewards",
-    "rl": "Reinforcement learning",
-    "sft": "Supervised fine-tuning",
-    "dpo": "Preference optimization",
+MODES = {  # as a plan titles them, for runs that did not note it
+    "pure": "pure on-policy distillation",
+    "mixed": "on-policy distillation with a reward",
+    "rl": "reinforcement learning",
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimization",
 }
 
 

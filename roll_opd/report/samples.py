@@ -127,9 +127,9 @@ EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, floa
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
     """Return what was recorded of each token, those columns that are as long as the response."""
+    by, sampled = visible(str(row.get("by") or STUDENT)), row.get("rollout_logprobs")
     given = {
-        "student": row.get("student_logprobs") or row.get("rollout_logprobs"),
-        "rollout": row.get("rollout_logprobs"),
+        **({"student": row.get("student_logprobs") or sampled, "rollout": sampled} if by == STUDENT else {by: sampled}),
         **{f"teacher/{visible(str(name))}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
         "reference": row.get("ref_logprobs"),
         "advantage": row.get("advantages"),

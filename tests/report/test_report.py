@@ -41,7 +41,7 @@ def test_the_data_are_the_runs(tmp_path: Path) -> None:
     assert "Clipped tokens" not in titles and "KL to the reference policy" not in titles
     accuracy = data["charts"][1]
     assert accuracy["references"] == [{"name": "teacher", "value": 1.0}, {"name": "start", "value": 0.125}]
-    assert data["mode_title"] == "Pure distillation" and data["state"]["kind"] == "finished"
+    assert data["mode_title"] == "pure on-policy distillation" and data["state"]["kind"] == "finished"
     table = {row["name"]: row for row in data["table"]}
     assert (table["Validation accuracy"]["before"], table["Validation accuracy"]["after"]) == (0.125, 0.875)
     assert table["Validation accuracy"]["teacher"] == 1
@@ -242,7 +242,7 @@ def test_how_far_a_run_got(tmp_path: Path) -> None:
     (run.path / "run.json").write_text('{"mode": "mixed", "ended": "RunError: all is lost"}')
     data = of(run.path).data
     assert data["state"] == {"kind": "stopped", "text": "Stopped after 7 of 6 steps: RunError: all is lost"}
-    assert data["mode_title"] == "Distillation with rewards"
+    assert data["mode_title"] == "on-policy distillation with a reward"
 
 
 def test_runs_without_a_rollout(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_runs_without_a_rollout(tmp_path: Path) -> None:
     ]
     assert [line["metric"] for line in data["charts"][0]["lines"]] == ["dpo/loss", "val/loss"]
     assert data["samples"] == data["pairs"] == data["agreement"] == []
-    assert Page(page(data)).data["mode_title"] == "Preference optimization"
+    assert Page(page(data)).data["mode_title"] == "direct preference optimization"
 
 
 def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ const POINTS_WITH_DOTS = 40;
 
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((one) => one * power >= rough) * power;
+  const step = [1, 2, 2.5, 5, 10].find((one) => one * power >= rough * 0.999) * power;
   const found = [];
   for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place++) found.push(place * step);
   return found.map((value) => +value.toPrecision(12));
@@ -71,11 +71,13 @@ function lineChart(chart, height = 190) {
     const values = [...lines.flatMap((line) => line.points.map((point) => point[1])), ...references.map((one) => one.value)];
     const { x, y, grid } = axes(width, height, [Math.min(0, steps[0]), Math.max(steps[steps.length - 1], 1)], range(values));
     const canvas = svg("svg", { width, height, "aria-hidden": "true" }, grid);
-    for (const { name, value } of references)
+    for (const { name, value } of references) {  // its name stands at the end that the curve is farther from
+      const left = Math.abs(first[0][1] - value) > Math.abs(last(lines[0])[1] - value);
       canvas.append(
         svg("line", { class: "reference", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
-        svg("text", { class: "label", x: width - MARGIN.right, y: y(value) + (y(value) < 26 ? 13 : -5), "text-anchor": "end" },
-          `${name} ${number(value)}`));
+        svg("text", { class: "label", x: left ? MARGIN.left + 4 : width - MARGIN.right, y: y(value) + (y(value) < 26 ? 14 : -5),
+          "text-anchor": left ? "start" : "end" }, `${name} ${number(value)}`));
+    }
     lines.forEach((line, i) => {
       const many = line.trend.length > 0;
       canvas.append(svg("path", { class: `line l${i} ${many ? "faint" : ""}`, d: path(line.points, x, y) }));
@@ -121,7 +123,7 @@ function phaseChart(time, height = 220) {
       let base = 0;
       bar.forEach((seconds, phase) => {
         if (seconds > 0)
-          canvas.append(svg("rect", { class: `p${phase}`, x: x(from), width: Math.max(0.5, x(to + 1) - x(from) - gap),
+          canvas.append(svg("rect", { class: `p${time.kinds[phase]}`, x: x(from), width: Math.max(0.5, x(to + 1) - x(from) - gap),
             y: y(base + seconds), height: y(base) - y(base + seconds) }));
         base += seconds;
       });

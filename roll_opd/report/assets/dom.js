@@ -10,7 +10,7 @@ function fill(node, attributes, children) {
     else if (name === "style") for (const [key, one] of Object.entries(value)) node.style.setProperty(key, one);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return node;
 }
 

@@ -25,7 +25,7 @@ function head() {
   figures.push(el("div", { class: "figure" }, el("dt", {}, "Training"), el("dd", {}, plural(steps, "step")),
     el("dd", { class: "under" }, [duration(seconds), tokens ? `${short(tokens)} tokens generated` : null].filter(Boolean).join(", "))));
   return el("header", { class: "top" },
-    el("p", { class: "eyebrow" }, `${DATA.mode_title} · ${DATA.run}`), el("h1", {}, DATA.title),
+    el("p", { class: "eyebrow" }, `${DATA.mode_title[0].toUpperCase()}${DATA.mode_title.slice(1)} · ${DATA.run}`), el("h1", {}, DATA.title),
     el("p", { class: `state ${DATA.state.kind}` }, DATA.state.text),
     DATA.problems.map((sentence) => el("p", { class: "state open" }, sentence)), el("dl", { class: "figures" }, figures));
 }
@@ -55,9 +55,9 @@ function beforeAfter() {
 }
 
 function time() {
-  const { startup, phases, total, steps } = DATA.time;
+  const { startup, phases, kinds, total, steps } = DATA.time;
   if (!phases.length && startup === null) return null;
-  const parts = phases.map((name, i) => [name, total[i], `p${i}`]);
+  const parts = phases.map((name, i) => [name, total[i], `p${kinds[i]}`]);
   if (startup !== null) parts.unshift(["start-up", startup, "startup"]);
   const sum = parts.reduce((all, [, seconds]) => all + seconds, 0);
   const bar = el("div", { class: "bar", "aria-hidden": "true" },
@@ -75,8 +75,8 @@ function samples() {
   const colours = colourSwitch(measures(DATA.samples), () => { for (const card of place.children) card.paint(); });
   const show = (step) => place.replaceChildren(...DATA.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, colours.measure)));
   const radios = el("fieldset", { class: "steps" }, el("legend", {}, "Step"), steps.map((step, i) => el("label", {},
-    el("input", { type: "radio", name: "step", value: step, checked: i === steps.length - 1 ? "" : null, onchange: () => show(step) }), el("span", {}, step))));
-  show(steps[steps.length - 1]);
+    el("input", { type: "radio", name: "step", value: step, checked: i ? null : "", onchange: () => show(step) }), el("span", {}, step))));
+  show(steps[0]);
   const plain = DATA.samples.some((sample) => !sample.ids.length && sample.length);
   return section("samples", "Samples", radios, colours.node, place,
     plain ? note("This run did not record where its tokens end, so its samples are shown without colours.") : null);

@@ -81,7 +81,6 @@ function response(sample, measure) {
       else span.style.removeProperty("background-color");
     });
   };
-  box.paint();
   return box;
 }
 
@@ -99,13 +98,17 @@ function showTip(span, sample, i, masked) {
   if (sample.behind !== null) rows.push(row("sampled", sample.behind ? `${plural(sample.behind, "update")} earlier` : "with the newest weights"));
   if (masked) rows.push(row("", "not learned from"));
   tip.replaceChildren(el("table", {}, rows));
+  hideTip();
   tip.hidden = false;
-  document.querySelectorAll(".t.now").forEach((other) => other.classList.remove("now"));
   span.classList.add("now");
-  if (window.innerWidth < 600) {  // on a phone it is a sheet at the bottom
-    for (const side of ["left", "top"]) tip.style.removeProperty(side);
-    return;
-  }
+  placeTip();
+}
+
+function placeTip() {
+  const span = document.querySelector(".t.now");
+  if (!span) return;
+  for (const side of ["left", "top"]) tip.style.removeProperty(side);
+  if (window.innerWidth < 600) return;  // on a phone it is a sheet at the bottom
   const place = span.getClientRects()[0], size = tip.getBoundingClientRect();
   const below = place.bottom + 8 + size.height < window.innerHeight;
   tip.style.setProperty("left", `${Math.max(8, Math.min(place.left, window.innerWidth - size.width - 8))}px`);
@@ -117,7 +120,7 @@ function hideTip() {
   document.querySelectorAll(".t.now").forEach((span) => span.classList.remove("now"));
 }
 
-addEventListener("scroll", hideTip, { passive: true });
+addEventListener("scroll", placeTip, { passive: true, capture: true });
 addEventListener("pointerdown", (event) => { if (!event.target.closest(".response")) hideTip(); });
 
 function sampleCard(sample, measure, title) {
@@ -126,11 +129,16 @@ function sampleCard(sample, measure, title) {
     plural(sample.length, "token"), sample.finish === "length" ? "cut off at the limit" : null,
     sample.behind > 0 ? `${plural(sample.behind, "update")} old` : null,
   ].filter((chip) => chip !== null);
-  const body = response(sample, measure);
+  const body = response(sample, measure), average = el("li", {});
   const card = el("article", { class: "sample" },
-    el("header", {}, title ? el("h4", {}, title) : null, el("ul", { class: "chips" }, chips.map((chip) => el("li", {}, chip)))),
+    el("header", {}, title ? el("h4", {}, title) : null, el("ul", { class: "chips" }, chips.map((chip) => el("li", {}, chip)), average)),
     title ? null : promptOf(sample), body);
-  card.paint = body.paint;
+  card.paint = () => {
+    const { name, of } = measure() || {}, values = of ? sample.ids.map((_, i) => of(sample, i)).filter((value) => value !== null) : [];
+    average.replaceChildren(values.length ? `mean ${name.split(" (")[0]} ${number(values.reduce((a, b) => a + b, 0) / values.length)}` : "");
+    body.paint();
+  };
+  card.paint();
   return card;
 }
 
@@ -144,15 +152,17 @@ function colourSwitch(found, changed) {
   let chosen = found[0] || null;
   const legend = el("div", { class: "scale" });
   const tell = () => {
-    if (!chosen) return legend.replaceChildren("No values of tokens were recorded.");
+    if (!chosen) return;
+    const most = number(+chosen.scale.toPrecision(2));
     const swatches = (chosen.low ? [-1, -0.25, 0, 0.25, 1] : [0, 0.0625, 0.25, 0.5, 1])
       .map((share) => el("i", { class: "shade", style: { "background-color": tint(share * chosen.scale, chosen.scale) || "transparent" } }));
     legend.replaceChildren(
-      chosen.low ? `${chosen.low}  −${number(chosen.scale)} ` : "0 ", el("span", { class: "shades", "aria-hidden": "true" }, swatches),
-      ` ${number(chosen.scale)}  ${chosen.high}`);
+      chosen.low ? `${chosen.low}  −${most} ` : "0 ", el("span", { class: "shades", "aria-hidden": "true" }, swatches),
+      ` ${most}  ${chosen.high}`);
   };
   const list = el("select", { onchange: () => { chosen = found[list.selectedIndex]; tell(); changed(); } },
     found.map((one) => el("option", {}, one.name)));
   tell();
-  return { node: el("div", { class: "controls" }, el("label", {}, "Colour by ", list), legend), measure: () => chosen };
+  const node = chosen ? el("div", { class: "controls" }, el("label", {}, "Colour by ", list), legend) : null;
+  return { node, measure: () => chosen };
 }
