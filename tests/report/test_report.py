@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+import tomllib
 import unicodedata
 from pathlib import Path
 
@@ -273,3 +274,11 @@ def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert said in capsys.readouterr().err
     assert main(["report", str(run), "--output", str(tmp_path / "none" / "x.html")]) == 2
     assert "--output" in capsys.readouterr().err
+
+
+def test_the_wheel_has_all_parts_of_the_page() -> None:
+    root = Path(__file__).parents[2]
+    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    shipped = {path for pattern in data["roll_opd.report"] for path in (root / "roll_opd/report").glob(pattern)}
+    assert shipped == set((root / "roll_opd/report/assets").iterdir())
+    assert len(shipped) == 6
