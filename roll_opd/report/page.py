@@ -16,7 +16,7 @@ from roll_opd.report import samples
 from roll_opd.report.curves import averaged, points
 from roll_opd.report.panels import MODES, before_after, charts, everything, mode_of, with_surprise
 from roll_opd.report.read import RunRecord, find_run, number, read_run
-from roll_opd.report.text import rounded, script_json, visible
+from roll_opd.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.run_directory import write_atomic
 from roll_opd.tracking.summary import GENERATED_TOKENS, STEP_SECONDS
@@ -24,7 +24,8 @@ from roll_opd.tracking.summary import GENERATED_TOKENS, STEP_SECONDS
 REPORT = "report.html"
 SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
 STEPS_OF_TIME = 120  # bars of the chart of seconds by step
-MOST_WARNINGS, CONFIG_CHARACTERS = 200, 200_000
+MOST_WARNINGS, MOST_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
+LONG = 2000  # characters of a sentence that someone else wrote
 BESIDE_PHASES = {"step", "startup"}
 
 
@@ -63,9 +64,9 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
     steps = run.samples.steps
     tenth = -(-len(steps) // 10)
     return {
-        "title": visible(str(run.config.get("exp_name") or run.path.parent.name)),
+        "title": limited(run.config.get("exp_name") or run.path.parent.name),
         "mode": mode,
-        "mode_title": visible(str(run.facts.get("title") or MODES.get(mode) or "training")),
+        "mode_title": limited(run.facts.get("title") or MODES.get(mode) or "training"),
         "run": visible(run.path.name),
         "version": roll_opd.__version__,
         "made": (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
@@ -99,7 +100,7 @@ def _state(run: RunRecord) -> dict[str, str]:
     if run.summary:
         return {"kind": "finished", "text": f"Finished: {progress}."}
     if isinstance(ended, str):
-        return {"kind": "stopped", "text": visible(f"Stopped after {progress}: {ended}")}
+        return {"kind": "stopped", "text": limited(f"Stopped after {progress}: {ended}", LONG)}
     when = f", the last one written {run.written:%Y-%m-%d %H:%M} UTC" if run.written and run.metrics else ""
     return {"kind": "open", "text": f"Not finished: {progress}{when}. The run goes on, or it was killed."}
 
@@ -137,9 +138,9 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
     cells = ("check", "value", "verdict", "meaning")
     return [
         {
-            "teacher": visible(str(name)),
+            "teacher": limited(name),
             "rows": [
-                {cell: visible(str(row.get(cell, ""))) for cell in cells}
+                {cell: limited(row.get(cell), LONG) for cell in cells}
                 for row in (checks if isinstance(checks, list) else ())
                 if isinstance(row, dict)
             ],
@@ -151,7 +152,7 @@ def _preflight(given: Any) -> list[dict[str, Any]]:
 def _warnings(run: RunRecord) -> list[str]:
     """Return each warning once: those noted when the run began, and those of its summary."""
     found = [text for source in (run.facts, run.summary) for text in _list(source.get("warnings"))]
-    return [visible(text) for text in dict.fromkeys(map(str, found))][:MOST_WARNINGS]
+    return [limited(text, LONG) for text in list(dict.fromkeys(map(str, found)))[:MOST_WARNINGS]]
 
 
 def _facts(run: RunRecord) -> list[list[str]]:
@@ -160,7 +161,7 @@ def _facts(run: RunRecord) -> list[list[str]]:
     for part in ("models", "machine", "versions"):
         given = run.facts.get(part) or (run.summary.get(part) if part == "versions" else None)
         found |= {str(name): str(value) for name, value in (given if isinstance(given, dict) else {}).items() if value}
-    return [[visible(name), visible(value)] for name, value in found.items()]
+    return [[limited(name), limited(value, LONG)] for name, value in list(found.items())[:MOST_FACTS]]
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

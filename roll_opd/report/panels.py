@@ -6,7 +6,7 @@ from typing import Any
 
 from roll_opd.report.curves import downsample, ends, points, trend
 from roll_opd.report.read import RunRecord
-from roll_opd.report.text import rounded, visible
+from roll_opd.report.text import limited, rounded
 from roll_opd.tracking.summary import ACCURACY, LOSS, REVERSE_KL, TEACHER_ACCURACY
 
 DIGITS = 6
@@ -130,7 +130,7 @@ def charts(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[str, Any
 def everything(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[float]]]:
     """Return a coarser curve of every metric by name, to look up."""
     names = sorted({name for row in rows for name in row} - {"step", SURPRISE})[:MOST_METRICS]
-    return {visible(name): _short(downsample(points(rows, name), POINTS_OF_EACH)) for name in names}
+    return {limited(name): _short(downsample(points(rows, name), POINTS_OF_EACH)) for name in names}
 
 
 def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[str, Any]]:

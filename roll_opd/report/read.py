@@ -41,11 +41,11 @@ class StepLines:
         """Yield the rows of `steps`, without broken lines."""
         try:
             with self.path.open("rb") as file:
-                for place in [place for step in steps for place in self.places.get(step, ())]:
+                for place, step_of_it in [(place, step) for step in steps for place in self.places.get(step, ())]:
                     file.seek(place)
                     row = _parsed(file.readline())
                     if row is not None:
-                        yield row
+                        yield {**row, "step": step_of_it}
         except OSError:
             return  # gone since it was indexed
 

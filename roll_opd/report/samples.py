@@ -6,7 +6,7 @@ from typing import Any
 
 from roll_opd.report.curves import mean, spread
 from roll_opd.report.read import StepLines, number
-from roll_opd.report.text import rounded, visible
+from roll_opd.report.text import limited, rounded
 
 STEPS, SAMPLES_A_STEP = 8, 6
 PROMPTS = 8  # answered early and late
@@ -48,7 +48,8 @@ def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
 def length_of(row: Mapping[str, Any]) -> int:
     """Return how many tokens a recorded response has."""
     tokens, prompt_length = row.get("tokens"), row.get("prompt_length")
-    return max(0, len(tokens) - prompt_length) if isinstance(tokens, list) and isinstance(prompt_length, int) else 0
+    known = isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens)
+    return len(tokens) - prompt_length if known else 0
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
@@ -59,29 +60,29 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """
     length, response = length_of(row), str(row.get("response") or "")
     ends = _ends(row.get("token_ends"), length, response)
-    head = length if length <= limit else limit - limit // 3
-    kept = [*range(head), *range(length - (limit - head), length)] if length > limit else list(range(length))
+    head = limit - limit // 3 if length > limit else length
     if ends is None:
-        pieces, kept = [response[:CHARACTERS]], []
+        pieces, kept = [limited(response, CHARACTERS)], []
     else:
-        pieces = [response[ends[place - 1] if place else 0 : ends[place]] for place in kept]
+        kept = [*range(head), *range(length - (min(length, limit) - head), length)]
+        pieces = [limited(response[ends[place - 1] if place else 0 : ends[place]]) for place in kept]
     columns = {name: [_short(values[place]) for place in kept] for name, values in _columns(row, length).items()}
     reward = number(row.get("reward"))
     return {
         "step": row.get("step"),
-        "by": visible(str(row.get("by") or STUDENT)),
-        "id": visible(str(row.get("id", ""))),
-        "tag": visible(str(row.get("tag") or "")),
-        "prompt": _cut(row.get("prompt")),
-        "truth": _cut(row.get("ground_truth")),
+        "by": limited(row.get("by") or STUDENT),
+        "id": limited(row.get("id")),
+        "tag": limited(row.get("tag")),
+        "prompt": limited(row.get("prompt"), CHARACTERS),
+        "truth": limited(row.get("ground_truth"), CHARACTERS),
         "reward": None if reward is None else rounded(reward, DIGITS),
-        "reason": visible(str(row.get("reward_reason") or "")),
-        "finish": visible(str(row.get("finish_reason") or "")),
+        "reason": limited(row.get("reward_reason")),
+        "finish": limited(row.get("finish_reason")),
         "behind": _behind(row),
         "length": length,
-        "pieces": [visible(piece) for piece in pieces],
-        "ids": [row["tokens"][row["prompt_length"] + place] for place in kept],
-        "values": columns if ends is not None else {},
+        "pieces": pieces,
+        "ids": [_id(row["tokens"][row["prompt_length"] + place]) for place in kept],
+        "values": columns if kept else {},
         "masked": _masked(row, length, kept),
         "cut": {"at": head, "count": length - limit} if ends is not None and length > limit else None,
     }
@@ -127,10 +128,10 @@ EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, floa
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
     """Return what was recorded of each token, those columns that are as long as the response."""
-    by, sampled = visible(str(row.get("by") or STUDENT)), row.get("rollout_logprobs")
+    by, sampled = limited(row.get("by") or STUDENT), row.get("rollout_logprobs")
     given = {
         **({"student": row.get("student_logprobs") or sampled, "rollout": sampled} if by == STUDENT else {by: sampled}),
-        **{f"teacher/{visible(str(name))}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
+        **{f"teacher/{limited(name)}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
         "reference": row.get("ref_logprobs"),
         "advantage": row.get("advantages"),
     }
@@ -161,11 +162,8 @@ def _behind(row: Mapping[str, Any]) -> int | None:
     return step - 1 - version if "by" not in row and isinstance(step, int) and isinstance(version, int) else None
 
 
-def _cut(text: Any) -> str:
-    text = "" if text is None else str(text)
-    if len(text) > CHARACTERS:
-        text = f"{text[: CHARACTERS // 2]} … {len(text) - CHARACTERS} characters … {text[-CHARACTERS // 2 :]}"
-    return visible(text)
+def _id(token: Any) -> int | None:
+    return token if isinstance(token, int) else None
 
 
 def _short(value: float | None) -> float | None:

@@ -16,6 +16,14 @@ def visible(text: str) -> str:
     return "".join(_shown(character) for character in text)
 
 
+def limited(value: Any, most: int = 300) -> str:
+    """Return the text of any value, `visible`, without the middle of more than `most` characters; of None nothing."""
+    text = "" if value is None else str(value)
+    if len(text) > most:
+        text = f"{text[: most // 2]} … {len(text) - most} characters … {text[-most // 2 :]}"
+    return visible(text)
+
+
 def _shown(character: str) -> str:
     if character in AS_THEY_ARE or unicodedata.category(character) not in UNSEEN:
         return character

@@ -18,6 +18,7 @@ from report_assets import Page, metrics_row, sample_row, write_run
 from roll_opd.cli import main
 from roll_opd.report.page import contents, page, write_report
 from roll_opd.report.read import find_run, read_run
+from roll_opd.report.samples import agreement, shaped
 from roll_opd.report.text import script_json, visible
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
 
@@ -142,6 +143,7 @@ def test_nothing_is_loaded_and_nothing_else_can_run(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_5000_steps_is_small_and_keeps_its_extremes(tmp_path: Path) -> None:
     """With 60 metrics, long responses and 500 validations; the one spike in it is to be seen."""
     steps, run = 5000, RunDirectory(tmp_path)
@@ -152,7 +154,7 @@ def test_a_run_of_5000_steps_is_small_and_keeps_its_extremes(tmp_path: Path) -> 
     rows[1234]["opd/reverse_kl/mean"] = -55.0
     run.append_jsonl(METRICS, rows)
     response = "the quick brown fox jumps over it " * 40
-    for step in range(1, steps + 1, 100):
+    for step in range(1, steps + 1, 500):
         run.append_jsonl(SAMPLES, [sample_row(step, number, response) for number in range(4)])
     began = time.monotonic()
     written = write_report(tmp_path)
@@ -164,7 +166,7 @@ def test_a_run_of_5000_steps_is_small_and_keeps_its_extremes(tmp_path: Path) -> 
     assert points[0][0] == 1 and points[-1][0] == steps and points == sorted(points)
     assert len(data["charts"][0]["lines"][0]["trend"]) == 100
     shown = data["samples"]
-    assert shown[0]["step"] == 1 and shown[-1]["step"] == 4901 and sum(len(one["pieces"]) for one in shown) <= 40_000
+    assert shown[0]["step"] == 1 and shown[-1]["step"] == 4501 and sum(len(one["pieces"]) for one in shown) <= 40_000
     for one in shown:  # the beginning and the end
         head = one["cut"]["at"]
         assert "".join(one["pieces"]) == response[:head] + response[len(response) - (len(one["pieces"]) - head) :]
@@ -231,6 +233,49 @@ def test_what_is_broken_becomes_a_sentence(case: str, tmp_path: Path, capsys: py
     assert "report.html" in capsys.readouterr().out
     problems = Page((run / "report.html").read_text()).data["problems"]
     assert [problem.startswith(sentence) for problem in problems] == [True] if sentence else problems == []
+
+
+ODD = (
+    None,
+    math.nan,
+    math.inf,
+    1e308,
+    -1,
+    True,
+    10**30,
+    "x" * 100_000,
+    "\ud800<",
+    [],
+    {},
+    [math.nan],
+    [[1]],
+    {"a": [1, "b"]},
+)
+
+
+def test_whatever_stands_in_a_record_the_page_can_be_written(tmp_path: Path) -> None:
+    """Each key of samples, answers, facts and summary with each odd value, and many of them at once."""
+    run, rng = write_run(tmp_path / "run"), np.random.default_rng(0)
+    whole = sample_row(9, 0)
+    rows = [{**whole, key: value} for key, value in itertools.product(list(whole)[1:], ODD)]
+    for _ in range(100):
+        rows.append({**whole, **{str(key): ODD[rng.integers(len(ODD))] for key in rng.choice(list(whole)[1:], 5)}})
+    rows = [{**row, "step": 1 + number % 99} for number, row in enumerate(rows)]
+    for name in (SAMPLES, "validation_samples.jsonl"):
+        lines = [json.dumps({**row, "by": row["tag"]}, default=np.ndarray.tolist) for row in rows]
+        (run.path / name).write_text("".join(f'{line[:-1]}, "step": NaN}}\n' for line in lines))
+    for odd in ODD:
+        names = ("warnings", "versions", "teacher_preflight", "title", "mode", "models", "machine", "ended", "steps")
+        run.summary_file.write_text(json.dumps({**dict.fromkeys(names, odd), "versions": {"a": odd}}))
+        (run.path / "run.json").write_text(
+            json.dumps({**dict.fromkeys(names, odd), "teacher_preflight": {"t": [{"check": odd}]}})
+        )
+        (run.path / "config.yaml").write_text(yaml.safe_dump(dict.fromkeys(("exp_name", "max_steps", "use_opd"), odd)))
+        found = of(run.path)
+        assert found.data["samples"] and len(found.text["data"]) < 2_000_000
+    lines = read_run(run.path).samples
+    assert len([script_json(shaped(row, 5)) for row in lines.rows(lines.steps)]) == len(rows)
+    assert agreement(lines, lines.steps)
 
 
 def test_how_far_a_run_got(tmp_path: Path) -> None:
