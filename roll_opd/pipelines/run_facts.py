@@ -24,7 +24,7 @@ def run_facts(plan: RunPlan) -> dict[str, Any]:
         "title": plan.title,
         "models": {
             "student": plan.student.model.path,
-            **{f"teacher {teacher.name}": teacher.worker.model.path for teacher in plan.teachers},
+            **{_of(teacher.name): teacher.worker.model.path for teacher in plan.teachers},
             **({"reference": plan.reference.model.path} if plan.reference else {}),
         },
         "machine": {
@@ -51,6 +51,10 @@ def note_end(run: RunDirectory, error: BaseException) -> None:
     facts = json.loads((run.path / RUN_FACTS).read_text(encoding="utf-8"))
     said = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
     write_facts(run, {**facts, "ended": said[:MOST_SAID]})
+
+
+def _of(teacher: str) -> str:
+    return teacher if teacher == "teacher" else f"teacher {teacher}"
 
 
 def _memory() -> str:

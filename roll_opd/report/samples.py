@@ -128,9 +128,10 @@ EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, floa
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
     """Return what was recorded of each token, those columns that are as long as the response."""
-    by, sampled = limited(row.get("by") or STUDENT), row.get("rollout_logprobs")
+    sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
+    by = limited(row.get("by") or STUDENT)  # whose the sampler's log-probs are
     given = {
-        **({"student": row.get("student_logprobs") or sampled, "rollout": sampled} if by == STUDENT else {by: sampled}),
+        **({"student": trained, "rollout": sampled} if trained else {by: sampled}),
         **{f"teacher/{limited(name)}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
         "reference": row.get("ref_logprobs"),
         "advantage": row.get("advantages"),

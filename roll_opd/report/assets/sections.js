@@ -89,7 +89,7 @@ function sideBySide() {
   const colours = colourSwitch(measures(DATA.pairs.flat()), () => { for (const card of cards) card.paint(); });
   const prompts = DATA.pairs.map((answers) => el("div", { class: "pair" }, promptOf(answers[0]), el("div", { class: "columns" },
     answers.map((answer) => {
-      const title = answer.by.startsWith("teacher/") ? `teacher ${answer.by.slice(8)}` : answer.step === 0 ? "before training" : `after step ${answer.step}`;
+      const title = answer.by.startsWith("teacher/") ? answer.by.replace(/^teacher\//, "teacher ").replace("teacher teacher", "teacher") : answer.step === 0 ? "before training" : `after step ${answer.step}`;
       cards.push(sampleCard(answer, colours.measure, title));
       return cards[cards.length - 1];
     }))));

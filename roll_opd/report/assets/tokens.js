@@ -27,14 +27,14 @@ function measures(samples) {
     found.push({ key: "gap", name: "trainer against sampler", low: "likelier when it was sampled", high: "likelier to the trainer", of: minus("student", "rollout") });
   if (samples.some((sample) => sample.behind > 0))
     found.push({ key: "stale", name: "staleness", low: "", high: "updates since it was sampled", of: (sample) => sample.behind });
-  for (const one of found) one.scale = scaleOf(samples, one.of);
+  for (const one of found) one.scale = scaleOf(samples, one.of, one.key === "advantage" ? 1e-9 : 0.1);
   return found;
 }
 
-// The size that has the full colour: 98 of 100 tokens are paler.
-function scaleOf(samples, of) {
+// The size that has the full colour: 98 of 100 tokens are paler. Log-probs that differ by less than `least` are no news.
+function scaleOf(samples, of, least) {
   const sizes = samples.flatMap((sample) => sample.ids.map((_, i) => Math.abs(of(sample, i) || 0))).sort((a, b) => a - b);
-  return Math.max(sizes[Math.floor(sizes.length * 0.98)] || 0, 1e-9);
+  return Math.max(sizes[Math.floor(sizes.length * 0.98)] || 0, least);
 }
 
 function tint(value, scale) {
