@@ -37,15 +37,16 @@ class StepLines:
     def steps(self) -> list[int]:
         return sorted(self.places)
 
-    def rows(self, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of `steps`, without broken lines."""
+    def rows(self, wanted: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the `wanted` steps, without broken lines."""
         try:
             with self.path.open("rb") as file:
-                for place, step_of_it in [(place, step) for step in steps for place in self.places.get(step, ())]:
-                    file.seek(place)
-                    row = _parsed(file.readline())
-                    if row is not None:
-                        yield {**row, "step": step_of_it}
+                for step in wanted:
+                    for place in self.places.get(step, ()):
+                        file.seek(place)
+                        row = _parsed(file.readline())
+                        if row is not None:
+                            yield {**row, "step": step}
         except OSError:
             return  # gone since it was indexed
 

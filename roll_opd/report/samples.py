@@ -14,6 +14,9 @@ TOKENS = 40_000  # of all samples and answers together; about 70 bytes each in t
 CHARACTERS = 3000  # of a prompt
 DIGITS = 4
 STUDENT = "student"  # who answered held-out prompts, where it was no teacher
+CLOSE = 0.1  # nats: the two probabilities differ by less than a tenth of themselves
+_BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0)
+EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, float("inf"))
 
 
 def chosen_samples(lines: StepLines) -> list[dict[str, Any]]:
@@ -119,11 +122,6 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
         "bins": [rounded(count / len(gaps), DIGITS) for count in counts],
         "topk": rounded(sum(map(bool, hits)) / len(hits), DIGITS) if hits else None,
     }
-
-
-CLOSE = 0.1  # nats: the two probabilities differ by less than a tenth of themselves
-_BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0)
-EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, float("inf"))
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
