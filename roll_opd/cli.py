@@ -80,6 +80,17 @@ def _score(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not, or of its experiment")
+    parser.add_argument("--output", metavar="FILE", help="where to write it; otherwise RUN_DIR/report.html")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from roll_opd.report.command import report
+
+    return report(arguments.run, arguments.output)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from roll_opd.doctor import main as inspect_and_report
 
@@ -93,6 +104,7 @@ COMMANDS: dict[str, Command] = {
         "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
     ),
     "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
+    "report": Command("write one HTML file that shows what happened in a run", _report_arguments, _report),
     "doctor": Command("say what is installed, what will be used and what is broken", lambda parser: None, _doctor),
 }
 

@@ -40,6 +40,7 @@ FLOORS = {
     "roll_opd.tracking": (2, "tracking"),  # reads what `data` defines
     "roll_opd.cluster": (3, "cluster"),
     "roll_opd.rewards": (3, "rewards"),
+    "roll_opd.report": (3, "report"),
     "roll_opd.workers": (4, "workers"),
     "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
     "roll_opd.rollout": (5, "rollout"),
@@ -58,6 +59,7 @@ STRANGERS = {
     "algorithms": ENGINES_AND_RAY,
     "data": ENGINES_AND_RAY,
     "tracking": ENGINES_AND_RAY,
+    "report": ENGINES_AND_RAY | {"torch", "transformers"},
     "megatron": {"ray", "vllm"},
     "inference": {"ray", "megatron", "mbridge"},
     "rewards": ENGINES_AND_RAY,

@@ -8,6 +8,7 @@ import asyncio
 import gc
 import importlib
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from roll_opd.failures import os_sentence
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
+from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Progress, shown_while_long
@@ -164,6 +166,8 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
         gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
         if not directory.has_begun:
             directory.discard()
+        elif ended_by := sys.exception():
+            logger.report(ended_by)
     logger.finish()
 
 
@@ -181,4 +185,5 @@ def _directory(plan: RunPlan, resumed: Checkpoint | None) -> RunDirectory:
         directory = RunDirectory.create(plan.output_dir, plan.exp_name)
     directory.checkpoints.mkdir(exist_ok=True)
     directory.write_config(plan.config_yaml)
+    write_facts(directory, run_facts(plan))
     return directory

@@ -1,11 +1,13 @@
 """The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
 
 from dataclasses import replace
+from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.reward_trial import try_rewards
+from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
 from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
@@ -14,10 +16,10 @@ from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import group_filter, without_rejected
-from roll_opd.rollout.validation import validate
+from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
-from roll_opd.workers.roles import Sampler
+from roll_opd.workers.roles import FrozenModels, Sampler
 
 
 async def train(run: Run) -> None:
@@ -28,25 +30,32 @@ async def train(run: Run) -> None:
     reward_pools = await start_reward_pools(plan, run.placement)
     await try_rewards(reward_pools, source)
 
-    async def validation_of(sampler: Sampler) -> dict[str, float]:
-        assert plan.validation is not None
+    async def validation_of(
+        sampler: Sampler, step: int = 0, by: str = STUDENT, readers: FrozenModels | None = None
+    ) -> dict[str, float]:
+        assert plan.validation is not None and plan.rollout is not None
         sampling, chunk = plan.validation.sampling, chunk_samples(plan)
         rollout = Rollout(sampler, sampling, reward_pools, plan.seed, chunk, clock, progress=run.progress)
-        return await validate(rollout, run.held_out)
+        metrics, answers = await validate(rollout, run.held_out)
+        shown = first_answers(answers, sampling.n, plan.samples_per_step)
+        if readers:
+            shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
+        run.logger.answers(step, by, shown)
+        return metrics
 
     if not run.resumed and run.held_out and plan.validation and plan.validation.measure_teacher:
         run.logger.note("Measuring the teacher on the validation prompts ...")
         for teacher in plan.teachers:
             async with teacher_as_sampler(plan, teacher, run.placement) as sampler:
                 with clock.phase("validate"):
-                    metrics = await validation_of(sampler)
+                    metrics = await validation_of(sampler, by=f"teacher/{teacher.name}")
                 run.logger.teacher_accuracy(teacher.name, metrics)
 
     run.logger.note("Starting student, teacher and inference engines ...")
     workers = await start_workers(plan, run.placement)
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done)
-    await run.log_start(lambda: validation_of(workers.sampler))
+    await run.log_start(lambda: validation_of(workers.sampler, readers=workers.frozen_models))
 
     rollout = Rollout(
         workers.sampler,
@@ -111,7 +120,8 @@ async def train(run: Run) -> None:
             | mask_metrics(sampled)
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
-        metrics |= await run.validation(step, lambda: validation_of(workers.sampler))
+        validating = partial(validation_of, workers.sampler, step, readers=workers.frozen_models)
+        metrics |= await run.validation(step, validating)
         for pool in reward_pools:
             metrics |= pool.drain_metrics()
         async with run.checkpoint(step, workers.save, kl_coef):

@@ -15,6 +15,9 @@ from roll_opd.data.source import PromptSource
 from roll_opd.data.training import TrainSample
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.model_card import model_card
+from roll_opd.pipelines.run_facts import note_end
+from roll_opd.pipelines.sample_record import as_f32, logprobs_of, text_of, topk_hits
+from roll_opd.report.page import write_report
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.teacher_checks import Check, table
@@ -22,7 +25,14 @@ from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import SHORT, Console, loading, validation
 from roll_opd.tracking.progress import Progress
 from roll_opd.tracking.recording import Recording
-from roll_opd.tracking.run_directory import PROMPTS, SAMPLES, SKIPPED_SAMPLES, RunDirectory, read_jsonl
+from roll_opd.tracking.run_directory import (
+    PROMPTS,
+    SAMPLES,
+    SKIPPED_SAMPLES,
+    VALIDATION_SAMPLES,
+    RunDirectory,
+    read_jsonl,
+)
 from roll_opd.tracking.summary import ACCURACY, STEP_TOKENS, TEACHER_ACCURACY, summarize, write_summary
 from roll_opd.tracking.system import memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
@@ -39,6 +49,7 @@ OF_THE_OBJECTIVE = (
     "advantage_clip",
     "kl_penalty",
 )
+STUDENT = "student"  # who answered held-out prompts; of a teacher `teacher/NAME`
 
 
 class RunLogger:
@@ -110,6 +121,13 @@ class RunLogger:
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
         self.log(step, _prompt_ids(batch), row)
 
+    def answers(self, step: int, by: str, answers: Sequence[Experience]) -> None:
+        """Write answers to held-out prompts: `by` the student after `step` steps, or a teacher."""
+        rows = [
+            {"step": step, "by": by, **text_of(answer, self._tokenizer), **logprobs_of(answer)} for answer in answers
+        ]
+        self._run.append_jsonl(VALIDATION_SAMPLES, rows)
+
     def log(self, step: int, drawn: Mapping[str, Sequence[str]], metrics: Mapping[str, float]) -> None:
         """Log a finished step: the ids it drew, and its metrics."""
         row = {**metrics, "data/epoch": self._source.epochs, **self._startup, **memory_metrics()}
@@ -151,7 +169,7 @@ class RunLogger:
         return model_card(self._plan, summarize(read_jsonl(self._run.metrics_file)), step)
 
     def finish(self) -> None:
-        """Write `summary.json`, print the last table and how to load the model."""
+        """Write `summary.json` and the report; print the last table and how to load the model."""
         warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._recording.warnings)
         end_seconds = self.clock.lap()["step"]
         self._console.finish(write_summary(self._run, seed=self._plan.seed, end_seconds=end_seconds, warnings=warnings))
@@ -159,6 +177,16 @@ class RunLogger:
         if model.is_dir():
             print("", *loading(model), "", sep="\n", flush=True)
         self.note(f"Run directory: {self._run.path}")
+        self.report()
+
+    def report(self, ended_by: BaseException | None = None) -> None:
+        """Write `report.html`; `ended_by` is what ended the run early. Where that fails it is said, and no more."""
+        try:
+            if ended_by:
+                note_end(self._run, ended_by)
+            self.note(f"Report: {write_report(self._run.path)}")
+        except Exception as error:  # the run is what counts
+            self.note(f"The report could not be written ({type(error).__name__}: {error}).")
 
     def _supervised_sample(self, step: int, sample: TrainSample) -> dict:
         return {
@@ -182,34 +210,20 @@ class RunLogger:
     def _sample(
         self, step: int, experience: Experience, token_level_rewards: np.ndarray, advantages: np.ndarray
     ) -> dict:
-        prompt = experience.tokens[: experience.prompt_length]
         teachers, objective = self._plan.teachers, self._plan.objective
         return {
             "step": step,
-            "id": experience.id,
+            **text_of(experience, self._tokenizer),
             "group_id": experience.group_id,
-            "tag": experience.tag,
             "demonstration": experience.demonstration,
-            "prompt": self._tokenizer.decode(prompt),
-            "response": self._tokenizer.decode(experience.response_tokens),
-            "ground_truth": experience.ground_truth,
-            "reward": experience.reward,
-            "reward_parts": experience.reward_parts,
-            "reward_reason": experience.reward_reason,
-            "finish_reason": experience.finish_reason,
-            "weights_version": experience.weights_version,
-            "tokens": experience.tokens,
-            "prompt_length": experience.prompt_length,
-            "action_mask": experience.action_mask,
-            "rollout_logprobs": experience.rollout_logprobs,
+            **logprobs_of(experience),
             "student_logprobs": experience.old_logprobs,
-            "teacher_logprobs": experience.teacher_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
-            "ref_logprobs": experience.ref_logprobs,
+            "teacher_topk_hits": topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
             "values": experience.values,
-            "token_level_rewards": token_level_rewards,
-            "external_advantages": experience.advantages,
-            "advantages": advantages,
+            "token_level_rewards": as_f32(token_level_rewards),
+            "external_advantages": as_f32(experience.advantages),
+            "advantages": as_f32(advantages),
             "loss_mask": experience.loss_mask,
             "importance_weights": experience.importance_weights,
             **experience.metrics,

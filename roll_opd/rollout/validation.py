@@ -1,25 +1,56 @@
-"""How often a sampler answers held-out prompts correctly, by their rewards."""
+"""How often a sampler answers held-out prompts correctly, by their rewards; and a few of the answers, to read."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.tracking.metrics import validation_metrics
 from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.roles import FrozenModels
 
 VALIDATION_DRAW = 2**31  # draws of validation samples start here, far from those of training
 
 
-async def validate(rollout: Rollout, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Return the metrics of `validation_metrics` for `rollout.sampling.n` answers a prompt."""
+async def validate(rollout: Rollout, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Experience]]:
+    """Return the metrics of `validation_metrics` for `rollout.sampling.n` answers a prompt, and these answers."""
     rewards = PendingRewards(rollout)
     async with aclosing(roll_out(rollout, prompts, rewards, VALIDATION_DRAW)) as samples:
         by_number = {number: experience async for number, experience in samples}
     answers = await rewards.added_to([by_number[number] for number in range(len(by_number))])
-    return validation_metrics([_by_main_reward(e, rollout.reward_pools) for e in answers], rollout.sampling.n)
+    metrics = validation_metrics([_by_main_reward(e, rollout.reward_pools) for e in answers], rollout.sampling.n)
+    return metrics, answers
+
+
+async def read_answers(
+    models: FrozenModels, answers: Sequence[Experience], sampling: SamplingPlan, most_tokens: int
+) -> list[Experience]:
+    """Return the answers as teachers and reference policy read them, at the temperature that their log-probs are of.
+
+    Answers that no teacher is there for, and those of more than `most_tokens` tokens, are returned as they are: the
+    models' batches are made for the responses of training.
+    """
+    plain = replace(models, targets_for=None, student=None)
+
+    def is_read(answer: Experience) -> bool:
+        taught = not plain.teachers or any(teacher.plan.accepts(answer.tag) for teacher in plain.teachers)
+        return taught and answer.response_length <= most_tokens
+
+    asked = [answer for answer in answers if is_read(answer)]
+    if not asked:
+        return list(answers)
+    read = {answer.id: answer for answer in await plain.compute_logprobs(asked, sampling.temperature or 1.0)}
+    return [read.get(answer.id, answer) for answer in answers]
+
+
+def first_answers(answers: Sequence[Experience], samples: int, most: int) -> list[Experience]:
+    """Return the first of each prompt's `samples` answers, of `most` prompts: always the same ones, evenly spread."""
+    firsts = answers[::samples]
+    most = min(most, len(firsts))
+    return [firsts[place * len(firsts) // most] for place in range(most)]
 
 
 def _by_main_reward(answer: Experience, reward_pools: Sequence[RewardPool]) -> Experience:

@@ -26,7 +26,9 @@ SAMPLES = "samples.jsonl"
 PROMPTS = "prompts.jsonl"
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
-STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES)  # JSON lines whose rows carry a `step`
+VALIDATION_SAMPLES = "validation_samples.jsonl"
+RUN_FACTS = "run.json"
+STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES, VALIDATION_SAMPLES)  # JSON lines whose rows carry a `step`
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class RunDirectory:
 
         Raises `OSError` where they cannot all be written (a full disk); then none of them is in the file.
         """
-        rest = "".join(f"{to_json(row)}\n" for row in rows).encode()
+        text = "".join(f"{to_json(row)}\n" for row in rows)
+        rest = text.encode(errors="backslashreplace")  # half of a surrogate pair is written as JSON writes it
         with (self.path / name).open("ab", buffering=0) as file:  # a buffer would be written again by `close`
             whole = file.tell()
             try:
@@ -157,7 +160,9 @@ class RunDirectory:
 
 
 def to_json(value: Any) -> str:
-    """Return one line of strict JSON: numpy values become plain ones, NaN and infinity null."""
+    """Return one line of strict JSON: numpy values become plain ones, NaN and infinity null, arrays of f32 their
+    shortest decimals.
+    """
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
@@ -165,6 +170,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
+        if value.dtype == np.float32:  # the shortest decimals that read back as the same f32, half as long
+            value = value.astype(str).astype(np.float64)
         return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 from runs import MARK, REPOSITORY, SMALL, Run, wait_until_gone
 from stage import Stage, optimizer_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roll_opd
 from roll_opd.cli import main
@@ -77,6 +78,10 @@ def test_a_run_leaves_everything_it_promises(run: Run) -> None:
         assert name in rows[1], name
     assert rows[1]["rollout/train_logprob_gap/max"] < 1e-4  # the engine samples from the weights that are trained
     assert list((run.path / "tensorboard").iterdir())
+    assert f"Report: {run.path / 'report.html'}" in run.output
+    assert '"pure on-policy distillation"' in (run.path / "report.html").read_text()
+    facts = json.loads((run.path / "run.json").read_text())
+    assert facts["mode"] == "pure" and facts["machine"]["cores"] and facts["versions"]["torch"] and "ended" not in facts
     assert f"max_steps: {STEPS}" in (run.path / "config.yaml").read_text()
 
 
@@ -113,6 +118,18 @@ def test_samples_tell_what_was_learned_from(run: Run) -> None:
         logprobs = reference(tokens[None]).logits[0].log_softmax(-1)
     expected = [float(logprobs[place - 1, tokens[place]]) for place in range(length, len(tokens))]
     assert row["teacher_logprobs"]["teacher"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_record_says_which_token_is_which_text_and_how_held_out_prompts_were_answered(run: Run) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "examples/demo/models/student")
+    answers = run.rows("validation_samples.jsonl")
+    assert len(answers) == 64 == len({row["id"] for row in answers})
+    assert {(row["step"], row["by"], row["weights_version"]) for row in answers} == {(0, "student", 0)}
+    for row in [*run.rows("samples.jsonl"), *answers]:
+        ids = row["tokens"][row["prompt_length"] :]
+        pieces = [row["response"][begin:end] for begin, end in pairwise([0, *row["token_ends"]])]
+        assert pieces == [tokenizer.decode([token]) for token in ids]  # each of the demo's tokens is whole characters
+        assert len(row["teacher_logprobs"]["teacher"]) == len(row["rollout_logprobs"]) == len(ids)
 
 
 def test_prompts_are_taken_in_the_seeds_order_without_repeats(run: Run) -> None:

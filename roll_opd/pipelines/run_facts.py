@@ -1,0 +1,76 @@
+"""What is known when a run begins, and is not in its configuration: `run.json`, for the report of the run."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.plan import RunPlan
+from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
+from roll_opd.tracking.summary import versions
+
+GPUS = Path("/proc/driver/nvidia/gpus")  # asking CUDA would take memory of a device
+MEMORY = Path("/proc/meminfo")
+MOST_SAID = 2000  # characters of an error
+
+
+def run_facts(plan: RunPlan) -> dict[str, Any]:
+    """Return mode, models, machine (this node's) and versions."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "mode": plan.mode,
+        "title": plan.title,
+        "models": {
+            "student": plan.student.model.path,
+            **{_of(teacher.name): teacher.worker.model.path for teacher in plan.teachers},
+            **({"reference": plan.reference.model.path} if plan.reference else {}),
+        },
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "memory": _memory(),
+            "GPUs": ", ".join(_gpus()),
+            "nodes": plan.num_nodes,
+            "devices a node": plan.devices_per_node,
+        },
+        "versions": versions(),
+        "warnings": list(plan.warnings),
+    }
+
+
+def write_facts(run: RunDirectory, facts: dict[str, Any]) -> None:
+    """Write `facts` as `run.json`, whole or not at all. Raises `OSError` where it cannot be written."""
+    write_atomic(run.path / RUN_FACTS, json.dumps(facts, indent=2) + "\n")
+
+
+def note_end(run: RunDirectory, error: BaseException) -> None:
+    """Add to `run.json` what has ended the run before its last step."""
+    facts = json.loads((run.path / RUN_FACTS).read_text(encoding="utf-8"))
+    said = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    write_facts(run, {**facts, "ended": said[:MOST_SAID]})
+
+
+def _of(teacher: str) -> str:
+    return teacher if teacher == "teacher" else f"teacher {teacher}"
+
+
+def _memory() -> str:
+    first = _line(MEMORY, "MemTotal")
+    return f"{int(first.split()[0]) / 2**20:.0f} GiB" if first else ""
+
+
+def _gpus() -> list[str]:
+    places = sorted(GPUS.iterdir()) if GPUS.is_dir() else []
+    return [_line(place / "information", "Model") for place in places]
+
+
+def _line(path: Path, name: str) -> str:
+    """Return what stands after `name:` in a file of the kernel's; empty where it does not say."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -1,0 +1,51 @@
+"""What the record of a run says of a sample, of training and of validation alike."""
+
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from roll_opd.data.experience import Experience
+from roll_opd.data.token_ends import token_ends
+
+
+def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what a sample says, and what became of it."""
+    response = tokenizer.decode(experience.response_tokens)
+    ends = token_ends(tokenizer.decode, experience.response_tokens.tolist(), response)
+    return {
+        "id": experience.id,
+        "tag": experience.tag,
+        "prompt": tokenizer.decode(experience.prompt_tokens),
+        "response": response,
+        "token_ends": ends,
+        "ground_truth": experience.ground_truth,
+        "reward": experience.reward,
+        "reward_parts": experience.reward_parts,
+        "reward_reason": experience.reward_reason,
+        "finish_reason": experience.finish_reason,
+        "weights_version": experience.weights_version,
+        "tokens": experience.tokens,
+        "prompt_length": experience.prompt_length,
+        "action_mask": experience.action_mask,
+    }
+
+
+def logprobs_of(experience: Experience) -> dict[str, Any]:
+    """Return what sampler and frozen models say of the tokens."""
+    return {
+        "rollout_logprobs": experience.rollout_logprobs,
+        "teacher_logprobs": experience.teacher_logprobs,
+        "ref_logprobs": experience.ref_logprobs,
+    }
+
+
+def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
+    """Return by teacher whether each sampled token is one of its most likely, bool [T-P], where these are known."""
+    tokens, targets = experience.response_tokens[:, None], experience.teacher_targets
+    return {name: (arrays["topk_ids"] == tokens).any(1) for name, arrays in targets.items() if "topk_ids" in arrays}
+
+
+def as_f32(array: np.ndarray | None) -> np.ndarray | None:
+    """Return an array as it is recorded: what is left of f64 says nothing."""
+    return None if array is None else array.astype(np.float32)

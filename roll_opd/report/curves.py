@@ -1,0 +1,74 @@
+"""Curves: from the rows of `metrics.jsonl` to points that a page can hold. Pure functions.
+
+A point is (step, value).
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+Point = tuple[int, float]
+
+MOST_POINTS = 1000  # of a curve: more than a screen has columns
+TREND_FROM = 200  # points from which on a curve is a band, and a line through it is wanted
+TREND_POINTS = 100
+
+
+def points(rows: Iterable[Mapping[str, float]], name: str) -> list[Point]:
+    """Return the points of a metric, by step."""
+    return [(int(row["step"]), row[name]) for row in rows if name in row]
+
+
+def downsample(curve: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Return at most `most` (4 or more) of the points: the first, the last, and the lowest and highest of equal runs.
+
+    So nothing that stands out is lost, and every point is one that was measured.
+    """
+    if len(curve) <= most:
+        return list(curve)
+    inner = range(1, len(curve) - 1)
+    kept = {0, len(curve) - 1}
+    for run in _runs(inner, (most - 2) // 2):
+        kept |= {min(run, key=lambda place: curve[place][1]), max(run, key=lambda place: curve[place][1])}
+    return [curve[place] for place in sorted(kept)]
+
+
+def trend(curve: Sequence[Point], most: int = TREND_POINTS) -> list[tuple[float, float]]:
+    """Return the means of `most` equal runs of a curve of many points; empty for a short one."""
+    if len(curve) < TREND_FROM:
+        return []
+    runs = [curve[run.start : run.stop] for run in _runs(range(len(curve)), most)]
+    return [(mean([step for step, _ in run]), mean([value for _, value in run])) for run in runs]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of one value or more."""
+    return sum(values) / len(values)
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and the last tenth of one value or more, as `summary.json` has them."""
+    tenth = -(-len(values) // 10)
+    return mean(values[:tenth]), mean(values[-tenth:])
+
+
+def spread(items: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` (2 or more) of the items, evenly: the first, some between, the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+
+
+def averaged(rows: Sequence[Mapping[str, float]], names: Sequence[str], most: int) -> list[dict[str, float]]:
+    """Return the means of `names` over at most `most` equal runs of rows, with the first `step` and the last, `to`."""
+    groups = [rows[run.start : run.stop] for run in _runs(range(len(rows)), min(most, len(rows)))]
+    return [
+        {"step": group[0]["step"], "to": group[-1]["step"]}
+        | {name: mean([row.get(name, 0.0) for row in group]) for name in names}
+        for group in groups
+    ]
+
+
+def _runs(places: range, count: int) -> list[range]:
+    """Return `places` cut into `count` runs that differ by one place at most."""
+    edges = [places.start + len(places) * run // count for run in range(count + 1)] if count else []
+    return [range(begin, end) for begin, end in itertools.pairwise(edges)]

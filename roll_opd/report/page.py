@@ -1,0 +1,180 @@
+"""The page: one HTML file with its data, style and program inside, and a policy that lets nothing else in.
+
+The program (`assets/*.js`) writes text as text and never as HTML; the data are JSON that cannot end their own element.
+"""
+
+import base64
+import hashlib
+import html
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import roll_opd
+from roll_opd.report import samples
+from roll_opd.report.curves import averaged, points
+from roll_opd.report.panels import MODES, before_after, charts, everything, mode_of, with_surprise
+from roll_opd.report.read import RunRecord, find_run, number, read_run
+from roll_opd.report.text import limited, rounded, script_json, visible
+from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.run_directory import write_atomic
+from roll_opd.tracking.summary import GENERATED_TOKENS, STEP_SECONDS
+
+REPORT = "report.html"
+SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
+STEPS_OF_TIME = 120  # bars of the chart of seconds by step
+MOST_WARNINGS, MOST_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
+LONG = 2000  # characters of a sentence that someone else wrote
+BESIDE_PHASES = {"step", "startup"}
+
+
+def write_report(run: Path, output: Path | None = None) -> Path:
+    """Write the report of the run at `run` to `output`, else into its directory, whole or not at all; return the file.
+
+    Raises `NoRun` where there is no run, `OSError` where the file cannot be written.
+    """
+    run = find_run(run)
+    output = output or run / REPORT
+    write_atomic(output, page(contents(read_run(run))))
+    return output
+
+
+def page(data: dict[str, Any]) -> str:
+    """Return the HTML of what `contents` returned."""
+    style, script = _asset("style.css"), "\n".join(_asset(name) for name in SCRIPTS)
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+    parts = {
+        "POLICY": policy,
+        "TITLE": html.escape(f"{data['title']}: report"),
+        "STYLE": style,
+        "DATA": script_json(data),
+        "SCRIPT": script,
+    }
+    head, *rest = _asset("page.html").split("{{")
+    return head + "".join(parts[name] + text for name, _, text in (part.partition("}}") for part in rest))
+
+
+def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
+    """Return everything that the page shows, as plain data."""
+    mode, rows = mode_of(run), with_surprise(run.metrics)
+    shown, pairs = samples.chosen_samples(run.samples), samples.answers_by_prompt(run.answers)
+    everyone = shown + [row for group in pairs for row in group]
+    limit = samples.fair_limit([samples.length_of(row) for row in everyone])
+    steps = run.samples.steps
+    tenth = -(-len(steps) // 10)
+    return {
+        "title": limited(run.config.get("exp_name") or run.path.parent.name),
+        "mode": mode,
+        "mode_title": limited(run.facts.get("title") or MODES.get(mode) or "training"),
+        "run": visible(run.path.name),
+        "version": roll_opd.__version__,
+        "made": (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        "state": _state(run),
+        "problems": [visible(sentence) for sentence in run.problems],
+        "figures": _figures(run),
+        "table": [_rounded(row) for row in before_after(rows, mode)],
+        "charts": charts(rows, mode),
+        "metrics": everything(rows),
+        "time": _time(run),
+        "samples": [samples.shaped(row, limit) for row in shown],
+        "pairs": [[samples.shaped(row, limit) for row in group] for group in pairs],
+        "edges": [edge for edge in samples.EDGES[1:-1]],
+        "agreement": [
+            found
+            for part in (steps[:tenth], steps[-tenth:])
+            if part and (found := samples.agreement(run.samples, part))
+        ],
+        "preflight": _preflight(run.summary.get("teacher_preflight")),
+        "warnings": _warnings(run),
+        "config": visible(run.config_text[:CONFIG_CHARACTERS]),
+        "facts": _facts(run),
+    }
+
+
+def _state(run: RunRecord) -> dict[str, str]:
+    """Return how far the run got: finished, stopped, or open (still running, or killed)."""
+    total, done = number(run.config.get("max_steps")), run.last_step
+    progress = f"{done} of {int(total)} steps" if total and total > 0 else f"{done} steps"
+    ended = run.facts.get("ended")
+    if run.summary:
+        return {"kind": "finished", "text": f"Finished: {progress}."}
+    if isinstance(ended, str):
+        return {"kind": "stopped", "text": limited(f"Stopped after {progress}: {ended}", LONG)}
+    when = f", the last one written {run.written:%Y-%m-%d %H:%M} UTC" if run.written and run.metrics else ""
+    return {"kind": "open", "text": f"Not finished: {progress}{when}. The run goes on, or it was killed."}
+
+
+def _figures(run: RunRecord) -> dict[str, float]:
+    tokens = sum(row.get(GENERATED_TOKENS, 0.0) for row in run.metrics)
+    seconds = sum(row.get(STEP_SECONDS, 0.0) for row in run.metrics)
+    return {"steps": run.last_step, "tokens": rounded(tokens, 12), "seconds": rounded(seconds, 9)}
+
+
+def _time(run: RunRecord) -> dict[str, Any]:
+    """Return seconds by phase: of the start, in all, and by step (means over equal parts of a long run)."""
+    rows = [row for row in run.metrics if row["step"] > 0]
+    measured = {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")}
+    own = [name for name in measured - BESIDE_PHASES if "/" not in name]
+    order = {name: place for place, name in enumerate(PHASES)}
+    total = {name: sum(row.get(f"time/{name}", 0.0) for row in rows) for name in own}
+    phases = sorted((name for name in own if total[name] > 0), key=lambda name: (order.get(name, len(order)), name))
+    bars = averaged(rows, [f"time/{name}" for name in phases], STEPS_OF_TIME)
+    started = points(run.metrics, "time/startup")
+    return {
+        "startup": rounded(started[0][1], 6) if started else None,
+        "phases": [visible(name) for name in phases],
+        "kinds": [order.get(name, len(order)) for name in phases],  # their colours, the same in every report
+        "total": [rounded(total[name], 6) for name in phases],
+        "steps": [[int(bar["step"]), int(bar["to"])] for bar in bars],
+        "bars": [[rounded(bar[f"time/{name}"], 4) for name in phases] for bar in bars],
+    }
+
+
+def _preflight(given: Any) -> list[dict[str, Any]]:
+    """Return the teachers' tables, as far as they are what they should be."""
+    if not isinstance(given, dict):
+        return []
+    cells = ("check", "value", "verdict", "meaning")
+    return [
+        {
+            "teacher": limited(name),
+            "rows": [
+                {cell: limited(row.get(cell), LONG) for cell in cells}
+                for row in (checks if isinstance(checks, list) else ())
+                if isinstance(row, dict)
+            ],
+        }
+        for name, checks in given.items()
+    ]
+
+
+def _warnings(run: RunRecord) -> list[str]:
+    """Return each warning once: those noted when the run began, and those of its summary."""
+    found = [text for source in (run.facts, run.summary) for text in _list(source.get("warnings"))]
+    return [limited(text, LONG) for text in list(dict.fromkeys(map(str, found)))[:MOST_WARNINGS]]
+
+
+def _facts(run: RunRecord) -> list[list[str]]:
+    """Return (name, value) of models, machine and versions."""
+    found = {"run directory": str(run.path)}
+    for part in ("models", "machine", "versions"):
+        given = run.facts.get(part) or (run.summary.get(part) if part == "versions" else None)
+        found |= {str(name): str(value) for name, value in (given if isinstance(given, dict) else {}).items() if value}
+    return [[limited(name), limited(value, LONG)] for name, value in list(found.items())[:MOST_FACTS]]
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: rounded(value, 6) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

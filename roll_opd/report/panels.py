@@ -1,0 +1,193 @@
+"""Which curves a report shows first, and the table of before and after: what matters in each mode."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_opd.report.curves import downsample, ends, points, trend
+from roll_opd.report.read import RunRecord
+from roll_opd.report.text import limited, rounded
+from roll_opd.tracking.summary import ACCURACY, LOSS, REVERSE_KL, TEACHER_ACCURACY
+
+DIGITS = 6
+STUDENT_LOGPROB = "opd/student_logprob"
+SURPRISE = "surprise"  # made here: the mean of -log p over tokens that the student sampled estimates its entropy
+MOST_METRICS, POINTS_OF_EACH = 200, 300  # of those that can be looked up beside the panels
+
+MODES = {  # as a plan titles them, for runs that did not note it
+    "pure": "pure on-policy distillation",
+    "mixed": "on-policy distillation with a reward",
+    "rl": "reinforcement learning",
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimization",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart: its lines are (metric, name), of which those that were measured are drawn."""
+
+    title: str
+    what: str
+    lines: tuple[tuple[str, str], ...]
+    better: str = ""  # up or down, where one of them is
+    unless_zero: bool = False  # not shown where it was 0 all the time: then nothing was there to measure
+    modes: tuple[str, ...] = ()  # shown in these alone; none: in all
+
+
+PANELS = (
+    Panel(
+        "Reverse KL to the teacher",
+        "log p(student) − log p(teacher) of the tokens that the student sampled, mean in nats. 0 is agreement.",
+        ((REVERSE_KL, "student"),),
+        "down",
+    ),
+    Panel("Validation accuracy", "Mean reward of held-out prompts.", ((ACCURACY, "student"),), "up"),
+    Panel("Reward", "Mean external reward of the step's samples.", (("critic/score/mean", "samples"),), "up"),
+    Panel(
+        "Loss",
+        "What is minimised, of rows that bring their answers.",
+        (("sft/loss", "training"), ("dpo/loss", "training"), (LOSS, "validation")),
+        "down",
+    ),
+    Panel(
+        "Pairs in the right order",
+        "Share of pairs whose chosen answer has the larger implicit reward.",
+        (("dpo/accuracy", "training"), ("val/dpo/accuracy", "validation")),
+        "up",
+    ),
+    Panel(
+        "Margin",
+        "Implicit reward of the chosen answer minus that of the rejected one.",
+        (("dpo/margin", "training"), ("val/dpo/margin", "validation")),
+        "up",
+    ),
+    Panel(
+        "Implicit rewards",
+        "β · (log p(student) − log p(reference)) of whole answers.",
+        (("dpo/chosen_reward", "chosen"), ("dpo/rejected_reward", "rejected")),
+    ),
+    Panel("Divergence", "What is minimised, of whole distributions, in nats.", (("actor/opd_loss", "loss"),), "down"),
+    Panel(
+        "KL to the reference policy",
+        "How far the student has moved from where it began.",
+        (("actor/kl_loss", "in the loss"), ("critic/reference_kl", "in the reward")),
+        unless_zero=True,
+    ),
+    Panel(
+        "Clipped tokens",
+        "Share of tokens whose ratio was clipped.",
+        (("actor/clipfrac", "tokens"),),
+        modes=("rl", "mixed"),
+    ),
+    Panel("Entropy", "Of the student's next token, in nats.", (("actor/entropy", "student"),)),
+    Panel(
+        "Entropy, estimated",
+        "Mean of −log p over the tokens that the student sampled, in nats.",
+        ((SURPRISE, "student"),),
+    ),
+    Panel(
+        "Response length",
+        "Mean, in tokens.",
+        (("tokens/response_length/mean", "training"), ("val/response_length/mean", "validation")),
+    ),
+    Panel("Value loss", "Of the critic.", (("critic/loss", "critic"),), "down"),
+    Panel(
+        "Explained variance",
+        "How much of the returns the critic foretells.",
+        (("critic/explained_variance", "critic"),),
+    ),
+    Panel("Gradient norm", "Before clipping.", (("actor/grad_norm", "student"),)),
+)
+
+
+def mode_of(run: RunRecord) -> str:
+    """Return the run's mode: what was noted when it began, else what its metrics say; empty where neither does."""
+    noted = run.facts.get("mode")
+    if isinstance(noted, str):
+        return noted
+    names = {name for row in run.metrics for name in row}
+    if "dpo/loss" in names or "sft/loss" in names:
+        return "dpo" if "dpo/loss" in names else "sft"
+    if REVERSE_KL in names:
+        return "mixed" if run.config.get("use_opd") is True and not run.config.get("is_pure_opd") else "pure"
+    return "rl" if "critic/score/mean" in names else ""
+
+
+def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return rows with `SURPRISE` where the entropy itself was not measured."""
+    if any("actor/entropy" in row for row in rows):
+        return [dict(row) for row in rows]
+    return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
+
+
+def charts(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[str, Any]]:
+    """Return the panels that there are numbers for, as the page draws them."""
+    drawn = [_chart(panel, rows) for panel in _panels(rows, mode)]
+    return [chart for chart in drawn if chart["lines"]]
+
+
+def everything(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[float]]]:
+    """Return a coarser curve of every metric by name, to look up."""
+    names = sorted({name for row in rows for name in row} - {"step", SURPRISE})[:MOST_METRICS]
+    return {limited(name): _short(downsample(points(rows, name), POINTS_OF_EACH)) for name in names}
+
+
+def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[str, Any]]:
+    """Return a row a line of the panels: its value before and after, and the teacher's.
+
+    Of what is measured now and then these are the first and the last value, else the means over a tenth of the steps.
+    """
+    table = []
+    for panel in _panels(rows, mode):
+        for metric, name in panel.lines:
+            values = [value for _, value in points(rows, metric)]
+            if len(values) < 2:
+                continue
+            held_out = metric.startswith("val")
+            before, after = (values[0], values[-1]) if held_out else ends(values)
+            label = panel.title if len(panel.lines) == 1 else f"{panel.title}, {name}"
+            row = {"name": label, "before": before, "after": after, "better": panel.better, "held_out": held_out}
+            if metric == ACCURACY and (teacher := _teacher(rows)) is not None:
+                row["teacher"] = teacher
+            table.append(row)
+    return table
+
+
+def _panels(rows: Sequence[Mapping[str, float]], mode: str) -> list[Panel]:
+    nonzero = {name for row in rows for name, value in row.items() if value}
+    measured = {name for row in rows for name in row}
+    return [
+        panel
+        for panel in PANELS
+        if (not panel.modes or mode in panel.modes)
+        and any(metric in (nonzero if panel.unless_zero else measured) for metric, _ in panel.lines)
+    ]
+
+
+def _chart(panel: Panel, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    curves = [(name, metric, points(rows, metric)) for metric, name in panel.lines]
+    references = []
+    if panel.lines[0][0] == ACCURACY:
+        accuracies, teacher = points(rows, ACCURACY), _teacher(rows)
+        references += [{"name": "teacher", "value": teacher}] if teacher is not None else []
+        references += [{"name": "start", "value": accuracies[0][1]}] if accuracies and accuracies[0][0] == 0 else []
+    return {
+        "title": panel.title,
+        "what": panel.what,
+        "lines": [
+            {"name": name, "metric": metric, "points": _short(downsample(curve)), "trend": _short(trend(curve))}
+            for name, metric, curve in curves
+            if curve and not (panel.unless_zero and not any(value for _, value in curve))
+        ],
+        "references": references,
+    }
+
+
+def _teacher(rows: Sequence[Mapping[str, float]]) -> float | None:
+    measured = points(rows, TEACHER_ACCURACY)
+    return measured[-1][1] if measured else None
+
+
+def _short(curve: Sequence[tuple[float, float]]) -> list[list[float]]:
+    return [[rounded(step, DIGITS + 3), rounded(value, DIGITS)] for step, value in curve]

@@ -1,0 +1,202 @@
+"""From a run's directory to values. Whatever is missing, broken or still being written becomes a sentence.
+
+Files may be large, come from an older version, or end in half a line; a number that is none is left out.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll_opd.tracking.run_directory import METRICS, RUN_FACTS, SAMPLES, VALIDATION_SAMPLES
+
+CONFIG, SUMMARY = "config.yaml", "summary.json"
+MARKS = (METRICS, CONFIG, RUN_FACTS, SUMMARY)  # a directory without any of them is no run
+STEP = re.compile(rb'\{"step": ?(\d{1,9})[,}]')
+BROKEN = (ValueError, RecursionError)  # what parsing raises for text that nobody wrote on purpose
+
+
+class NoRun(Exception):
+    """There is no run at a path; the message says so to the user."""
+
+
+@dataclass(frozen=True)
+class StepLines:
+    """The lines of a JSON-lines file by step, not yet parsed: the file may hold gigabytes."""
+
+    path: Path
+    places: Mapping[int, list[int]] = field(default_factory=dict)  # step -> where its lines begin
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self.places)
+
+    def rows(self, wanted: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the `wanted` steps, without broken lines."""
+        try:
+            with self.path.open("rb") as file:
+                for step in wanted:
+                    for place in self.places.get(step, ()):
+                        file.seek(place)
+                        row = _parsed(file.readline())
+                        if row is not None:
+                            yield {**row, "step": step}
+        except OSError:
+            return  # gone since it was indexed
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's directory says."""
+
+    path: Path
+    metrics: list[dict[str, float]]  # one a step, by step; finite numbers alone, with `step`
+    summary: dict[str, Any]  # empty until the run has ended
+    facts: dict[str, Any]  # what was known when it began: mode, machine, versions
+    config: dict[str, Any]
+    config_text: str
+    samples: StepLines
+    answers: StepLines  # to held-out prompts
+    written: datetime | None  # when the last step was
+    problems: list[str]  # sentences
+
+    @property
+    def last_step(self) -> int:
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+
+def find_run(path: Path) -> Path:
+    """Return the run directory at `path`: itself, or that which its `latest` leads to. NoRun where there is none."""
+    for place in (path, path / "latest"):
+        if any((place / name).exists() for name in MARKS):
+            return place.resolve()
+    if not path.is_dir():
+        raise NoRun(f"{path}: there is no such directory; give that of a run, such as output/demo/latest")
+    raise NoRun(f"{path} is not the directory of a run: it has none of {', '.join(MARKS)}")
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read the run directory `path`."""
+    problems: list[str] = []
+    metrics = _metrics(path / METRICS, problems)
+    config_text = _text(path / CONFIG, problems)
+    summary = _mapping(path / SUMMARY, problems, optional=True)
+    if metrics and summary and summary.get("steps") != metrics[-1]["step"]:
+        summary = {}  # of the run before it was resumed
+    return RunRecord(
+        path=path,
+        metrics=metrics,
+        summary=summary,
+        facts=_mapping(path / RUN_FACTS, problems, optional=True),
+        config=_config(config_text, problems),
+        config_text=config_text,
+        samples=_index(path / SAMPLES, problems),
+        answers=_index(path / VALIDATION_SAMPLES, problems),
+        written=_written(path / METRICS),
+        problems=problems,
+    )
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _metrics(path: Path, problems: list[str]) -> list[dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    broken = 0
+    for line in _lines(path, problems):
+        row = _parsed(line)
+        step = row.get("step") if row is not None else None
+        if row is None or not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**9:
+            broken += 1
+            continue
+        numbers = {name: value for name, given in row.items() if (value := number(given)) is not None}
+        found.setdefault(step, {}).update(numbers)
+    if broken:
+        problems.append(
+            f"{path.name}: {_lines_of(broken)} cannot be read and {'are' if broken > 1 else 'is'} left out."
+        )
+    return [found[step] for step in sorted(found)]
+
+
+def _index(path: Path, problems: list[str]) -> StepLines:
+    places: dict[int, list[int]] = {}
+    broken = begin = 0
+    for line in _lines(path, problems, optional=True):
+        match = STEP.match(line)
+        if match and line.rstrip().endswith(b"}"):
+            places.setdefault(int(match[1]), []).append(begin)
+        else:
+            broken += 1
+        begin += len(line)
+    if broken:
+        problems.append(
+            f"{path.name}: {_lines_of(broken)} cannot be read and {'are' if broken > 1 else 'is'} left out."
+        )
+    return StepLines(path, places)
+
+
+def _lines_of(count: int) -> str:
+    return f"{count} lines" if count > 1 else "1 line"
+
+
+def _lines(path: Path, problems: list[str], optional: bool = False) -> Iterator[bytes]:
+    """Yield the lines of a plain file, with their ends; none where it is missing (a FIFO would wait for ever)."""
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                yield from file
+        elif path.exists():
+            problems.append(f"{path.name} is no plain file and is left out.")
+        elif not optional:
+            problems.append(f"{path.name} is missing: what it would tell is left out.")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror}).")
+
+
+def _text(path: Path, problems: list[str], optional: bool = False) -> str:
+    return b"".join(_lines(path, problems, optional)).decode("utf-8", errors="replace")
+
+
+def _mapping(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+    text = _text(path, problems, optional)
+    value = _parsed(text.encode()) if text else {}
+    if value is None:
+        problems.append(f"{path.name} is not a JSON object and is left out.")
+    return value or {}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except BROKEN:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _config(text: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text) or {}
+    except (yaml.YAMLError, *BROKEN):
+        problems.append(f"{CONFIG} is no YAML; it is shown as it is.")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _written(path: Path) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError:
+        return None

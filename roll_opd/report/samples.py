@@ -1,0 +1,177 @@
+"""The samples of a report: which ones, how much of each, and token by token what was recorded."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from roll_opd.report.curves import mean, spread
+from roll_opd.report.read import StepLines, number
+from roll_opd.report.text import limited, rounded
+
+STEPS, SAMPLES_A_STEP = 8, 6
+PROMPTS = 8  # answered early and late
+TOKENS = 40_000  # of all samples and answers together; about 70 bytes each in the page
+CHARACTERS = 3000  # of a prompt
+DIGITS = 4
+STUDENT = "student"  # who answered held-out prompts, where it was no teacher
+CLOSE = 0.1  # nats: the two probabilities differ by less than a tenth of themselves
+_BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0)
+EDGES = (-float("inf"), *(-bound for bound in reversed(_BOUNDS)), *_BOUNDS, float("inf"))
+
+
+def chosen_samples(lines: StepLines) -> list[dict[str, Any]]:
+    """Return recorded samples of the first step, of some between, and of the last."""
+    found: list[dict[str, Any]] = []
+    for step in spread(lines.steps, STEPS):
+        found += list(lines.rows([step]))[:SAMPLES_A_STEP]
+    return found
+
+
+def answers_by_prompt(lines: StepLines) -> list[list[dict[str, Any]]]:
+    """Return, by held-out prompt, its answers: the student's first, one in the middle and the last, then teachers'."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in lines.rows(spread(lines.steps, 3)):
+        groups.setdefault(_prompt(row), []).append(row)
+    return [sorted(group, key=lambda row: row.get("by") != STUDENT) for group in list(groups.values())[:PROMPTS]]
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """Return what names a row's prompt: its id without the numbers of draw and sample."""
+    return str(row.get("id")).rpartition("#")[0] or str(row.get("prompt"))
+
+
+def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
+    """Return the largest length to cut samples to so that all together stay below `budget`."""
+    left, rest = budget, sorted(lengths)
+    while rest and rest[0] * len(rest) <= left:
+        left -= rest.pop(0)
+    return left // len(rest) if rest else budget
+
+
+def length_of(row: Mapping[str, Any]) -> int:
+    """Return how many tokens a recorded response has."""
+    tokens, prompt_length = row.get("tokens"), row.get("prompt_length")
+    known = isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens)
+    return len(tokens) - prompt_length if known else 0
+
+
+def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Return a recorded sample as the page shows it, with at most `limit` tokens: the beginning and the end.
+
+    `values` are log-probs (`student`, `rollout`, `reference`, `teacher/NAME`) and `advantage`; null is no number.
+    A sample without the places where its tokens end is one piece of text without values.
+    """
+    length, response = length_of(row), str(row.get("response") or "")
+    ends = _ends(row.get("token_ends"), length, response)
+    head = limit - limit // 3 if length > limit else length
+    if ends is None:
+        pieces, kept = [limited(response, CHARACTERS)], []
+    else:
+        kept = [*range(head), *range(length - (min(length, limit) - head), length)]
+        pieces = [limited(response[ends[place - 1] if place else 0 : ends[place]]) for place in kept]
+    columns = {name: [_short(values[place]) for place in kept] for name, values in _columns(row, length).items()}
+    reward = number(row.get("reward"))
+    return {
+        "step": row.get("step"),
+        "by": limited(row.get("by") or STUDENT),
+        "id": limited(row.get("id")),
+        "tag": limited(row.get("tag")),
+        "prompt": limited(row.get("prompt"), CHARACTERS),
+        "truth": limited(row.get("ground_truth"), CHARACTERS),
+        "reward": None if reward is None else rounded(reward, DIGITS),
+        "reason": limited(row.get("reward_reason")),
+        "finish": limited(row.get("finish_reason")),
+        "behind": _behind(row),
+        "length": length,
+        "pieces": pieces,
+        "ids": [_id(row["tokens"][row["prompt_length"] + place]) for place in kept],
+        "values": columns if kept else {},
+        "masked": _masked(row, length, kept),
+        "cut": {"at": head, "count": length - limit} if ends is not None and length > limit else None,
+    }
+
+
+def reverse_kl(row: Mapping[str, Any]) -> list[float]:
+    """Return log p(student) - log p(teacher) of a sample's action tokens, of each of its teachers."""
+    length = length_of(row)
+    columns, masked = _columns(row, length), set(_masked(row, length, range(length), ("action_mask",)))
+    student = columns.get("student", [])
+    return [
+        own - other
+        for name, teacher in columns.items()
+        if name.startswith("teacher/")
+        for place, (own, other) in enumerate(zip(student, teacher, strict=False))
+        if own is not None and other is not None and place not in masked
+    ]
+
+
+def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
+    """Return how student and teachers agree on the tokens recorded in `steps`; None where none has both."""
+    rows = list(lines.rows(spread(list(steps), 25)))
+    gaps = [gap for row in rows for gap in reverse_kl(row)]
+    if not gaps:
+        return None
+    hits = [hit for row in rows for column in _dict(row.get("teacher_topk_hits")).values() for hit in _list(column)]
+    counts = [sum(low <= gap < high for gap in gaps) for low, high in itertools.pairwise(EDGES)]
+    return {
+        "from": min(steps),
+        "to": max(steps),
+        "tokens": len(gaps),
+        "mean": rounded(mean(gaps), DIGITS),
+        "close": rounded(sum(abs(gap) < CLOSE for gap in gaps) / len(gaps), DIGITS),
+        "bins": [rounded(count / len(gaps), DIGITS) for count in counts],
+        "topk": rounded(sum(map(bool, hits)) / len(hits), DIGITS) if hits else None,
+    }
+
+
+def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
+    """Return what was recorded of each token, those columns that are as long as the response."""
+    sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
+    by = limited(row.get("by") or STUDENT)  # whose the sampler's log-probs are
+    given = {
+        **({"student": trained, "rollout": sampled} if trained else {by: sampled}),
+        **{f"teacher/{limited(name)}": values for name, values in _dict(row.get("teacher_logprobs")).items()},
+        "reference": row.get("ref_logprobs"),
+        "advantage": row.get("advantages"),
+    }
+    whole = {name: values for name, values in given.items() if isinstance(values, list) and len(values) == length}
+    return {name: [number(value) for value in values] for name, values in whole.items() if values}
+
+
+def _ends(given: Any, length: int, response: str) -> list[int] | None:
+    """Return where each token ends in the response, or None where that was not recorded."""
+    if not isinstance(given, list) or len(given) != length or not all(isinstance(end, int) for end in given):
+        return None
+    if given != sorted(given) or (given and (given[0] < 0 or given[-1] != len(response))):
+        return None
+    return given
+
+
+def _masked(
+    row: Mapping[str, Any], length: int, kept: Sequence[int], names: Sequence[str] = ("action_mask", "loss_mask")
+) -> list[int]:
+    """Return which of the `kept` tokens are not learned from."""
+    masks = [mask for name in names if len(mask := _list(row.get(name))) == length]
+    return [shown for shown, place in enumerate(kept) if not all(mask[place] for mask in masks)]
+
+
+def _behind(row: Mapping[str, Any]) -> int | None:
+    """Return how many updates older than the newest weights those were that sampled a row of training."""
+    step, version = row.get("step"), row.get("weights_version")
+    return step - 1 - version if "by" not in row and isinstance(step, int) and isinstance(version, int) else None
+
+
+def _id(token: Any) -> int | None:
+    return token if isinstance(token, int) else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else rounded(value, DIGITS)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,68 @@
+"""Answers to held-out prompts that are kept to be read: always of the same prompts, and who reads them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from roll_opd.config.plan import SamplingPlan
+from roll_opd.data.experience import Experience
+from roll_opd.rollout.validation import first_answers, read_answers
+from roll_opd.workers.roles import FrozenModels, Teacher
+
+
+def answer(number: int, tag: str = "a", length: int = 3) -> Experience:
+    tokens = np.arange(2 + length)
+    logprobs = np.zeros(length, dtype=np.float32)
+    return Experience(f"{number}", f"{number}", tag, "", tokens, 2, np.ones(length, dtype=bool), logprobs, "stop", 0)
+
+
+@dataclass
+class Reader:
+    """A teacher that says the temperature it is asked at; it refuses tags that it does not accept."""
+
+    tag: str
+
+    @property
+    def plan(self) -> "Reader":
+        return self
+
+    @property
+    def name(self) -> str:
+        return f"of {self.tag}"
+
+    def accepts(self, tag: str) -> bool:
+        return tag == self.tag
+
+    async def compute_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+        return [np.full(sample.response_length, temperature, dtype=np.float32) for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "most"), [(1, 1, 4), (5, 3, 4), (200, 1, 4), (200, 2, 0), (0, 1, 4), (4, 1, 4)]
+)
+def test_the_first_answers_of_evenly_spread_prompts(prompts: int, samples: int, most: int) -> None:
+    answers = [answer(number) for number in range(prompts * samples)]
+    numbers = [int(one.id) for one in first_answers(answers, samples, most)]
+    assert len(numbers) == min(prompts, most) and all(number % samples == 0 for number in numbers)
+    gaps = np.diff(numbers) // samples
+    assert not len(gaps) or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
+
+
+def test_who_reads_which_answer() -> None:
+    """Each teacher those of its tags; nobody one of another tag, or one that is longer than those of training."""
+    models = FrozenModels(cast(Sequence[Teacher], (Reader("a"), Reader("b"))))
+    answers = [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, "a", length=9)]
+    for temperature, expected in ((0.0, 1.0), (0.7, np.float32(0.7))):
+        read = asyncio.run(read_answers(models, answers, SamplingPlan(temperature=temperature), 8))
+        assert [one.id for one in read] == ["0", "1", "2", "3"]
+        found = [{name: set(values.tolist()) for name, values in one.teacher_logprobs.items()} for one in read]
+        assert found == [{"of a": {expected}}, {"of b": {expected}}, {}, {}]
+    assert asyncio.run(read_answers(FrozenModels(), answers, SamplingPlan(), 8)) == answers
+    assert (
+        asyncio.run(read_answers(replace(models, teachers=models.teachers[1:]), answers[:1], SamplingPlan(), 8))
+        == answers[:1]
+    )
