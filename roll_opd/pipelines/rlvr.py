@@ -48,8 +48,8 @@ async def train(run: Run) -> None:
         for teacher in plan.teachers:
             async with teacher_as_sampler(plan, teacher, run.placement) as sampler:
                 with clock.phase("validate"):
-                    metrics = await validation_of(sampler, by=f"teacher/{teacher.name}")
-                run.logger.teacher_accuracy(teacher.name, metrics)
+                    measured = await validation_of(sampler, by=f"teacher/{teacher.name}")
+                run.logger.teacher_accuracy(teacher.name, measured)
 
     run.logger.note("Starting student, teacher and inference engines ...")
     workers = await start_workers(plan, run.placement)
