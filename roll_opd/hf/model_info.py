@@ -232,6 +232,8 @@ def _parameters(file: Path) -> int:
             header = json.loads(stream.read(size))
             tensors = [value for name, value in header.items() if name != "__metadata__"]
             total = sum(math.prod(map(operator.index, tensor["shape"])) for tensor in tensors)
+            if not 0 <= total < 2**63:
+                raise ValueError("more weights than there can be")
             needed = 8 + size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
             raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None

@@ -16,7 +16,7 @@ from roll_opd.command_line import DONE, FAILED, INTERRUPTED, TERMINATED, USER_ER
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
-from roll_opd.failures import os_sentence, tell
+from roll_opd.failures import os_sentence, shortened, tell
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.rewards.interface import RewardError
@@ -89,5 +89,5 @@ def exit_code(
 
 
 def _ended(message: str, code: int) -> int:
-    print(f"roll-opd: {message}", file=sys.stderr)
+    print(f"roll-opd: {shortened(message)}", file=sys.stderr)
     return code
