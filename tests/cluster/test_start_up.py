@@ -1,4 +1,4 @@
-"""Start-up: what is waited for is said, what takes too long or fails is told with its own reason. Without Ray's processes."""
+"""Start-up: what is waited for is said, what takes too long or fails is told with its own reason. No process starts."""
 
 import asyncio
 import os
@@ -54,7 +54,7 @@ async def _failing(error: Exception) -> None:
 def test_what_fails_is_told_by_its_cause() -> None:
     cause = ValueError("heads do not fit\nby far")
     error = ray.exceptions.RayTaskError("setup", "Traceback ...", cause)
-    with pytest.raises(ClusterError, match="student: does not start: ValueError: heads do not fit by far$"):
+    with pytest.raises(ClusterError, match=r"student: does not start: ValueError: heads do not fit by far$"):
         asyncio.run(StartUp(9.0).of("student", _failing(error)))
     # as Ray raises it: an instance of both, and one that is a TimeoutError is not taken for the limit's
     late = ray.exceptions.RayTaskError("setup", "Traceback ...", TimeoutError("of the store")).as_instanceof_cause()
@@ -68,6 +68,8 @@ def test_a_process_that_died_is_told_by_its_log(tmp_path: Path) -> None:
     (tmp_path / f"worker-1a-01000000-{os.getpid()}.err").write_text(
         "Traceback (most recent call last):\n  File 'x'\nImportError: libcuda.so.1: cannot open shared object file\n"
     )
-    died = ray.exceptions.ActorDiedError(f"The actor died.\n\tpid: {os.getpid()}\nWorker exit detail: end of file.")
+    died = ray.exceptions.RayActorError(
+        error_msg=f"The actor died.\n\tpid: {os.getpid()}\nWorker exit detail: end of file."
+    )
     with pytest.raises(ClusterError, match=r"does not start: ImportError: libcuda\.so\.1: cannot open"):
         asyncio.run(starting.of("student", _failing(died)))

@@ -41,7 +41,7 @@ def test_a_process_that_was_killed_says_nothing(logger: logging.Logger) -> None:
 
 
 def test_an_error_of_the_starting_process_is_its_own_reason() -> None:
-    with pytest.raises(EngineStartError, match="^ValueError: max_num_seqs should be"), awaited():
+    with pytest.raises(EngineStartError, match=r"^ValueError: max_num_seqs should be"), awaited():
         raise ValueError("max_num_seqs should be at least 1")
     with awaited():
         assert os.path.exists(os.environ[FILE])
