@@ -42,9 +42,18 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def os_sentence(error: OSError) -> str:
     """Say which file the system refuses, why, and what to do."""
+    if error.errno == errno.ENOENT and not _has_current_directory():
+        return "the current directory is gone; change to one that exists"
     name = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     why = (error.strerror or str(error) or type(error).__name__).rstrip(".")
-    return f"{name}{why}; {REMEDIES.get(error.errno or 0, 'look at the file and its file system')}"
+    return shortened(f"{name}{why}; {REMEDIES.get(error.errno or 0, 'look at the file and its file system')}")
+
+
+def _has_current_directory() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def place_of(error: BaseException) -> str:

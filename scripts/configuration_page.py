@@ -27,6 +27,7 @@ The roles are sections with the keys of [a role](#a-role): in pure distillation 
 `teacher` (one, or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are needed
 `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward).
 """
+SANITY = (2**31 - 1, 10**6)  # bounds that nobody meets, except by a slip
 TITLES = {
     schema.Top: "A run that rolls out",
     schema.Worker: "A role",
@@ -90,7 +91,8 @@ def _range(metadata: tuple[Any, ...]) -> str:
     for item in metadata:
         for bound in getattr(item, "metadata", ()):
             bounds |= {name: getattr(bound, name) for name in words if hasattr(bound, name)}
-    return "".join(f" {word} {bounds[name]:g}" for name, word in words.items() if name in bounds)
+    shown = {name: bound for name, bound in bounds.items() if bound not in SANITY}
+    return "".join(f" {word} {shown[name]:.10g}" for name, word in words.items() if name in shown)
 
 
 def title(section: type[Section]) -> str:

@@ -35,14 +35,14 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
     # authentication stays on; its notice would be printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
-    if shlex.quote(sys.executable) != sys.executable:
-        # a shell starts Ray's workers with the interpreter's path as it is: below "My Projects" none would ever start
-        common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
     with guarded() as reaper:
         if os.environ.get("RAY_ADDRESS"):
             with starting.waiting_for(f"the Ray cluster at {os.environ['RAY_ADDRESS']}"):
                 _init(**common)
         else:
+            if shlex.quote(sys.executable) != sys.executable:
+                # a shell starts Ray's workers with this path as it is: below "My Projects" none would ever start
+                common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             # a token of its own: Ray would write one into the home directory, which may not be there
             if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
                 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

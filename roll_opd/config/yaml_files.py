@@ -28,7 +28,7 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten 
 MOST_BYTES = 2**20  # of a file: the largest known has 20 kB
 MOST_NODES = 20_000  # values of a file, those of aliases counted each time
 MOST_DEPTH = 60  # sections within sections
-MOST_SECONDS = 3.0  # of computing, to compose a configuration; a large one takes 0.3
+MOST_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
 INT64 = 2**63
 
 
@@ -148,13 +148,13 @@ def bounded_work() -> Iterator[None]:
     def too_much(*_: object) -> None:
         raise _TooMuchWork
 
-    before = signal.signal(signal.SIGVTALRM, too_much)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    before = signal.signal(signal.SIGPROF, too_much)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
     try:
         yield
     except _TooMuchWork:
         what = f"composing the configuration takes more than {MOST_SECONDS:g} s"
         raise ConfigError([f"{what}: its ${{references}} multiply; write the values themselves"]) from None
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

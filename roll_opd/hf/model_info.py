@@ -280,6 +280,8 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 for name, value in json.loads(stream.read(size)).items()
                 if name != "__metadata__"
             }
+            if not 0 <= sum(math.prod(tensor.shape) for tensor in tensors.values()) < 2**63:
+                raise ValueError("more weights than there can be")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
             raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None
     needed = max((tensor.end for tensor in tensors.values()), default=8 + size)

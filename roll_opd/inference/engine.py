@@ -25,7 +25,7 @@ from roll_opd.inference.completion import (
     token_logprobs,
     token_prompt,
 )
-from roll_opd.inference.failure import awaited
+from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
     check_engine_args,
@@ -89,10 +89,17 @@ class InferenceEngine:
     async def _launch(cls, arguments: "AsyncEngineArgs", **attributes: Any) -> "InferenceEngine":
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with awaited():
-            engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
-            await engine._warm_up()
-        return engine
+        for is_last in (False, False, True):
+            try:
+                with awaited():
+                    engine = cls(AsyncLLM.from_engine_args(arguments), **attributes)
+                    await engine._warm_up()
+                    return engine
+            except EngineStartError as error:
+                # vLLM looks for a free port and opens it later; by then another run may have it
+                if is_last or PORT_TAKEN not in str(error):
+                    raise
+        raise AssertionError
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingPlan, seed: int) -> Completion:
         """Return one response to one prompt; temperature 0 is greedy. `sampling.n` is not read."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FILE = "ROLL_OPD_FAILURE_FILE"
+PORT_TAKEN = "ddress already in use"
 
 
 class EngineStartError(RuntimeError):

@@ -29,7 +29,7 @@ from roll_opd.command_line import (
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
-from roll_opd.failures import os_sentence, tell_unforeseen
+from roll_opd.failures import os_sentence, shortened, tell_unforeseen
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
@@ -118,7 +118,7 @@ def exit_code(
 
 
 def _ended(message: str, code: int) -> int:
-    tell(f"roll-opd: {message}", sys.stderr)
+    tell(f"roll-opd: {shortened(message)}", sys.stderr)
     return code
 
 

@@ -1,6 +1,7 @@
 """Everything that is checked or opened before anything starts: a run that cannot work ends here."""
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from roll_opd.tracking.trackers import JSONL
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCKS = 32  # tokens, of which its blocks hold a multiple: get_supported_kernel_block_sizes
+CLUSTER_SECONDS = 5.0  # for a cluster to answer
 # what a model's weights have their shapes from
 SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
 
@@ -61,7 +63,9 @@ def preflight(plan: RunPlan) -> Inputs:
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     problems = checkpoint_problems(plan, resumed) if resumed else []
     problems += package_problems()
-    if not os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
+    if address := os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
+        problems += cluster_problems(address)
+    else:
         problems += machine_problems(plan, torch.cuda.device_count())
     problems += _lost_weights(plan)
     if problems:
@@ -84,6 +88,19 @@ def _restore(source: PromptSource, resumed: Checkpoint) -> None:
             f"{resumed.path}: {STATE_FILE} is damaged ({type(error).__name__}: {error}); give another of the run's"
             " checkpoints"
         ) from error
+
+
+def cluster_problems(address: str) -> list[str]:
+    """Return what keeps this machine from reaching a Ray cluster at host:port; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        return []  # "auto" and other words of Ray's, which says itself what is wrong with them
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CLUSTER_SECONDS).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        return [f"RAY_ADDRESS: {address} cannot be reached ({why}); start Ray there (ray start --head), or unset it"]
+    return []
 
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:

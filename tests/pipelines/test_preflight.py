@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,17 @@ from runs import REPOSITORY
 
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan
+from roll_opd.frozen import FrozenDict
 from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
-from roll_opd.pipelines.preflight import CPU_HEAD_SIZES, checkpoint_problems, machine_problems, package_problems
+from roll_opd.pipelines.preflight import (
+    CPU_BLOCKS,
+    CPU_HEAD_SIZES,
+    checkpoint_problems,
+    cluster_problems,
+    machine_problems,
+    package_problems,
+)
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 
@@ -47,6 +56,28 @@ def test_heads_that_cpus_cannot_compute(plan: RunPlan, tmp_path: Path) -> None:
     (text,) = machine_problems(small, gpus=0)
     assert "heads of size 16" in text and "use a model" in text
     assert machine_problems(small, gpus=2) == machine_problems(plan, gpus=0) == []
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert cluster_problems(address) == cluster_problems("auto") == []
+    (text,) = cluster_problems(address)
+    assert address in text and "Connection refused" in text and "ray start --head" in text
+
+
+def test_what_engines_cannot_do_on_a_cpu(plan: RunPlan) -> None:
+    args = FrozenDict({"block_size": 16, "enable_chunked_prefill": True})
+    block, chunked = machine_problems(replace(plan, rollout=replace(plan.rollout, engine_args=args)), gpus=0)
+    assert block.startswith("student_infer.strategy_args.strategy_config.block_size: 16 ") and "32" in block
+    assert "enable_chunked_prefill" in chunked
+
+
+def test_block_sizes_are_the_installed_engines() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    (multiple,) = CPUAttentionBackend.get_supported_kernel_block_sizes()
+    assert multiple.base == CPU_BLOCKS
 
 
 def test_head_sizes_are_the_installed_engines() -> None:

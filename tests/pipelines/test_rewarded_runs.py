@@ -1,6 +1,10 @@
 """Runs of mixed mode: what their record says, and that one which is killed goes on as if nothing had happened."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +106,33 @@ def test_filtered_groups_are_replaced_and_no_prompt_is_lost_or_repeated(mixed: R
     assert any(step["filtered"] for step in steps)
     for row in mixed.rows("samples.jsonl"):
         assert row["advantage_scale"] > 0 and row["reward_scale"] > 1e-3  # no group of equal rewards
+
+
+def test_terminated_in_a_step_and_resumed_equals_uninterrupted(
+    stage: Stage, mixed: Run, settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM lets the step end with a checkpoint, from which the run goes on as if nothing had happened."""
+    prompts = stage.place / "terminated"
+
+    def end_in_step_2() -> None:
+        while not any(len(path.read_text().splitlines()) == 1 for path in prompts.glob("*/prompts.jsonl")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = (*settings, "save_steps=0")
+    watcher = threading.Thread(target=end_in_step_2, daemon=True)
+    watcher.start()
+    ended = stage.run(*settings, config=WITH_TEACHER, name="terminated")
+    assert ended.code == 143 and not watcher.is_alive()
+    assert [path.name for path in (ended.path / "checkpoints").iterdir()] == ["step_2"]
+    said = capsys.readouterr().err
+    assert "ended by SIGTERM after step 2; go on after step 2 with resume_from_checkpoint=true" in said
+    resumed = stage.run(*settings, "resume_from_checkpoint=true", config=WITH_TEACHER, name="terminated")
+    assert resumed.code == 0 and resumed.path == ended.path
+    assert resumed.rows("prompts.jsonl") == mixed.rows("prompts.jsonl")
+    one, other = (load_file(run.path / f"checkpoints/step_{STEPS}/hf/model.safetensors") for run in (mixed, resumed))
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 def test_killed_in_a_step_and_resumed_equals_uninterrupted(

@@ -1,0 +1,40 @@
+"""A driver that is killed leaves no process and no directory of a session behind."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+DRIVER = """
+import subprocess, sys, time
+from pathlib import Path
+from roll_opd.cluster.process_reaper import guarded
+with guarded() as reaper:
+    reaper.remove_at_the_end(Path(sys.argv[1]))
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    time.sleep(2.5)  # the reaper looks once a second
+    print(child.pid, flush=True)
+    if sys.argv[2] == "wait":
+        time.sleep(60)
+    child.kill()
+"""
+
+
+@pytest.mark.parametrize("how", ["wait", "go"])
+def test_nothing_is_left(how: str, tmp_path: Path) -> None:
+    session, latest = tmp_path / "session_1", tmp_path / "session_latest"
+    (session / "logs").mkdir(parents=True)
+    latest.symlink_to(session)
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(session), how], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    child = int(driver.stdout.readline())
+    if how == "wait":
+        driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 20
+    while session.exists() or psutil.pid_exists(child) or latest.is_symlink():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,54 @@
+"""An engine that does not start says why: the reason of the process that failed, and not that one has."""
+
+import logging
+import os
+
+import pytest
+
+from roll_opd.inference.failure import FILE, EngineStartError, awaited, listen
+
+VLLM = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    """vLLM's, as one of its processes has it."""
+    found = logging.getLogger("vllm")
+    yield logging.getLogger("vllm.v1.engine.core")
+    found.handlers = [handler for handler in found.handlers if type(handler).__name__ != "_FirstError"]
+
+
+def test_the_first_error_of_a_process_is_the_reason(logger: logging.Logger) -> None:
+    with pytest.raises(EngineStartError) as caught, awaited():
+        listen()
+        listen()  # once is enough
+        for reason in ("no kernel for blocks of 16", "what follows"):
+            try:
+                raise ValueError(reason)
+            except ValueError:
+                logger.exception("EngineCore failed to start.")
+        raise RuntimeError(VLLM.format("{'EngineCore': 1}"))
+    assert str(caught.value) == "ValueError: no kernel for blocks of 16"
+    assert FILE not in os.environ
+
+
+def test_a_process_that_was_killed_says_nothing(logger: logging.Logger) -> None:
+    with (
+        pytest.raises(EngineStartError, match="ended by SIGKILL; the system ends a process so when memory runs out"),
+        awaited(),
+    ):
+        raise RuntimeError(VLLM.format("{'EngineCore': -9}"))
+
+
+def test_an_error_of_the_starting_process_is_its_own_reason() -> None:
+    with pytest.raises(EngineStartError, match=r"^ValueError: max_num_seqs should be"), awaited():
+        raise ValueError("max_num_seqs should be at least 1")
+    with awaited():
+        assert os.path.exists(os.environ[FILE])
+
+
+def test_nobody_listens_to_engines_that_nobody_waits_for(logger: logging.Logger) -> None:
+    listen()
+    assert not logging.getLogger("vllm").handlers or all(
+        type(handler).__name__ != "_FirstError" for handler in logging.getLogger("vllm").handlers
+    )

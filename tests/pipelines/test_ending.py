@@ -1,0 +1,83 @@
+"""SIGTERM ends a run with its step, or after a grace; both endings say how to go on. Without a run."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roll_opd.pipelines.ending import Ending
+from roll_opd.workers.errors import Terminated
+
+
+def ending(newest: tuple[int, str] | None = (4, "runs/a/step_4"), grace: float = 9.0) -> Ending:
+    checkpoints: Any = SimpleNamespace(newest=lambda: newest)
+    return Ending(checkpoints, grace, lambda text: None)
+
+
+def run(it: Ending, steps: Callable[[], Any]) -> None:
+    async def task() -> None:
+        with it.of_the_loop():
+            await steps()
+
+    with it.before_the_loop():
+        asyncio.run(task())
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_step_goes_on() -> None:
+    it, done = ending(), []
+
+    async def steps() -> None:
+        it.is_training = True
+        terminate()
+        await asyncio.sleep(0.05)
+        done.append(it.is_asked_for)
+        raise it.saved(7)
+
+    with pytest.raises(Terminated, match=r"after step 7; go on after step 4 with resume_from_checkpoint=true .*step_4"):
+        run(it, steps)
+    assert done == [True]
+
+
+@pytest.mark.parametrize(("training", "times"), [(True, 1), (True, 2), (False, 1)])
+def test_what_takes_too_long_is_given_up(training: bool, times: int) -> None:
+    it = ending(None, grace=0.05 if times == 1 else 9.0)  # a second signal does not wait
+
+    async def steps() -> None:
+        it.is_training = training
+        for _ in range(times):
+            terminate()
+            await asyncio.sleep(0)
+        await asyncio.sleep(5)
+
+    with pytest.raises(Terminated, match="no checkpoint was written"):
+        run(it, steps)
+
+
+def test_before_the_loop_there_is_nothing_to_save() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), ending(None).before_the_loop():
+        terminate()
+        signal.sigtimedwait([], 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_cancellation_that_is_no_signal_stays_one() -> None:
+    async def steps() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run(ending(), steps)
+
+
+def test_an_interruption_says_how_to_go_on() -> None:
+    assert str(ending().interrupted()) == (
+        "interrupted; go on after step 4 with resume_from_checkpoint=true (runs/a/step_4)"
+    )
