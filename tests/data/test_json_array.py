@@ -1,4 +1,4 @@
-"""A JSON array is the rows that `json.loads` finds in it, wherever the file is cut into pieces; other files are named."""
+"""A JSON array is the rows that `json.loads` finds in it, however it is cut into pieces; other files are named."""
 
 import gzip
 import json
