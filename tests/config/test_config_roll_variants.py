@@ -135,8 +135,10 @@ def test_a_typing_error_is_no_variable(problems: Problems, key: str, value: Any,
 
 
 @pytest.mark.parametrize("key", ["parallel", "k2", "answer_key", "lr"])
-def test_a_hint_needs_a_resemblance(plan: Plan, key: str) -> None:
+def test_a_hint_needs_a_resemblance(plan: Plan, key: str, problems: Problems) -> None:
     assert any(text.endswith(f": {key}") for text in plan({key: 1}).warnings)
+    (found,) = problems({key: ...}, overrides=(f"{key}=1",))  # on the command line it can only be meant as a key
+    assert "did you mean" not in found
 
 
 def test_the_last_domain_gets_what_the_others_leave(plan: Plan, problems: Problems, root: Path) -> None:
