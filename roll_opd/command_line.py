@@ -34,7 +34,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
         f"%(prog)s [options] {pipeline}CONFIG.yaml [key=value ...]\n"
         f"       %(prog)s [options] {pipeline}--config_path DIR --config_name NAME [key=value ...]"
     )
-    parser.add_argument("--config_path", metavar="DIR", help="directory, from here or from examples/")
+    parser.add_argument("--config_path", metavar="DIR", help="directory, from here, examples/ or beside the script")
     parser.add_argument("--config_name", metavar="NAME", help="YAML file in it, with or without .yaml")
     pipeline = "the pipeline (without it the configuration tells), " if takes_pipeline else ""
     what = f"{pipeline}the configuration's file, and overrides of it: key=value, +key=value, ~key"

@@ -17,11 +17,12 @@ HEAD = """# Configuration: every key
 Written by `make docs` from [roll_opd/config/schema.py](../roll_opd/config/schema.py); a test holds it to that.
 
 A configuration is a YAML file, read by Hydra: it may compose from others, and `key=value` on the command line
-overrides it. An unknown key is an error that names its nearest neighbour. ROLL's keys that mean nothing here are
-accepted and listed in one warning; [coming from ROLL](coming-from-roll.md) goes through them. What an engine itself
-takes is written under `strategy_config` and passes through to it: Megatron-core's `TransformerConfig`, vLLM's engine
-arguments. Names and values are held against the installed version before anything starts. *Origin* is whose key it
-is: ROLL's, Trinity-RFT's or ours.
+overrides it. A misspelt key is an error that names its nearest neighbour. ROLL's keys that mean nothing here are
+accepted and listed in one warning; a key at the top that resembles no other is a variable of the file.
+[Coming from ROLL](coming-from-roll.md) goes through them. What an engine itself takes is written under
+`strategy_config` and passes through to it: Megatron-core's `TransformerConfig`, vLLM's engine arguments. Names and
+values are held against the installed version before anything starts. *Origin* is whose key it is: ROLL's,
+Trinity-RFT's or ours.
 
 The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
 `teacher` (one, or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are needed

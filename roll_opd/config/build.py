@@ -72,7 +72,7 @@ def load_plan(
 ) -> RunPlan:
     """Return the plan of a run, or raise ConfigError with every problem that could be found.
 
-    `config_path` is a directory (from the current directory or from `examples/`), `config_name` a YAML file in it.
+    `config_path` is a directory, looked for in `load.config_places`, `config_name` a YAML file in it.
     `pure` True: pure distillation (start_onpolicy_distill_pipeline.py runs it); False: the RLVR entry, where `use_opd`
     decides. `pipeline`: a supervised one, as start_sft_pipeline.py and start_dpo_pipeline.py run, or a dotted path.
     Where both are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in

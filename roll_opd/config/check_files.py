@@ -88,10 +88,7 @@ def _columns(args: DataArgs, training: DataArgs | None) -> FrozenDict:
     for source in (training, args) if training else (args,):
         written = {key: name for key in ("messages", "prompt", "tag", "id") if (name := getattr(source, key))}
         if "prompt" in written:
-            columns |= {
-                "messages": "",
-                "conversations": "",
-            }  # as in ROLL: who names the prompt means it, whatever else there is
+            columns["messages"] = ""  # as in ROLL: who names the prompt means it, whatever else the rows have
         columns |= written
     return FrozenDict({key: name for key, name in columns.items() if name != key})
 

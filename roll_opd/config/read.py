@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
+from roll_opd.config.load import COMMAND_LINE
 from roll_opd.config.schema import (
     DataArgs,
     GeneratingArgs,
@@ -113,7 +114,9 @@ def _variables(
             continue
         if key in variables:
             own.add(key)
-        elif key not in ignored and not _typing_error(str(key), value, {*known, *ignored}):
+        elif key in ignored or diagnostics.origins.get(str(key)) == COMMAND_LINE:
+            continue  # nobody writes a variable there that no file refers to
+        elif not _typing_error(str(key), value, {*known, *ignored}):
             own.add(key)
             diagnostics.drop(str(key))
     return own

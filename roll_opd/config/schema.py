@@ -599,6 +599,7 @@ class HeldOut(Section):
 class Supervised(Run):
     """Keys of pipelines that learn from rows; each is a subclass with its own keys and these facts."""
 
+    ignored = roll.IGNORED_TOP | roll.IGNORED_SUPERVISED
     pipeline: ClassVar[str]  # its module in `roll_opd.pipelines`, or a dotted path
     title: ClassVar[str]  # for people
     role: ClassVar[str]  # the section of what learns

@@ -1,11 +1,14 @@
 """Forms that ROLL's own YAML have and its documents do not tell: each is accepted, and means what ROLL takes it for."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roll_opd.config.build import load_plan
+from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import RunPlan
 
 Plan = Callable[..., RunPlan]
@@ -100,3 +103,146 @@ def test_settings_of_rolls_engines_are_accepted(plan: Plan) -> None:
     )
     told = next(text for text in run.warnings if "no effect" in text)
     assert all(key in told for key in ("model_name", "optimizer_cpu_offload", "ckpt_format", "online_quantization"))
+
+
+def test_variables_of_a_file_are_dropped_with_a_word(plan: Plan) -> None:
+    """ROLL reads a configuration without the keys that it does not know; most of those are a file's own."""
+    own = {
+        "gem_games": {"GuessTheNumber": {"env_type": "game", "template": "${game_template}"}},
+        "game_template": "You are playing.",
+        "default_history_length": 10,
+        "world_size": 1,
+        "CUDA_DEVICES": "0,1",
+    }
+    told = [text for text in plan(own).warnings if "variables of the file" in text]
+    assert [text.partition("): ")[2] for text in told] == [
+        "CUDA_DEVICES, default_history_length, gem_games, world_size"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("rollout_batchsize", 8, "rollout_batchsize: unknown key; did you mean 'rollout_batch_size'?"),
+        ("critc", {}, "critc: unknown key; did you mean 'critic'?"),
+        ("learning_rate", 1e-5, "learning_rate: unknown key at the top; it is one of training_args of a role"),
+        ("device_mapping", "[0]", "device_mapping: unknown key at the top; it is one of a role"),
+        ("policy", {"model_args": {}, "device_mapping": "[0]"}, "policy: unknown role"),
+    ],
+)
+def test_a_typing_error_is_no_variable(problems: Problems, key: str, value: Any, sentence: str) -> None:
+    (found,) = problems({key: value})
+    assert found.startswith(sentence)
+
+
+@pytest.mark.parametrize("key", ["parallel", "k2", "answer_key", "lr"])
+def test_a_hint_needs_a_resemblance(plan: Plan, key: str, problems: Problems) -> None:
+    assert any(text.endswith(f": {key}") for text in plan({key: 1}).warnings)
+    (found,) = problems({key: ...}, overrides=(f"{key}=1",))  # on the command line it can only be meant as a key
+    assert "did you mean" not in found
+
+
+def test_the_last_domain_gets_what_the_others_leave(plan: Plan, problems: Problems, root: Path) -> None:
+    """rlvr_pipeline.domain_batch_size: 0.6 and 0.3 of a batch, and the rest."""
+    probs = "student_train.data_args.domain_interleave_probs"
+    tags = {"rewards.code": {"worker_cls": "code_sandbox", "tag_included": ["code"]}}
+    rows = "".join(f'{{"messages": "[]", "tag": "{tag}", "ground_truth": "1"}}\n' for tag in ("math", "code"))
+    (root / "train.jsonl").write_text(rows)
+    run = plan({**tags, probs: {"math_rule": 0.6, "code": 0.3}})
+    assert [round(stream.weight, 9) for stream in run.data.streams] == [0.6, 0.4]
+    assert any("the last domain gets what the others leave: code 0.4 instead of 0.3" in text for text in run.warnings)
+    thirds = plan({probs: {"math_rule": 0.499, "code": 0.5}})
+    assert not any("the last domain" in text for text in thirds.warnings)
+    assert "sum to 1.1" in problems({probs: {"math_rule": 0.6, "code": 0.5}})[0]
+
+
+def test_rows_that_nobody_draws_need_nobody(plan: Plan, values: dict[str, Any], root: Path) -> None:
+    _rename_roles(values)
+    rows = "".join(f'{{"messages": "[]", "tag": "{tag}", "ground_truth": "1"}}\n' for tag in ("math", "RLVR"))
+    (root / "train.jsonl").write_text(rows)
+    changes = {
+        "adv_estimator": "grpo",
+        "teacher": ...,
+        "actor_train.data_args.domain_interleave_probs": {"math_rule": 1},
+    }
+    run = plan(changes, pure=False)
+    assert any(text.startswith("rows with tag RLVR are never drawn") for text in run.warnings)
+    assert (run.data.draws("math"), run.data.draws("RLVR")) == (True, False)
+
+
+def test_options_that_an_engine_no_longer_has(plan: Plan) -> None:
+    options = {"cuda_graph_sizes": [8], "VLLM_USE_V1": 0, "sleep_level": 2, "enforce_eager": True}
+    run = plan(
+        {
+            "student_infer.strategy_args.strategy_config": options,
+            "student_train.strategy_args.strategy_config": {"max_grad_norm": 1.0, "recompute_modules": "moe,layernorm"},
+        }
+    )
+    assert run.rollout.engine_args == {"enforce_eager": True}
+    assert run.student.megatron_args == {"recompute_modules": ("moe", "layernorm")}
+    assert any("cuda_graph_sizes: the installed vLLM no longer has this option" in text for text in run.warnings)
+    assert any("VLLM_USE_V1: is an environment variable" in text and "system_envs" in text for text in run.warnings)
+
+
+def test_an_adapter_is_refused_once_whoever_has_it(problems: Problems, plan: Plan) -> None:
+    (found,) = problems({"student_train.model_args.lora_rank": 8, "student_infer.model_args.lora_rank": 8})
+    assert found.startswith(
+        "student_train.model_args.lora_rank: LoRA adapters and frozen modules are not available yet"
+    )
+    off = {"student_train.model_args.lora_rank": 0, "student_infer.model_args.lora_rank": None}
+    assert plan({**off, "student_train.model_args.lora_alpha": 16})
+
+
+ROLE = {"model_args": {"dtype": "bf16"}, "device_mapping": "[0]", "strategy_args": {"strategy_name": "fsdp2_train"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"student_pretrain": "Qwen/Qwen2.5-7B", "student": ROLE, "teacher": ROLE}, "off-policy distillation"),
+        ({"kd_objective": "forward_kl", "sequence_length": 8, "answer_key": "a"}, "off-policy distillation"),
+        ({"student_pretrain": "Qwen/Qwen2.5-VL-7B-Instruct", "student": ROLE}, "is a vision-language"),
+        ({"pretrain": "Qwen/Qwen3-Omni-30B-A3B-Thinking", "sft_train": ROLE}, "is a vision-language"),
+        ({"pretrain": "Qwen/Qwen3.5-35B-A3B", "actor_train": ROLE}, "is a vision-language"),
+        ({"actor_train": {**ROLE, "data_args": {"video_folder": "v"}}}, "vision, video or audio configuration"),
+        ({"custom_envs": {"Sokoban": {}}, "actor_infer": ROLE}, "only roll out"),
+        (
+            {"train_env_manager": {"tags": ["a"]}, "actor_train": {"model_args": {}}, "actor_infer": ROLE},
+            "only roll out",
+        ),
+    ],
+)
+def test_pipelines_that_do_not_exist_here_are_one_sentence(root: Path, values: dict[str, Any], sentence: str) -> None:
+    (root / "run.yaml").write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as caught:
+        load_plan(str(root), "run", runnable=False)
+    (found,) = caught.value.problems
+    assert sentence in found
+
+
+def test_what_the_hub_has_is_to_be_downloaded(problems: Problems) -> None:
+    found = problems({"teacher.model_args.model_name_or_path": "Some/Model-7B"})
+    assert "run hf download Some/Model-7B --local-dir Some/Model-7B" in found[0]
+    found = problems(
+        {"teacher.model_args.model_name_or_path": ..., "student_train.data_args.file_name": "openai/gsm8k"}
+    )
+    assert "run hf download openai/gsm8k --repo-type dataset --local-dir openai/gsm8k" in "".join(found)
+    assert not any("hf download" in text for text in problems({"student_train.data_args.file_name": "data/no.jsonl"}))
+
+
+def test_an_indented_array_is_counted_by_its_rows(root: Path, plan: Plan, problems: Problems) -> None:
+    """ROLL's SFT and DPO files name such files; a line is no row there."""
+    rows = [{"instruction": str(n), "output": "1"} for n in range(40)]
+    (root / "train.json").write_text(json.dumps(rows, indent=2))
+    (root / "rows.csv").write_text("prompt\na\n")
+    worker = {
+        "model_args": {"model_name_or_path": str(root / "student")},
+        "training_args": {"num_train_epochs": 2, "per_device_train_batch_size": 4},
+        "data_args": {"file_name": str(root / "train.json")},
+        "strategy_args": {"strategy_name": "megatron_train"},
+        "device_mapping": "[0]",
+    }
+    (root / "sft.yaml").write_text(json.dumps({"output_dir": str(root), "sequence_length": 64, "sft_train": worker}))
+    plan()  # writes the model
+    assert load_plan(str(root), "sft", runnable=False).max_steps == 20
+    assert "is a CSV file" in problems({"student_train.data_args.file_name": str(root / "rows.csv")})[0]

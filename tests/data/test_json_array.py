@@ -1,9 +1,10 @@
-"""A JSON array is the rows that `json.loads` finds in it, wherever the file is cut; other files are named."""
+"""A JSON array is the rows that `json.loads` finds in it, however it is cut into pieces; other files are named."""
 
 import gzip
 import json
 import random
 import string
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +18,8 @@ from roll_opd.data.files import JsonlFile, open_file
 from roll_opd.data.formats import refusal
 from roll_opd.data.json_array import JsonArrayFile
 from roll_opd.data.preview import count_rows, first_tags
+from roll_opd.data.prompts import Prompt
+from roll_opd.data.report import DataReport
 from roll_opd.data.rows import DataError
 
 
@@ -96,3 +99,17 @@ def test_files_of_other_kinds_are_named_with_what_to_do(tmp_path: Path) -> None:
     assert refusal(rows) is None
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "called.jsonl")
     assert [value for _, _, value in open_file(str(tmp_path / "called.jsonl")).scan()] == [{"prompt": "a"}]
+
+
+def test_prompts_of_an_array_are_those_of_its_lines_and_bad_rows_have_numbers(
+    tmp_path: Path, opened: Callable[..., tuple[list[Prompt], DataReport]]
+) -> None:
+    rows = [{"id": str(n), "prompt": f"what is {n}", "tag": "t"} for n in range(5)]
+    rows.insert(3, {"id": "bad"})
+    array = tmp_path / "rows.json"
+    array.write_text(json.dumps(rows, indent=2))
+    lines, _ = opened(write(tmp_path / "rows.jsonl", *rows), on_bad_row="drop")
+    elements, report = opened(array, on_bad_row="drop")
+    assert [prompt.tokens.tolist() for prompt in elements] == [prompt.tokens.tolist() for prompt in lines]
+    assert (report.rows, report.bad) == (6, 1)
+    assert f"{array}:4" in report.describe_bad()

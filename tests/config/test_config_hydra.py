@@ -1,0 +1,123 @@
+"""Where a configuration is looked for, what it composes from, and what groups on the command line mean."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_assets import set_key, write_config
+from omegaconf import OmegaConf
+
+from roll_opd.config.errors import ConfigError
+from roll_opd.config.load import load_config
+from roll_opd.config.plan import Layout, RunPlan
+
+Plan = Callable[..., RunPlan]
+TRAIN = "student_train.strategy_args.strategy_config"
+
+
+def _yaml(path: Path, values: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(values), path)
+    return path
+
+
+def _refused(*arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(*arguments)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_directory_without_the_file_hides_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the current directory, in its examples/, beside the started script: the first that has the file."""
+    project, scripts = root / "project", root / "scripts"
+    (project / "mine").mkdir(parents=True)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "argv", [str(scripts / "start.py")])
+    for place in (scripts / "mine", project / "examples" / "mine", project / "mine"):
+        _yaml(place / "run.yaml", {"seed": 1})
+        assert load_config("mine", "run", []).directory == place
+    told = _refused("mine", "other", [])
+    for place in (project / "mine", project / "examples" / "mine", scripts / "mine"):
+        assert str(place) in told
+    assert told.endswith("YAML files there: run.yaml")
+    told = _refused("nowhere", "run", [])
+    for place in (project, project / "examples", scripts):
+        assert str(place / "nowhere") in told
+    (project / "mine" / "c.yaml").mkdir()
+    assert "c.yaml is a directory" in _refused("mine", "c", [])
+
+
+@pytest.mark.parametrize("given", ["yaml", "command line"])
+def test_a_search_path_of_ones_own_is_kept(root: Path, given: str) -> None:
+    """Ours comes behind it: a group that both have is the user's."""
+    theirs = root / "site configs"
+    _yaml(theirs / "mygroup" / "a.yaml", {"seed": 7})
+    _yaml(theirs / "parallel" / "tp2.yaml", {"tensor_model_parallel_size": 4})
+    defaults = ["mygroup@_global_: a", "parallel@x: tp2", "parallel@y: pp2"]
+    values: dict[str, Any] = {"defaults": [*map(lambda text: dict([text.split(": ")]), defaults), "_self_"]}
+    overrides = []
+    if given == "yaml":
+        values["hydra"] = {"searchpath": [f"file://{theirs}"]}
+    else:
+        overrides = [f"hydra.searchpath={json.dumps([f'file://{theirs}'])}"]
+    _yaml(root / "run.yaml", values)
+    loaded = load_config(str(root), "run", overrides)
+    assert loaded.values["seed"] == 7
+    assert loaded.origins["seed"] == "mygroup/a.yaml:1"
+    assert (loaded.values["x"], loaded.values["y"]["pipeline_model_parallel_size"]) == (
+        {"tensor_model_parallel_size": 4},
+        2,
+    )
+
+
+def test_a_search_path_that_leads_nowhere_is_named_where_it_matters(root: Path) -> None:
+    values = {"hydra": {"searchpath": [f"file://{root}/no"]}, "defaults": [{"mygroup": "a"}]}
+    _yaml(root / "run.yaml", values)
+    told = _refused(str(root), "run", [])
+    assert "mygroup/a" in told
+    assert f"hydra.searchpath names {root}/no, which is no directory" in told
+    _yaml(root / "run.yaml", {"hydra": {"searchpath": "here"}, "seed": 1})
+    assert "must be a list" in _refused(str(root), "run", [])
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_a_group_goes_where_it_is_put_whether_a_defaults_list_has_it_or_not(plan: Plan, sign: str) -> None:
+    run = plan(overrides=(f"{sign}parallel@{TRAIN}=tp2", f"{sign}trackers=stdout"))
+    assert run.student.layout == Layout(tp=2, dp=1)
+    assert run.trackers == ("stdout",)
+    chosen = {"defaults": [{f"parallel@{TRAIN}": "single"}, {"trackers": "tensorboard"}, "_self_"]}
+    run = plan(chosen, overrides=(f"{sign}parallel@{TRAIN}=tp2", f"{sign}trackers=stdout"))
+    assert (run.student.layout, run.trackers) == (Layout(tp=2, dp=1), ("stdout",))
+
+
+def test_a_group_of_a_role_wants_the_role_said_and_the_advice_works(
+    root: Path, values: dict[str, Any], plan: Plan
+) -> None:
+    place = write_config(root, values)
+    for override, advice in (
+        ("parallel=tp2", f"parallel@{TRAIN}=tp2"),
+        ("+parallel=tp2", f"parallel@{TRAIN}=tp2"),
+        ("rollout=cpu", "rollout@student_infer.strategy_args.strategy_config=cpu"),
+        ("models=demo_student", "models@student_train.model_args=demo_student"),
+    ):
+        assert _refused(place, "run", [override]).endswith(f"use {advice}")
+        assert load_config(place, "run", [advice]).values
+    assert plan(overrides=(f"parallel@{TRAIN}=tp2",)).student.layout.tp == 2
+    set_key(values, "defaults", [{"parallel@teacher.strategy_args.strategy_config": "single"}, "_self_"])
+    told = _refused(write_config(root, values), "run", ["parallel=tp2"])
+    assert told.endswith("use parallel@teacher.strategy_args.strategy_config=tp2")
+    assert "tp3" in _refused(place, "run", [f"parallel@{TRAIN}=tp3"])
+    assert "nothing/here is no group" in _refused(place, "run", ["nothing/here=a"])
+    assert load_config(place, "run", ["hydra/launcher=basic"]).values
+
+
+def test_an_environment_variable_that_is_not_set_is_to_be_set(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    _yaml(root / "run.yaml", {"tracker_kwargs": {"api_key": "${oc.env:NO_SUCH_KEY}"}})
+    told = _refused(str(root), "run", [])
+    assert told.startswith("tracker_kwargs.api_key: the environment variable NO_SUCH_KEY is not set; set it (export")
+    assert told.endswith("(run.yaml:2)")
