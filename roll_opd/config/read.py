@@ -107,10 +107,9 @@ def _with_shared_judge(values: dict[str, Any], diagnostics: Diagnostics) -> Any:
         if engine is not None:
             diagnostics.ignore("reward_model")
         return rewards
-    for name in asking[1:]:
-        diagnostics.block(
-            f"rewards.{name}.judge_model_type",
-            f"cluster: reward_model is the engine of rewards.{asking[0]} already; only one domain can ask it",
+    for name in asking[1:]:  # its type is wrong, and told so
+        diagnostics.warn(
+            f"reward_model: is the engine of rewards.{asking[0]} alone; give rewards.{name} one of its own"
         )
     of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
     kept = {key: value for key, value in rewards[asking[0]].items() if key not in ENGINE_KEYS}
