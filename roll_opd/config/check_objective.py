@@ -211,6 +211,8 @@ def _check_pure(top: Top, diagnostics: Diagnostics) -> None:
     for key in (*keys_of(ReinforcementKeys).keys() - told, *keys_of(CriticKeys).keys() - told):
         if _given(top, key) is not None:
             diagnostics.ignore(key)
+    if top.opd_objective != "sampled" and top.advantage_clip is not None:  # there is no advantage then
+        diagnostics.ignore("advantage_clip")
     wrong = [
         f"{key} {_text(value)}"
         for key, allowed in PURE_FIXED.items()

@@ -38,8 +38,8 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "rewards": {reward.domain: _reward(reward) for reward in plan.rewards},
         "batch": _batch(plan),
         "sampling": {
-            "rollout": asdict(plan.rollout.sampling) if plan.rollout else None,
-            "validation": asdict(plan.validation.sampling) if plan.validation and plan.rollout else None,
+            "rollout": thaw(asdict(plan.rollout.sampling)) if plan.rollout else None,
+            "validation": thaw(asdict(plan.validation.sampling)) if plan.validation and plan.rollout else None,
         },
         "objective": thaw(asdict(plan.objective)),
         "environments": thaw(plan.agentic),

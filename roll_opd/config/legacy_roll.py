@@ -97,7 +97,7 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(("opsd_mode", "balance_length", "val_greedy", "add_len_reward"), ((False,), _UNREAD)),
     **dict.fromkeys(("postive_loss_coef", "positive_loss_coef", "l2"), ((0,), _UNREAD)),
     **dict.fromkeys(("val_n_sample", "minibatch_data_iter_num"), ((1,), _UNREAD)),
-    **dict.fromkeys(("opd_token_kld_clip", "dataset_filter"), ((), _UNREAD)),
+    **dict.fromkeys(("opd_token_kld_clip", "dataset_filter"), ((None,), _UNREAD)),
     "mask_type": (("loss",), _UNREAD),
     "do_sample": ((True,), f"{_UNREAD}; temperature: 0 is greedy"),
     "num_beams": ((1,), "has no effect: responses are sampled, there is no beam search"),

@@ -43,9 +43,14 @@ def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.
         "dp": 1,
         "tags": None,
         "opd_kl_coef": 1.0,
+        "optimizer": None,
         "memory_bytes_per_rank": 0,
+        "memory_by_part": {},
     }
-    assert all(role["memory_bytes_per_rank"] > 0 for role in content["roles"].values())
+    for role in content["roles"].values():
+        assert sum(role["memory_by_part"].values()) == role["memory_bytes_per_rank"] > 0
+    assert content["roles"]["student_train"]["optimizer"]["lr_scheduler_type"] == "linear"
+    assert content["sampling"]["rollout"]["n"] == 2
     assert content["batch"]["sequences_per_step"] == 16
 
 

@@ -217,7 +217,7 @@ def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, prob
     rl["reward_model"] = engine | {"name": "judge", "generating_args": {"max_new_tokens": 7}}
     (reward,) = plan({}, pure=False).rewards
     assert (reward.engine.engines, reward.engine.sampling.max_new_tokens) == (2, 7)
-    assert "'cluster' is neither api nor inference" in problems({"reward_model": ...}, pure=False)[0]
+    assert "judge_model_type: should be 'api' or 'inference'" in problems({"reward_model": ...}, pure=False)[0]
 
 
 def test_arguments_of_rewards_are_checked_by_the_plan(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tracking_assets import experience
 
-from roll_opd.config.plan import ObjectivePlan
+from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.rollout.advantages import advantage_metrics
+from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
@@ -21,6 +22,7 @@ from roll_opd.workers.critic import value_metrics
 ROOT = Path(__file__).parents[2]
 GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct"
 STEM = re.compile(rf"({GROUPS})/[\w/@*]+")
+MASKS = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
 ANY = "*"  # of an f-string's {value}
 
 
@@ -59,6 +61,7 @@ def emitted() -> set[str]:
         train_infer_metrics(batch),
         train_infer_metrics(bare),
         advantages,
+        mask_metrics(masked(batch, ObjectivePlan(**dict.fromkeys(MASKS, True)), SamplingPlan(n=4))),
         validation_metrics(batch, 4),
         validation_metrics(bare, 1),
         validation_metrics([replace(e, reward=0.5) for e in batch], 1),
