@@ -46,6 +46,22 @@ def test_epochs_become_steps(plan: Plan, schema: str, epochs: float, steps: int)
     assert miscounted(plan({"max_steps": 3}, pure=None, pipeline=schema), usable) is None
 
 
+def test_the_kl_loss_is_that_of_trinitys_row(plan: Plan, schema: str) -> None:
+    """ROLL's DPO has none; naming the row brings Trinity-RFT's, and sft has no reference at all."""
+
+    def coefficient(changes: dict[str, Any]) -> float:
+        objective = plan(changes, pure=None, pipeline=schema).objective
+        assert objective.loss_agg_mode == {"sft": "token-mean", "dpo": "seq-mean-token-mean"}[schema]
+        return objective.kl_loss_coef
+
+    assert coefficient({}) == 0.0
+    assert coefficient({"algorithm_type": schema}) == (0.001 if schema == "dpo" else 0.0)
+    if schema == "dpo":
+        assert plan({"algorithm_type": "dpo"}, pure=None, pipeline=schema).objective.kl_loss == "k2"
+        assert coefficient({"algorithm_type": "dpo", "kl_loss_coef": 0.0}) == 0.0
+        assert coefficient({"algorithm_type": ..., "kl_loss_coef": 0.2}) == 0.2
+
+
 def test_rows_are_limited_by_sequence_length(plan: Plan, schema: str) -> None:
     data = plan({}, pure=None, pipeline=schema).data
     assert (data.schema, data.prompt_length, data.length_key) == (schema, 64, "sequence_length")

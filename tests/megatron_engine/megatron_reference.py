@@ -120,7 +120,8 @@ def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample],
             float(sample.opd_coefficients[t]) * float(old[t]) - float(sample.opd_teacher[t]) for t in range(len(new))
         ]
         for t in np.flatnonzero(sample.action_mask):
-            later = sum(objective.opd_kl_discount ** (k - t) * penalty[k] for k in range(t, len(new)))
+            ahead = [k for k in range(t, len(new)) if sample.action_mask[k]]  # a discount is of one action token
+            later = sum(objective.opd_kl_discount**apart * penalty[k] for apart, k in enumerate(ahead))
             limit = objective.advantage_clip or math.inf
             advantage = min(max(float(sample.advantages[t]) - later, -limit), limit)
             ratio = (new[t] - old[t]).exp()

@@ -8,7 +8,7 @@ import pytest
 from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
-from roll_opd.rollout.selection import Selection, group_filter
+from roll_opd.rollout.selection import Selection, group_filter, without_rejected
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
 STD = FilterPlan("std_filter", FrozenDict({"std_threshold": 0.0}))
@@ -70,6 +70,20 @@ def test_filters(query, response, rewards, passes: bool) -> None:
     passes_filter = group_filter([RewardPlan("math", (), query_filter=query, response_filter=response)])
     assert passes_filter([sample(0, k, reward) for k, reward in enumerate(rewards)]) is passes
     assert passes_filter([sample(0, k, reward, domain="other") for k, reward in enumerate(rewards)])
+
+
+def test_where_nothing_is_compared_a_response_goes_alone() -> None:
+    """Rejection sampling, as RAFT does: what fails has no token to learn from, the others of its prompt stay."""
+    rewards = [RewardPlan("math", (), response_filter=MEAN)]
+    passes_filter = group_filter(rewards, compared=False)
+    assert [passes_filter([sample(0, k, r) for k, r in enumerate(group)]) for group in ([1, 0], [0, 0.5])] == [
+        False,
+        True,
+    ]
+    made = [sample(0, k, reward) for k, reward in enumerate([0.5, 1.0, 0.0, None])] + [sample(1, 0, 1.0, "other")]
+    found = without_rejected(made, rewards)
+    assert [e.loss_mask is None for e in found] == [True, False, False, True, True]
+    assert not any(e.loss_mask.any() for e in found if e.loss_mask is not None)
 
 
 def test_without_a_filter_there_is_no_test() -> None:

@@ -60,10 +60,10 @@ def step_wise_grpo(
     last = RewardBatch(rewards_B[[members[-1] for members in steps.values()]], [group for group, _ in steps])
     found = grpo(last, std_cal_level=std_cal_level, std_threshold=std_threshold)
     advantages_B, dropped_B = torch.zeros_like(rewards_B), torch.zeros(len(rewards_B), dtype=torch.bool)
-    for run, members in enumerate(steps.values()):
-        score = found.rewards[run]
+    for place, members in enumerate(steps.values()):
+        score = found.rewards[place]
         advantages_B[members] = score / len(members) if enable_step_norm else score
-        dropped_B[members] = found.dropped is not None and found.dropped[run]
+        dropped_B[members] = found.dropped is not None and found.dropped[place]
     return Normalised.given(advantages_B, rewards_B, dropped_B)
 
 
