@@ -25,19 +25,24 @@ Shape = tuple[int, ...]
 
 
 def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
-    """Return a sentence for each way in which the weights of `info` do not fit its config.json;
-    none where they are missing.
+    """Return a sentence for each way in which the weights of `info` do not fit its config.json.
 
-    A model that ends in values needs no output embedding. Raises ModelFilesError for files that cannot be read.
+    None where weights are missing. A model that ends in values needs no output embedding. Raises ModelFilesError for
+    files that cannot be read.
     """
     if not holds_decoder(info):
         return []
     found = info.tensors
-    tied = bool(read_json(info.path / "config.json").get("tie_word_embeddings"))
+    config = read_json(info.path / "config.json")
+    tied, problems = bool(config.get("tie_word_embeddings")), list(_layer_problems(info, found))
     wanted = {EMBEDDING: (info.vocab, info.hidden), FINAL_NORM: (info.hidden,)}
     if HEAD in found or (needs_head and not tied):
         wanted[HEAD] = (info.vocab, info.hidden)
-    problems = list(_layer_problems(info, found))
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != info.layers and not problems:
+        problems.append(
+            f"layer_types names {len(kinds)} layers there, num_hidden_layers {info.layers}; layers are lost"
+        )
     if info.model_type in DENSE:
         wanted |= _layer_shapes(info)
         problems += problems or [*_missing(wanted, found), *_unexpected(wanted, found)]
