@@ -140,6 +140,9 @@ def is_vision_config(config: dict[str, Any]) -> bool:
 def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     intermediate = _size(config, "intermediate_size")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), dict | None):
+            raise ModelFilesError(f"{name} in config.json should be an object, got {config[name]!r}")
     weights = weight_files(path)
     tensors = _stored_tensors(path, weights)
     info = ModelInfo(

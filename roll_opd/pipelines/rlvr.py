@@ -54,8 +54,8 @@ async def train(run: Run) -> None:
     passes = group_filter(plan.rewards)
     critic_warmup = plan.critic.critic_warmup if plan.critic else 0
     kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
-    references = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
-    preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(references, 0))
+    answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
+    preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 
     for step in run.steps:
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)

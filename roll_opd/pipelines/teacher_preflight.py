@@ -162,7 +162,7 @@ def _tokens(own: Path, theirs: Path, sizes: Sequence[int]) -> list[Check]:
         Check("token ids", ids, "warning" if found.conflict else "ok", found.conflict or same),
         Check(
             "templates, special tokens",
-            f"{len(found.differences)} differences" if differences else "the same",
+            f"{len(found.differences)} of them differ" if differences else "the same",
             "warning" if differences else "ok",
             f"{differences}; the student's count, and the teacher reads what it may not be used to"
             if differences
