@@ -163,6 +163,9 @@ def is_vision_config(config: dict[str, Any]) -> bool:
 
 def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), dict | None):
+            raise ModelFilesError(f"{name} in config.json should be an object, got {config[name]!r}")
     layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
     experts = _size(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
     expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)

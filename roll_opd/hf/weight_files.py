@@ -18,26 +18,31 @@ VALUE_HEAD = "score.weight"
 IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # of older releases; nobody loads them
 NAMED = 3  # tensors that a sentence names; the rest are counted
-PIECES, PIECE_BYTES = 16, 4096  # of a tensor that are looked at
+FIRST_PIECES, PIECES, PIECE_BYTES = 4, 16, 4096  # of a tensor that are looked at; more where one of the first is zero
 CHUNK_BYTES = 2**24
 
 Shape = tuple[int, ...]
 
 
 def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
-    """Return a sentence for each way in which the weights of `info` do not fit its config.json;
-    none where they are missing.
+    """Return a sentence for each way in which the weights of `info` do not fit its config.json.
 
-    A model that ends in values needs no output embedding. Raises ModelFilesError for files that cannot be read.
+    None where weights are missing. A model that ends in values needs no output embedding. Raises ModelFilesError for
+    files that cannot be read.
     """
     if not holds_decoder(info):
         return []
     found = info.tensors
-    tied = bool(read_json(info.path / "config.json").get("tie_word_embeddings"))
+    config = read_json(info.path / "config.json")
+    tied, problems = bool(config.get("tie_word_embeddings")), list(_layer_problems(info, found))
     wanted = {EMBEDDING: (info.vocab, info.hidden), FINAL_NORM: (info.hidden,)}
     if HEAD in found or (needs_head and not tied):
         wanted[HEAD] = (info.vocab, info.hidden)
-    problems = list(_layer_problems(info, found))
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) != info.layers and not problems:
+        problems.append(
+            f"layer_types names {len(kinds)} layers there, num_hidden_layers {info.layers}; layers are lost"
+        )
     if info.model_type in DENSE:
         wanted |= _layer_shapes(info)
         problems += problems or [*_missing(wanted, found), *_unexpected(wanted, found)]
@@ -61,7 +66,9 @@ def lost_weights(info: ModelInfo) -> list[str]:
         for name, tensor in info.tensors.items():
             if may_be_zero(name) or tensor.dtype not in FLOATS:
                 continue
-            zeros = [_is_zero(piece, FLOATS[tensor.dtype]) for piece in _pieces(tensor)]
+            if not any(_zero_pieces(tensor, FIRST_PIECES)):
+                continue
+            zeros = _zero_pieces(tensor, PIECES)
             if zeros and all(zeros) and _all_zero(tensor):
                 whole.append(name)
             elif len(zeros) > 2 and 2 * sum(zeros) >= len(zeros) and name not in (EMBEDDING, HEAD):
@@ -178,10 +185,14 @@ def _all_zero(tensor: StoredTensor) -> bool:
         )
 
 
-def _pieces(tensor: StoredTensor) -> list[bytes]:
-    """Read pieces spread over a tensor, from its first to its last byte; all of it where it is small."""
+def _zero_pieces(tensor: StoredTensor, count: int) -> list[bool]:
+    return [_is_zero(piece, FLOATS[tensor.dtype]) for piece in _pieces(tensor, count)]
+
+
+def _pieces(tensor: StoredTensor, count: int = PIECES) -> list[bytes]:
+    """Read `count` pieces spread over a tensor, from its first to its last byte; fewer where it is small."""
     size = tensor.end - tensor.start
-    last, pieces = max(0, size - PIECE_BYTES), min(PIECES, -(-size // PIECE_BYTES))
+    last, pieces = max(0, size - PIECE_BYTES), min(count, -(-size // PIECE_BYTES))
     with tensor.file.open("rb") as stream:
         found = []
         for piece in range(pieces):

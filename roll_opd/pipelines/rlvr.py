@@ -9,7 +9,7 @@ from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.reward_trial import try_rewards
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
-from roll_opd.pipelines.teacher_preflight import TeacherPreflight
+from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
@@ -72,7 +72,8 @@ async def train(run: Run) -> None:
     passes = group_filter(plan.rewards, compared=compared)
     critic_warmup = plan.critic.critic_warmup if plan.critic else 0
     kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
-    preflight = TeacherPreflight(plan, workers, run.logger)
+    answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
+    preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 
     for step in run.steps:
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)

@@ -14,6 +14,7 @@ import numpy as np
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
+from roll_opd.data.templates import load_tokenizer
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.pipelines.run_logger import RunLogger
@@ -22,16 +23,20 @@ from roll_opd.rollout.teacher_checks import Check, Readings, Settings, checks
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
 
-SAMPLES = 16  # read by student and teacher
+PREFLIGHT_SAMPLES = 32  # read by student and teacher; and of the rows' own answers, as many
 RESPONSE_TOKENS, ALL_TOKENS = 512, 16384  # of each response, and of all samples together
 TOPK = 16
+ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may bring an answer
 
 
 class TeacherPreflight:
     """Checks each teacher of a run on the first samples that it has scored."""
 
-    def __init__(self, plan: RunPlan, workers: RunWorkers, logger: RunLogger) -> None:
+    def __init__(
+        self, plan: RunPlan, workers: RunWorkers, logger: RunLogger, demonstrations: Sequence[Experience] = ()
+    ) -> None:
         self._plan, self._student, self._logger = plan, workers.student, logger
+        self._demonstrations = demonstrations
         self._left = list(workers.frozen_models.teachers) if plan.teacher_preflight is not False else []
 
     async def check(self, experiences: Sequence[Experience], temperature: float) -> None:
@@ -57,7 +62,8 @@ class TeacherPreflight:
         own, theirs = (Path(plan.model.path) for plan in (self._student.plan, teacher.plan.worker))
         sizes = [read_model(path).vocab for path in (own, theirs)]
         shared = min(sizes)
-        texts = [replace(e, prompt_length=1) for e in chosen]
+        answers = _chosen(self._demonstrations) or _answers(chosen, own)
+        texts = [replace(e, prompt_length=1) for e in (*chosen, *answers)]
 
         async def read(role: Student | FrozenModel, **wanted: Any) -> list[dict[str, np.ndarray]]:
             return await gathered(
@@ -74,8 +80,8 @@ class TeacherPreflight:
             teacher_topk=_column(by_teacher, "topk_logprobs"),
             teacher_plain=_column(by_teacher, "plain_logprobs"),
             again=_column(again, "logprobs"),
-            in_run=np.concatenate([_in_run(e, teacher.plan.name) for e in chosen]),
-            **_kinds(chosen, added_ids(own)),
+            in_run=np.concatenate([_in_run(e, teacher.plan.name) for e in (*chosen, *answers)]),
+            **_kinds((*chosen, *answers), added_ids(own)),
         )
         settings = Settings(temperature, teacher.plan.worker.model.dtype == "fp32", shared)
         return [*checks(readings, settings), *_tokens(own, theirs, sizes)]
@@ -86,7 +92,7 @@ def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
     by_group = {e.group_id: e for e in reversed(experiences) if e.response_length}
     groups = list(by_group.values())
     chosen, tokens = [], 0
-    for experience in groups[:: max(1, -(-len(groups) // SAMPLES))]:
+    for experience in groups[:: max(1, -(-len(groups) // PREFLIGHT_SAMPLES))]:
         cut = experience.prompt_length + RESPONSE_TOKENS
         tokens += min(cut, len(experience.tokens))
         if tokens > ALL_TOKENS and chosen:
@@ -99,25 +105,47 @@ def _column(answers: Sequence[dict[str, np.ndarray]], name: str) -> np.ndarray:
     return np.concatenate([answer[name] for answer in answers])
 
 
-def _in_run(experience: Experience, teacher: str) -> np.ndarray:
-    """Return what the run will learn from at every scored token; NaN in the prompt, whose first is not scored."""
-    response = experience.teacher_logprobs[teacher][: experience.response_length]
-    return np.concatenate([np.full(experience.prompt_length - 1, np.nan, np.float32), response])
-
-
-def _kinds(chosen: Sequence[Experience], special: frozenset[int]) -> dict[str, np.ndarray]:
-    """Say of every scored token whether it was sampled, is written text of a prompt, or ended an answer."""
-    positions = [np.arange(1, len(e.tokens)) for e in chosen]
-    sampled = [place >= e.prompt_length for e, place in zip(chosen, positions, strict=True)]
-    text = [~np.isin(e.tokens[1:], list(special)) for e in chosen]
-    ended = [
-        (place == len(e.tokens) - 1) & (e.finish_reason == "stop" and e.response_length == len(e.action_mask))
-        for e, place in zip(chosen, positions, strict=True)
+def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
+    """Return the prompts of samples with the answers that their rows bring beside them; none where they bring none."""
+    texts = {}
+    for number, experience in enumerate(chosen):
+        found = (experience.extra.get(name) for name in ANSWERS)
+        if text := next((text for text in found if isinstance(text, str) and text), None):
+            texts[number] = text
+    if not texts:
+        return []
+    encoded = load_tokenizer(str(model))(list(texts.values()), add_special_tokens=False)["input_ids"]
+    return [
+        replace(
+            chosen[number],
+            tokens=np.concatenate([chosen[number].prompt_tokens, np.array(ids[:RESPONSE_TOKENS], np.int64)]),
+            demonstration=True,
+        )
+        for number, ids in zip(texts, encoded, strict=True)
     ]
+
+
+def _in_run(text: Experience, teacher: str) -> np.ndarray:
+    """Return what the run will learn from at every scored token; NaN in prompts and in answers that nobody sampled."""
+    found = np.full(len(text.tokens) - 1, np.nan, np.float32)
+    if not text.demonstration:
+        found[text.prompt_length - 1 :] = text.teacher_logprobs[teacher][: text.response_length]
+    return found
+
+
+def _kinds(texts: Sequence[Experience], special: frozenset[int]) -> dict[str, np.ndarray]:
+    """Say of every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
+    places = [np.arange(1, len(e.tokens)) for e in texts]
+    of_row = np.concatenate([np.full(len(e.tokens) - 1, e.demonstration) for e in texts])
+    behind = np.concatenate([place >= e.prompt_length for e, place in zip(texts, places, strict=True)])
+    no_special = np.concatenate([~np.isin(e.tokens[1:], list(special)) for e in texts])
+    whole = [e.finish_reason == "stop" and e.response_length == len(e.action_mask) for e in texts]
+    last = np.concatenate([(place == place[-1]) & ended for place, ended in zip(places, whole, strict=True)])
     return {
-        "sampled": np.concatenate(sampled),
-        "written": np.concatenate([words & ~own for words, own in zip(text, sampled, strict=True)]),
-        "last": np.concatenate(ended),
+        "sampled": behind & ~of_row,
+        "prompted": ~behind & ~of_row & no_special,
+        "answered": behind & of_row,
+        "ended": last & ~of_row,
     }
 
 
@@ -134,7 +162,7 @@ def _tokens(own: Path, theirs: Path, sizes: Sequence[int]) -> list[Check]:
         Check("token ids", ids, "warning" if found.conflict else "ok", found.conflict or same),
         Check(
             "templates, special tokens",
-            f"{len(found.differences)} differences" if differences else "the same",
+            f"{len(found.differences)} of them differ" if differences else "the same",
             "warning" if differences else "ok",
             f"{differences}; the student's count, and the teacher reads what it may not be used to"
             if differences

@@ -203,6 +203,7 @@ def test_a_wrong_section_does_not_hide_the_others(problems: Problems) -> None:
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, {}, "vision-language model"),
         ({"vocab_size": 4}, {}, "uses token id 7, but the model has only 4"),
         ({"hidden_size": None}, {}, "config.json lacks 'hidden_size'"),
+        ({"rope_parameters": [1]}, {}, "rope_parameters in config.json should be an object, got [1]"),
         ({"hidden_size": "16"}, {}, "hidden_size in config.json should be a whole number, got '16'"),
         ({"max_position_embeddings": 64}, {}, "more than the positions of teacher (64)"),
     ],

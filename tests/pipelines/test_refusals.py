@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from runs import REPOSITORY
+from safetensors.torch import load_file, save_file
 
 from roll_opd.pipelines import launch as launcher
 
@@ -73,13 +74,34 @@ def test_teacher_equal_to_student(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "allow_self_teacher" in message
 
 
-def test_tokenizers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changed = tmp_path / "teacher"
-    shutil.copytree(DEMO / "models" / "teacher", changed)
-    template = changed / "chat_template.jinja"
-    template.write_text(template.read_text() + " ")
-    message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={changed}")
-    assert "chat template" in message
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """A copy of the demo's teacher, to be damaged."""
+    return Path(shutil.copytree(DEMO / "models" / "teacher", tmp_path / "teacher"))
+
+
+def test_tokenizers_that_differ(tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = teacher / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|user|>", "<|human|>"))
+    message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={teacher}")
+    assert "'<|user|>' in the student, '<|human|>' in the teacher" in message and "teacher_tokenizer_check" in message
+
+
+def test_a_config_with_a_layer_fewer(tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={teacher}")
+    assert "num_hidden_layers is 3 there, and the weights hold 4 layers" in message
+
+
+def test_weights_that_were_lost(tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(teacher / "model.safetensors")
+    weights["model.norm.weight"] *= 0
+    weights["model.layers.2.mlp.up_proj.weight"][:300] = 0
+    save_file(weights, teacher / "model.safetensors")
+    message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={teacher}")
+    assert "teacher: model.norm.weight in" in message and "all numbers are zero" in message
+    assert "teacher: model.layers.2.mlp.up_proj.weight in" in message and "half of the numbers are zero" in message
 
 
 def test_a_model_that_the_engine_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

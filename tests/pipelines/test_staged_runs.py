@@ -1,8 +1,9 @@
 """Runs of every algorithm and objective by the same roles: they move the weights, and what is to teach teaches."""
 
+import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.algorithms.table import ALGORITHMS
+from roll_opd.data.experience import Experience
 from roll_opd.workers.roles import Teacher
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
@@ -148,7 +150,7 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
         return [logprobs * np.float32(np.nan) for logprobs in await honest(self, *arguments)]
 
     monkeypatch.setattr(Teacher, "compute_logprobs", broken)
-    run = pure(stage, "max_steps=4", "save_steps=2", "max_ckpt_to_keep=0")
+    run = pure(stage, "max_steps=4", "save_steps=2", "max_ckpt_to_keep=0", "teacher_preflight=false")
     assert run.code == 1
     rows = run.rows("metrics.jsonl")
     assert [(row["step"], row.get("actor/skipped_updates")) for row in rows] == [(0, None), (1, 1.0), (2, 1.0)]
@@ -163,6 +165,28 @@ def test_logprobs_that_are_not_finite_end_a_run_after_three_steps(
         acted = np.flatnonzero(sample["action_mask"]).tolist()
         assert sample["not_finite"]["teacher_logprobs.teacher"] == acted
         assert "student_logprobs" not in sample["not_finite"] and None not in sample["student_logprobs"]
+
+
+def test_the_preflight_of_a_teacher(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sound one passes and learns the same bits as without; one at another temperature ends before a step."""
+    checked, unchecked = pure(stage), pure(stage, "teacher_preflight=false")
+    rows = json.loads((checked.path / "summary.json").read_text())["teacher_preflight"]["teacher"]
+    assert len(rows) == 10 and {row["verdict"] for row in rows} == {"ok"}, rows
+    assert "teacher_preflight" not in json.loads((unchecked.path / "summary.json").read_text())
+    weights = [load_file(last_weights(run)) for run in (checked, unchecked)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    honest = Teacher.compute_logprobs
+
+    async def hotter(self: Teacher, samples: Sequence[Experience], temperature: float) -> list[np.ndarray]:
+        return await honest(self, samples, 2 * temperature)
+
+    monkeypatch.setattr(Teacher, "compute_logprobs", hotter)
+    run = pure(stage)
+    assert run.code == 1 and [row["step"] for row in run.rows("metrics.jsonl")] == [0]
+    assert "the preflight of teacher teacher failed: sampling temperature" in capsys.readouterr().err
+    assert pure(stage, "teacher_preflight=warn", "max_steps=1").code == 0
 
 
 def test_a_student_that_is_its_own_teacher_learns_nothing(stage: Stage) -> None:
