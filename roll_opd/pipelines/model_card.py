@@ -13,7 +13,7 @@ import yaml
 from roll_opd import __version__
 from roll_opd.config.describe import objective_text
 from roll_opd.config.plan import RunPlan, SamplingPlan
-from roll_opd.tracking.console import before_after_table, loading
+from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a model's directory in the cache of huggingface_hub

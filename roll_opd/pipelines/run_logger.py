@@ -22,9 +22,10 @@ from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
-from roll_opd.tracking.console import SHORT, Console, loading, validation
+from roll_opd.tracking.console import Console, validation
 from roll_opd.tracking.progress import Progress
 from roll_opd.tracking.recording import Recording
+from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     PROMPTS,
     SAMPLES,

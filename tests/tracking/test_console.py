@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.tracking.console import Console, before_after_table, duration, loading, progress_line, totals, validation
+from roll_opd.tracking.console import Console, progress_line, validation
+from roll_opd.tracking.results import before_after_table, duration, loading, totals
 from roll_opd.tracking.summary import summarize
 
 METRICS = {
@@ -103,7 +104,7 @@ def test_a_table_has_the_rows_of_its_pipeline() -> None:
     ]
     assert table_of(*rlvr) == {
         "validation accuracy": ["0.1000", "1.0000"],
-        "training reward, mean": ["0.2500", "0.5000"],
+        "mean training reward": ["0.2500", "0.5000"],
     }
     sft = [{"step": 0, "val/loss": 2.0}, {"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 1.5, "val/loss": 1.0}]
     sft = [{**row, "tokens/step": 600.0} if row["step"] else row for row in sft]
@@ -137,7 +138,7 @@ def test_only_accuracy_is_called_accuracy() -> None:
     graded = {"val_correct/all/mean": -0.25, "val/reward/max": 0.5}
     rows = [{"step": 0, "val_correct/all/mean": 0.0, "val_correct/teacher/mean": 0.75}, {"step": 1, **graded}]
     summary = summarize(rows)
-    assert table_of(*rows) == {"validation reward, mean": ["0.0000", "-0.2500", "0.7500", "-0.33", "of", "teacher"]}
+    assert table_of(*rows) == {"mean validation reward": ["0.0000", "-0.2500", "0.7500", "-0.33", "of", "teacher"]}
     assert summary["val_accuracy_last"] is summary["teacher_val_accuracy"] is None
     assert (summary["val_reward_last"], summary["teacher_val_reward"]) == (-0.25, 0.75)
     assert "val reward -0.250" in line_of(graded) and "acc" not in line_of(graded)

@@ -1,0 +1,144 @@
+"""What a run ends with: its table, where the time went, and the lines that load its model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll_opd.tracking.clock import PHASES
+
+PHASES_SHOWN = 3  # the largest ones, at most
+LEAST_SECONDS = 0.5  # of a part of the wall time that is named
+SHORT = {
+    "generate": "gen",
+    "teacher": "teach",
+    "old_logprobs": "old",
+    "weight_sync": "sync",
+    "validate": "val",
+    "checkpoint": "save",
+}
+# label in the table, its name in a summary, what the last column compares with
+ROWS = (
+    ("validation accuracy", "val_accuracy", "teacher"),
+    ("mean validation reward", "val_reward", "teacher"),
+    ("validation loss", "val_loss", "first"),
+    ("preference accuracy", "val_preference_accuracy", ""),
+    ("mean training reward", "reward", ""),
+    ("training loss", "sft_loss", "first"),
+    ("training loss", "dpo_loss", "first"),
+    ("reverse KL", "reverse_kl", "first"),
+)
+OF_EVERY_STEP = ("reward", "sft_loss", "dpo_loss", "reverse_kl")
+APART = {"validate": "validation", "checkpoint": "checkpoints"}  # phases that are named beside the steps
+RULE = 74  # characters
+
+
+def before_after_table(summary: Mapping[str, Any]) -> str:
+    """Return the table a run ends with, from the keys of `summary.json`, with the rows that its pipeline measures.
+
+    What was not measured, or once alone, is a dash.
+    """
+    teacher = summary.get("teacher_val_reward", summary.get("teacher_val_accuracy"))
+    rows = []
+    for label, name, base in ROWS:
+        first, last = (summary.get(f"{name}_{end}") for end in ("first", "last"))
+        if first is None and last is None:
+            continue
+        if name in OF_EVERY_STEP and summary["steps"] < 2:
+            last = None
+        of_teacher = teacher if base == "teacher" else None
+        compared = {"teacher": of_teacher, "first": first}.get(base)
+        rows.append((label, first, last, of_teacher, _ratio(last, compared, f"of {base}")))
+    if not rows:
+        return ""
+    has_teacher, has_ratio = (any(row[column] not in (None, "") for row in rows) for column in (3, 4))
+    lines = [_table_row("", "before", "after", "teacher" if has_teacher else "", "ratio" if has_ratio else "")]
+    lines += [
+        _table_row(label, _number(first), _number(last), _number(of_teacher) if has_teacher else "", ratio)
+        for label, first, last, of_teacher, ratio in rows
+    ]
+    rule = "-" * RULE
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) -> str:
+    middle = f"{teacher:>10}" if teacher else ""
+    return f"{label:<24}{before:>10}{after:>10}{middle}{ratio:>20}".rstrip()
+
+
+def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
+    """Return the steps, the tokens, the wall time of the whole process, and its parts, from the keys of a summary."""
+    tokens = []
+    if summary["generated_tokens"]:
+        tokens = [f"{count_of(summary['generated_tokens'])} generated tokens"]
+    elif summary.get("learned_tokens"):
+        tokens = [f"{count_of(summary['learned_tokens'])} tokens of prompts and answers"]
+    phases = summary["phase_seconds"]
+    of_steps = {f"time/{name}": seconds for name, seconds in phases.items() if name not in APART}
+    steps, startup = sum(of_steps.values()), summary.get("startup_seconds", 0.0)
+    parts = {
+        "start-up": startup,
+        "steps": steps,
+        **{APART[name]: phases[name] for name in APART},
+        "end": summary["wall_seconds"] - startup - sum(phases.values()),
+    }
+    split = {"steps": phase_split(of_steps, steps, PHASES_SHOWN, short)}
+    named = ", ".join(
+        f"{name} {duration(seconds)}{split.get(name, '')}"
+        for name, seconds in parts.items()
+        if seconds >= LEAST_SECONDS
+    )
+    first = ", ".join([f"{summary['steps']} steps", *tokens, f"{duration(summary['wall_seconds'])} wall time"])
+    return f"{first}\n  {named}" if named else first
+
+
+def loading(directory: Path | str) -> Sequence[str]:
+    """Return lines of Python that load the model in `directory`: with transformers, or with vLLM."""
+    path = json.dumps(str(directory), ensure_ascii=False)  # quoted, and escaped
+    return (
+        f"model_dir = {path}",
+        "",
+        "from transformers import AutoModelForCausalLM",
+        "model = AutoModelForCausalLM.from_pretrained(model_dir)",
+        "",
+        "from vllm import LLM",
+        "llm = LLM(model_dir)",
+    )
+
+
+def phase_split(metrics: Mapping[str, float], seconds: float, count: int, short: Mapping[str, str]) -> str:
+    if seconds <= 0:
+        return ""
+    shares = {phase: metrics.get(f"time/{phase}", 0.0) / seconds for phase in PHASES}
+    largest = sorted((phase for phase in PHASES if shares[phase] >= 0.005), key=lambda phase: -shares[phase])
+    shown = " ".join(f"{short.get(phase, phase)} {shares[phase]:.0%}" for phase in largest[:count])
+    return f" ({shown})" if shown else ""
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as `45s`, `4m12s`, `1h05m` or `2d03h`."""
+    whole = round(max(0.0, seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def count_of(value: float) -> str:
+    """Return a count in at most five characters: 950, 10.2k, 3.4M."""
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _ratio(value: float | None, base: float | None, of: str) -> str:
+    return "" if value is None or not base else f"{value / base:.2f} {of}"
