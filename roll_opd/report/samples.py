@@ -51,8 +51,9 @@ def fair_limit(lengths: Sequence[int], budget: int = TOKENS) -> int:
 def length_of(row: Mapping[str, Any]) -> int:
     """Return how many tokens a recorded response has."""
     tokens, prompt_length = row.get("tokens"), row.get("prompt_length")
-    known = isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens)
-    return len(tokens) - prompt_length if known else 0
+    if isinstance(tokens, list) and isinstance(prompt_length, int) and 0 <= prompt_length <= len(tokens):
+        return len(tokens) - prompt_length
+    return 0
 
 
 def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:

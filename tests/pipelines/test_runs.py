@@ -78,7 +78,7 @@ def test_a_run_leaves_everything_it_promises(run: Run) -> None:
         assert name in rows[1], name
     assert rows[1]["rollout/train_logprob_gap/max"] < 1e-4  # the engine samples from the weights that are trained
     assert list((run.path / "tensorboard").iterdir())
-    assert f"Report: {run.path / 'report.html'}" in run.output
+    assert f"Report: {run.path.resolve() / 'report.html'}" in run.output
     assert '"pure on-policy distillation"' in (run.path / "report.html").read_text()
     facts = json.loads((run.path / "run.json").read_text())
     assert facts["mode"] == "pure" and facts["machine"]["cores"] and facts["versions"]["torch"] and "ended" not in facts
