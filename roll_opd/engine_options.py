@@ -77,7 +77,12 @@ def engine_options(engine: str) -> dict[str, Any] | None:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 options[node.target.id] = _understood(node.annotation, aliases)
     bounded = {name: bounds[name] for name in options.keys() & bounds.keys() if options[name] is not Any}
-    return options | {name: Annotated[options[name], Field(**limits)] for name, limits in bounded.items()}
+    return options | {name: Annotated[options[name], _bounds(limits)] for name, limits in bounded.items()}
+
+
+def _bounds(limits: Mapping[str, float]) -> Any:
+    """Return the bounds `gt`, `ge`, `lt` and `le` in the form that pydantic reads."""
+    return Field(gt=limits.get("gt"), ge=limits.get("ge"), lt=limits.get("lt"), le=limits.get("le"))
 
 
 def _vllm_fields() -> tuple[dict[str, ast.expr], dict[str, dict[str, float]]]:

@@ -64,7 +64,8 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
 def _init(*args: Any, **options: Any) -> Path:
     """Start Ray, or join it; return its session directory. ClusterError where it does not start."""
     try:
-        return Path(ray.init(*args, **options).address_info["session_dir"])
+        context: Any = ray.init(*args, **options)  # Ray's types do not know what it holds
+        return Path(context.address_info["session_dir"])
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ClusterError(f"Ray does not start: {type(error).__name__}: {' '.join(lines[:3])}") from error

@@ -42,8 +42,10 @@ CRITIC = "critic"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
 SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
 SAME_WORD = 0.85  # names that a user chooses may resemble a key by chance: it takes more to call them a typing error
-ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args")
-ENGINE_KEYS += ("num_gpus_per_worker",)
+ENGINE_KEYS = (
+    *("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args"),
+    "num_gpus_per_worker",
+)
 # where keys belong that are sometimes written at the top
 HOMES: dict[str, type[Section]] = {
     "a role": Worker,

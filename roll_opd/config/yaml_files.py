@@ -83,7 +83,8 @@ def _check_nodes(path: Path, text: str) -> None:
     within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far of what is open
 
     def refuse(event: yaml.Event, what: str) -> ConfigError:
-        return ConfigError([f"{path}, line {event.start_mark.line + 1}: {what}"])
+        line = event.start_mark.line + 1 if event.start_mark else "?"
+        return ConfigError([f"{path}, line {line}: {what}"])
 
     for event in yaml.parse(text, Loader=LOADER):
         size = 0
@@ -98,7 +99,7 @@ def _check_nodes(path: Path, text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in (anchor for anchor, _ in within):
                 raise refuse(event, f"*{event.anchor} stands inside of &{event.anchor} itself; remove it")
-            size = sizes.get(event.anchor, 1)
+            size = sizes.get(event.anchor or "", 1)
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
             if event.anchor:

@@ -91,7 +91,8 @@ def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
     """Return one sample of each of a few prompts, spread over the step, their responses cut to `RESPONSE_TOKENS`."""
     by_group = {e.group_id: e for e in reversed(experiences) if e.response_length}
     groups = list(by_group.values())
-    chosen, tokens = [], 0
+    chosen: list[Experience] = []
+    tokens = 0
     for experience in groups[:: max(1, -(-len(groups) // PREFLIGHT_SAMPLES))]:
         cut = experience.prompt_length + RESPONSE_TOKENS
         tokens += min(cut, len(experience.tokens))
