@@ -25,7 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.overrides import SearchPath, hydra_arguments, is_group, search_path
-from roll_opd.config.yaml_files import LOADER, bounded_work, use_bounded_files, value_problem, yaml_message
+from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bounded_files, value_problem, yaml_message
 from roll_opd.failures import file_kind, os_sentence
 from roll_opd.paths import REPOSITORY, PathError, expanded
 
@@ -71,6 +71,7 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
 def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     file = directory / f"{name}.yaml"
     parsed = _parse_overrides(overrides)
+    check_file(file)
     use_bounded_files()
     places: SearchPath | None = None
     try:

@@ -469,7 +469,9 @@ class SampleKeys(Section):
     difficulty_low_threshold: Number = key(0.0, "of difficulty_mask: the mean reward must be above it")
     difficulty_high_threshold: Number = key(1.0, "of difficulty_mask: the mean reward must be below it")
     error_max_len_clip: bool = key(False, "keep of rewards below 1 only those of 0 with a short enough response")
-    error_max_len_threshold: Positive = key(9999999999, "of error_max_len_clip: fewer tokens are short enough")
+    error_max_len_threshold: Annotated[int, Field(ge=1)] = key(
+        9999999999, "of error_max_len_clip: fewer tokens are short enough"
+    )
     difficulty_loss_weight: bool = key(False, "weigh a sample's policy loss with 0.5 + 1.5 times its row's difficulty")
     length_loss_weight: bool = key(False, "weigh a sample's policy loss with 1.5 down to 0.5, the longest least")
     rl_loss_coef: Number = key(1.0, "weight of the policy and KL losses beside entropy and the teachers' divergence")

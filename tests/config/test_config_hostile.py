@@ -176,7 +176,7 @@ def test_directories_that_may_not_be_entered(key: str, without_rights: Path) -> 
     for parent in parents:
         path = path[parent]
     if key == "--config_path":
-        directory = str(closed / "deep")
+        key, directory = "run in ", str(closed / "deep")
     else:
         path[last] = str(closed / "deep")
         write_config(without_rights, values)

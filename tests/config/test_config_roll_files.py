@@ -111,7 +111,7 @@ def test_64_gpus_without_their_weights(root: Path) -> None:
     run = load_plan(directory, "pure_64_gpus", [f"output_dir={root}"], runnable=False)
     assert (run.num_nodes * run.devices_per_node, run.student.layout) == (64, Layout(tp=4, pp=2, dp=4))
     assert [teacher.opd_kl_coef for teacher in run.teachers] == [0.5]
-    parameters = run.memory["student_train"]["weights"] / 2 * 8
+    parameters = run.memory["student_train"][0]["weights"] / 2 * 8
     assert 7.5e9 < parameters < 9e9
     assert "reward_clip" in _ignored(run)
     with pytest.raises(ConfigError, match="has no weights") as caught:

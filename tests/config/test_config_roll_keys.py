@@ -107,7 +107,8 @@ def test_clip_range(
     rl: dict[str, Any], plan: Plan, written: dict[str, Any], expected: tuple[float, float], told: bool
 ) -> None:
     run = plan({"pg_clip": 0.3, **written}, pure=False)
-    assert run.objective.clip_range == expected
+    arguments = run.objective.policy_loss_args
+    assert (arguments["clip_low"], arguments["clip_high"]) == expected
     assert any("without use_pg_clip_range: true" in text for text in run.warnings) == told
 
 
@@ -217,7 +218,7 @@ def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, prob
     rl["reward_model"] = engine | {"name": "judge", "generating_args": {"max_new_tokens": 7}}
     (reward,) = plan({}, pure=False).rewards
     assert (reward.engine.engines, reward.engine.sampling.max_new_tokens) == (2, 7)
-    assert "judge_model_type: should be 'api' or 'inference'" in problems({"reward_model": ...}, pure=False)[0]
+    assert "'cluster' has the engine of the section reward_model" in problems({"reward_model": ...}, pure=False)[0]
 
 
 def test_arguments_of_rewards_are_checked_by_the_plan(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:

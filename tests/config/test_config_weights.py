@@ -78,8 +78,8 @@ def test_quantised_weights(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ([], "should hold a JSON object"),
-        ({"weight_map": [1]}, "should map tensors to files"),
-        ({"weight_map": {"a": 3}}, "should map tensors to files"),
+        ({"weight_map": [1]}, "should give each weight"),
+        ({"weight_map": {"a": 3}}, "should give each weight"),
         (
             {"weight_map": {"a": "model.safetensors"}},
             "model.safetensors has no tensor a, which the index looks for there",
