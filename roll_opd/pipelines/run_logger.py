@@ -185,7 +185,7 @@ class RunLogger:
         try:
             if ended_by:
                 note_end(self._run, ended_by)
-            self.note(f"Report: {write_report(self._run.path)}")
+            self.note(f"Report: {self._run.path / write_report(self._run.path).name}")
         except Exception as error:  # the run is what counts
             self.note(f"The report could not be written ({type(error).__name__}: {error}).")
 
