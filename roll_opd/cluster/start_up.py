@@ -74,8 +74,7 @@ class StartUp:
                     return
                 longest = time.monotonic() - min(since for _, since in self._waiting.values())
                 names = ", ".join(dict.fromkeys(what for what, _ in self._waiting.values()))
-            if longest >= SAID_SECONDS / 2:
-                self._say(f"  {longest:3.0f}s: waiting for {names}")
+            self._say(f"  {longest:3.0f}s: waiting for {names}")
 
     def _reason(self, error: ray.exceptions.RayError) -> str:
         cause = getattr(error, "cause", None)
@@ -99,5 +98,5 @@ class StartUp:
 
 
 def _lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return shortened(" ".join(lines[:MOST_SAID]))
+    lines = [re.sub(r" \[type=\w+, input.*", "", line.strip()) for line in text.splitlines()]  # pydantic's dumps
+    return shortened(" ".join([line for line in lines if line][:MOST_SAID]))

@@ -251,6 +251,8 @@ def _one_line(error: Exception) -> str:
     """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
     if isinstance(error, OSError) and error.strerror:
         return os_sentence(error)
+    if type(error) is ValueError:  # of Python's own, such as a number with thousands of digits, or a day that is none
+        return f"a value cannot be read ({error}); correct it"
     if not str(error) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

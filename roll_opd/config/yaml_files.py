@@ -29,6 +29,7 @@ MOST_BYTES = 2**20  # of a file: the largest known has 20 kB
 MOST_NODES = 20_000  # values of a file, those of aliases counted each time
 MOST_DEPTH = 60  # sections within sections
 MOST_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
+EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
 INT64 = 2**63
 
 
@@ -87,6 +88,10 @@ def _check_nodes(path: Path, text: str) -> None:
         return ConfigError([f"{path}, line {line}: {what}"])
 
     for event in yaml.parse(text, Loader=LOADER):
+        is_root = within == [(None, 0)] and isinstance(event, yaml.NodeEvent)
+        if is_root and not isinstance(event, yaml.MappingStartEvent) and getattr(event, "value", None) not in EMPTY:
+            kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
+            raise refuse(event, f"{kind}, where keys with values should be; write key: value")
         size = 0
         if isinstance(event, yaml.CollectionStartEvent):
             within.append((event.anchor, 1))

@@ -15,6 +15,7 @@ from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.frozen import freeze
+from roll_opd.pipelines import rlvr
 from roll_opd.workers.reward_pool import RewardPool
 
 STEPS = 3
@@ -102,8 +103,24 @@ def test_samples_whose_reward_fails(stage: Stage) -> None:
 def test_an_error_may_end_the_run(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     run = play(stage, "stop", *own(stage, FAILING, "{sums: {worker_cls: my_rewards.failing, rest: 1}}"))
     assert run.code == 1
-    message = r"rewards\.sums: sample .*: reward failing raised ArithmeticError: not \d+.*on_error"
+    message = (
+        r"rewards\.sums: sample .*: reward failing raised ArithmeticError: not \d+ \(.*my_rewards\.py:7\).*on_error"
+    )
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_reward_that_always_fails_is_found_before_the_engines_start(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing_may_start(*_: object) -> None:
+        raise AssertionError("the engines were started")
+
+    monkeypatch.setattr(rlvr, "start_workers", nothing_may_start)
+    source = "def broken(samples):\n    return [sample.extra['score'] for sample in samples]\n"
+    play(stage, "broken", *own(stage, source, "{sums: {worker_cls: my_rewards.broken}}"))
+    said = capsys.readouterr().err
+    assert re.search(r"tried before the engines start.*raised KeyError: 'score' \(.*my_rewards\.py:2\)", said)
+    assert not (stage.place / "broken").exists()
 
 
 def timeless(rows: list[dict]) -> object:
