@@ -105,8 +105,8 @@ def _check_beside_teachers(top: Top, mode: str, diagnostics: Diagnostics) -> Non
     if name != "kl" and taught:
         diagnostics.say(
             "kl_penalty",
-            f"{top.kl_penalty} is not taken of the teachers, as in ROLL; their part stays the reverse KL"
-            " (student - teacher log-prob), whose expected gradient is that of the divergence",
+            f"{top.kl_penalty} is not taken of the teachers here (ROLL does): their part stays student - teacher"
+            " log-prob, whose expected gradient is that of the reverse KL",
         )
 
 
