@@ -240,7 +240,7 @@ def _word_for_frozen_models(plan: RunPlan) -> str:
 
 def _micro_batches() -> list[str]:
     calls = calls_under_way().items()
-    return [f"micro-batches of {role} {begun} of {total}" for role, (begun, total) in calls]
+    return [f"micro-batches of {role} {begun}/{total}" for role, (begun, total) in calls]
 
 
 def not_finite(row: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -161,7 +161,7 @@ async def roll_out(
     engines = [sampler.engine_of(request) for request in requests]
     logprobs = ChunkedLogprobs(rollout.frozen_models, temperature, rollout.chunk_samples, engines)
     models = rollout.frozen_models
-    generated, read = Count("generated", len(requests)), Count("with log-probs", len(requests))
+    generated, read = Count("generated", len(requests)), Count("log-probs", len(requests))
     counts = [generated, *([read] if models.teachers or models.reference else []), rewards.scored]
 
     async with sampler.sample(requests, rollout.sampling, rollout.chunk_samples) as completions:

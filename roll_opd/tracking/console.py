@@ -27,6 +27,7 @@ DOING = {
     "validate": "validating",
     "checkpoint": "saving a checkpoint",
 }
+TOLD_BY_COUNTS = ("generate", "teacher")
 
 
 class Console:
@@ -50,11 +51,12 @@ class Console:
 
     def unfinished(self, step: int, seconds: float, phase: str | None, counts: str) -> str:
         """Return the line of a step that has taken `seconds` so far, and what it is doing; 0 is before the first."""
-        parts = [f"step {step}/{self._total}" if step else "before step 1", duration(seconds), DOING[phase]]
-        if counts:
-            parts[-1] += f": {counts}"
-        if step and self._seconds:
-            parts.append(f"ETA {duration(max(0.0, self._eta(step - 1) - seconds))}")
+        parts = [f"step {step}/{self._total}" if step else "before step 1", duration(seconds)]
+        left = self._eta(step - 1) - seconds if step else 0.0
+        if left > 0:
+            parts.append(f"ETA {duration(left)}")
+        told = [] if counts and phase in TOLD_BY_COUNTS else [DOING[phase]]
+        parts.append(": ".join([*told, *([counts] if counts else [])]))
         return "  ".join(parts)
 
     def note(self, text: str) -> None:

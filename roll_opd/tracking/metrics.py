@@ -163,8 +163,8 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
     kinds = ("mean", "max", "min")
     responses = [experience.response_length for experience in experiences]
     return {
-        **statistics("opd/response_length", responses, kinds),
         **statistics("tokens/response_length", responses, kinds),
+        **statistics("opd/response_length", responses, kinds),
         **statistics("tokens/prompt_length", [item.prompt_length for item in experiences], kinds),
         "rollout/finish_length_rate": float(np.mean([item.finish_reason == "length" for item in experiences])),
     }

@@ -40,11 +40,9 @@ class Progress:
                 self._shown.remove(count)
 
     def text(self) -> str:
-        """Return what is neither done nor a single thing, such as `generated 3 of 8, scored 1 of 8`."""
+        """Return what is neither done nor a single thing, such as `generated 3/8, scored 1/8`."""
         counts = dict.fromkeys(self._shown)
-        return ", ".join(
-            f"{count.what} {count.done} of {count.total}" for count in counts if count.done < count.total > 1
-        )
+        return ", ".join(f"{count.what} {count.done}/{count.total}" for count in counts if count.done < count.total > 1)
 
 
 # what is under way: seconds since it began, and the line that says how far it is

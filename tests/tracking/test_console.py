@@ -66,13 +66,14 @@ def test_a_line_says_nothing_of_what_is_absent() -> None:
 def test_the_console_expects_the_end_from_the_last_steps() -> None:
     stream = io.StringIO()
     console = Console(total_steps=4, stream=stream)
-    assert console.unfinished(1, 17.0, "generate", "generated 3 of 8") == (
-        "step 1/4  17s  generating: generated 3 of 8"  # nothing is known of the end yet
+    assert console.unfinished(1, 17.0, "generate", "generated 3/8") == (
+        "step 1/4  17s  generated 3/8"  # nothing is known of the end yet
     )
     for step, seconds in ((1, 2.0), (2, 4.0)):
         console.step(step, {"time/step": seconds})
     assert stream.getvalue().splitlines()[1].endswith("ETA 6s")
-    assert console.unfinished(3, 1.0, "train", "") == "step 3/4  1s  training  ETA 5s"
+    assert console.unfinished(3, 1.0, "train", "") == "step 3/4  1s  ETA 5s  training"
+    assert console.unfinished(3, 9.0, "validate", "generated 1/8") == "step 3/4  9s  validating: generated 1/8"
     assert console.unfinished(0, 1.0, "validate", "") == "before step 1  1s  validating"
 
 

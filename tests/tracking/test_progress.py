@@ -15,10 +15,10 @@ def test_counts_are_told_while_they_are_under_way() -> None:
     with counts.showing(generated, updates):
         generated.one()
         with counts.showing(generated):
-            assert counts.text() == "generated 1 of 3"  # once, and not the single update
+            assert counts.text() == "generated 1/3"  # once, and not the single update
         updates.begin(2)
         generated.one(), generated.one(), updates.one()
-        assert counts.text() == "updates 1 of 2"
+        assert counts.text() == "updates 1/2"
     assert counts.text() == ""
 
 
