@@ -82,7 +82,7 @@ def test_killed_in_a_save_and_resumed_equals_uninterrupted(dpo: Run, tmp_path: P
 @pytest.mark.parametrize(
     ("schema", "override", "expected"),
     [
-        ("sft", "rollout_batch_size=3", "rollout_batch_size"),
+        ("sft", "train_batchsize=3", "train_batch_size"),
         ("sft", "max_steps=null", "num_train_epochs"),
         ("sft", "algorithm_type=dpo", "schema dpo"),
         ("sft", "train_batch_size=7", "train_batch_size"),
