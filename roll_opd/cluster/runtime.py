@@ -66,6 +66,6 @@ def _init(*args: Any, **options: Any) -> Path:
     try:
         context: Any = ray.init(*args, **options)  # Ray's types do not know what it holds
         return Path(context.address_info["session_dir"])
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises plain ones, too
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ClusterError(f"Ray does not start: {type(error).__name__}: {' '.join(lines[:3])}") from error
