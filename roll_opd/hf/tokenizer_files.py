@@ -99,7 +99,7 @@ def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
         many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
         differences.append(f"{many} only in the {name}, {_first(new[0], theirs)}")
     if all(file.is_file() for file in files):
-        differences += _cutting_differences(*map(read_json, files), name)
+        differences += _cutting_differences(read_json(files[0]), read_json(files[1]), name)
     return TokenizerComparison(
         _id_conflict(mine, theirs, name), tuple(differences), len(mine.keys() - theirs.keys()), len(new)
     )
