@@ -1,0 +1,80 @@
+"""Every command on the pages can be run as it stands: what starts a run is planned, the rest is there.
+
+docs/cli.md and docs/quickstart.md, whose commands are a story, are followed by test_command_line.py.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from roll_opd import cli
+from tests.pages import blocks
+
+ROOT = Path(__file__).parent.parent
+FOLLOWED = {"docs/cli.md", "docs/quickstart.md"}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(r"^ {4}(?:\.venv/bin/)?((?:python|roll-opd|make|pip|torchrun) [^:\n]*)$", re.MULTILINE)
+PLACEHOLDER = re.compile(r"\b[A-Z]{3,}(?:_[A-Z]+)*\b|\[|\.\.\.")  # DIR, RUN_DIR, [key=value ...]
+PIPELINES = {
+    "examples/start_onpolicy_distill_pipeline.py": "distill",
+    "examples/start_rlvr_pipeline.py": "rlvr",
+    "examples/start_sft_pipeline.py": "sft",
+    "examples/start_dpo_pipeline.py": "dpo",
+}
+
+
+def commands() -> dict[str, list[str]]:
+    """Page and command -> its words, without those that are followed elsewhere."""
+    found = {}
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        if name not in FOLLOWED:
+            for line in COMMAND.findall(page.read_text(encoding="utf-8")):
+                found[f"{name}: {line}"] = shlex.split(line, comments=True)
+    return found
+
+
+COMMANDS = commands()
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_there_are_commands() -> None:
+    assert {words[0] for words in COMMANDS.values()} >= {"make", "python", "roll-opd"}
+    assert len(COMMANDS) >= 12
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_a_command_of_a_page(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    program, *arguments = words
+    if program == "make":
+        assert set(arguments) <= TARGETS
+    elif program == "roll-opd":
+        assert arguments[0] in cli.COMMANDS
+        if arguments[0] in ("plan", "run") and not PLACEHOLDER.search(" ".join(arguments)):
+            assert cli.main(["plan", *arguments[1:]]) == 0
+    elif "gsm8k" in " ".join(arguments):
+        pytest.skip("the page says that it is not run: the data set is not in the repository")
+    elif arguments[0] in PIPELINES:
+        assert cli.main(["plan", PIPELINES[arguments[0]], *arguments[1:]]) == 0
+    else:
+        assert arguments[0] != "-m" and (ROOT / arguments[0]).is_file()
+
+
+def test_the_configuration_for_users_of_trinity_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It plans, with the demo's models in the place of the page's."""
+    (text,) = blocks("coming-from-trinity.md", "yaml")
+    models = ROOT / "examples/demo/models"
+    rows = '{"question": "1+1=", "ground_truth": "2", "id": "a", "tag": "math"}\n'
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text(rows * 64)
+    for name, model in {"Qwen/Qwen3-1.7B": "student", "Qwen/Qwen3-32B": "teacher"}.items():
+        text = text.replace(name, str(models / model))
+    smaller = {"1024": "32", "2048": "48", "tensor_model_parallel_size: 4": "tensor_model_parallel_size: 2"}
+    for size, ours in smaller.items():
+        text = text.replace(size, ours)
+    (tmp_path / "distil.yaml").write_text(text)
+    assert cli.main(["plan", "distill", str(tmp_path / "distil.yaml")]) == 0
+    assert "64 prompts x 8 responses = 512 sequences a step, 1 update(s) of 512" in capsys.readouterr().out
