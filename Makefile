@@ -25,12 +25,12 @@ setup:
 demo: setup
 	@$(DEMO)
 
-# launches and engines wait a lot, so three sessions share the cores; each reports on its own
+# launches and engines wait a lot, so two sessions share the cores, and the third follows; each reports on its own
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
 ENGINES := tests/megatron_engine tests/inference $(STAGED)
 
 test: lint
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=line test-launches test-engines test-rooms
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-launches test-engines test-rooms
 
 test-launches:
 	@$(PYTHON_IN_VENV) -u -m pytest -v tests/pipelines $(STAGED:%=--ignore=%)
