@@ -23,8 +23,8 @@ from roll_opd.rollout.teacher_checks import Check, Readings, Settings, checks
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
 
-PREFLIGHT_SAMPLES = 32  # read by student and teacher; and of the rows' own answers, as many
-RESPONSE_TOKENS, ALL_TOKENS = 512, 16384  # of each response, and of all samples together
+PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
+RESPONSE_TOKENS, ALL_TOKENS = 512, 32768  # of each response, and of all samples together
 TOPK = 16
 ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may bring an answer
 
@@ -88,12 +88,11 @@ class TeacherPreflight:
 
 
 def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return one sample of each of a few prompts, spread over the step, their responses cut to `RESPONSE_TOKENS`."""
-    by_group = {e.group_id: e for e in reversed(experiences) if e.response_length}
-    groups = list(by_group.values())
+    """Return a few samples, spread over the step, their responses cut to `RESPONSE_TOKENS`."""
+    written = [experience for experience in experiences if experience.response_length]
     chosen: list[Experience] = []
     tokens = 0
-    for experience in groups[:: max(1, -(-len(groups) // PREFLIGHT_SAMPLES))]:
+    for experience in written[:: max(1, -(-len(written) // PREFLIGHT_SAMPLES))]:
         cut = experience.prompt_length + RESPONSE_TOKENS
         tokens += min(cut, len(experience.tokens))
         if tokens > ALL_TOKENS and chosen:

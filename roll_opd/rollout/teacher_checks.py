@@ -22,7 +22,7 @@ SHARED_MASS = 0.5  # least share of the student's probability on the teacher's t
 EXACT, ROUNDED = 1e-3, 0.1  # nats that two computations of a log-prob may differ by on average: f32; bf16, fp16
 TEMPERATURE_ERROR = 0.02  # of the measured temperature, relative
 FLAT = 0.01  # nats by which the most likely token must be above 1 / V
-SURPRISED = 8.0  # nats that a sound teacher may find the end of an answer less likely than the student does
+SURPRISED = 12.0  # the same, of the one token that ends an answer
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
     for name, chosen in texts.items():
         if chosen.any():
             rows.append(_likely(readings, settings, name, chosen))
-    return [*rows, _overlap(readings), *_ends(readings)]
+    return [*rows, _overlap(readings), *_ends(readings, settings)]
 
 
 def table(name: str, rows: Sequence[Check]) -> str:
@@ -207,12 +207,12 @@ def _overlap(readings: Readings) -> Check:
     )
 
 
-def _ends(readings: Readings) -> Iterator[Check]:
+def _ends(readings: Readings, settings: Settings) -> Iterator[Check]:
     if not readings.ended.any():
         return
     teacher = float(readings.teacher_logprobs[readings.ended].mean(dtype=np.float64))
     student = float(readings.student_logprobs[readings.ended].mean(dtype=np.float64))
-    wrong = teacher < student - SURPRISED
+    wrong = teacher < student - SURPRISED / min(1.0, settings.temperature)
     yield Check(
         "end of answers",
         f"{teacher:.2f}, student {student:.2f}",

@@ -23,6 +23,7 @@ from roll_opd.rollout.teacher_checks import WIDTH, Check, table
 from roll_opd.workers.errors import RunError
 
 DEMO = REPOSITORY / "examples/demo"
+pytestmark = pytest.mark.slow
 STUDENT, TEACHER = DEMO / "models/student", DEMO / "models/teacher"
 TEMPERATURE = 0.8
 
