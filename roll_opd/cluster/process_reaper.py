@@ -7,6 +7,7 @@ is dead as well. The reaper keeps a list of the driver's descendants and ends th
 are needed, for the engine core may run on another node than the driver.
 """
 
+import re
 import shutil
 import signal
 import subprocess
@@ -67,14 +68,19 @@ def watch(driver: int, preexisting: set[int]) -> None:
     threading.Thread(target=_read_input, args=(directories, gone), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
+    shared: set[str] = set()
     while not gone.wait(LOOK_SECONDS):
         descendants = {process for process in descendants | _descendants(driver) if process.is_running()}
+        ours = (process for process in descendants if process.pid not in spared)
+        shared |= {path for process in ours for path in _shared_memory(process)}
     started = [process for process in descendants if process.pid not in spared]
     trackers = [process for process in started if _is_tracker(process)]
     _end([process for process in started if process not in trackers], GRACE_SECONDS)
     _end(trackers, TRACKER_SECONDS)
     for directory in directories:
         _remove(Path(directory))
+    for path in shared:
+        Path(path).unlink(missing_ok=True)
 
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
@@ -85,6 +91,16 @@ def _end(processes: list[psutil.Process], grace: float) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def _shared_memory(process: psutil.Process) -> list[str]:
+    """Return the files through which the ranks of a vLLM engine talk on a CPU, and which stay when they are killed."""
+    try:
+        if not process.name().startswith("VLLM"):
+            return []
+        return re.findall(r"/dev/shm/vllm_dist_\S+", Path(f"/proc/{process.pid}/maps").read_text(errors="replace"))
+    except (OSError, psutil.Error):
+        return []
 
 
 def _is_tracker(process: psutil.Process) -> bool:

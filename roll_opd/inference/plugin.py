@@ -6,6 +6,7 @@ makes vLLM's child processes end with their parent. Other vLLM processes see no 
 
 import multiprocessing
 import os
+from contextlib import suppress
 
 from roll_opd.inference.failure import listen
 from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE, die_with_parent
@@ -24,6 +25,7 @@ def register() -> None:
     _register_backend()
     if os.environ.get(DIE_WITH_PARENT) == "1":
         _follow_parent()
+        _leave_no_semaphore()
 
 
 def _register_backend() -> None:
@@ -35,6 +37,14 @@ def _register_backend() -> None:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_opd.inference.shared_memory", "SharedMemoryWeightTransferEngine"
         )
+
+
+def _leave_no_semaphore() -> None:
+    # tqdm's bars share a lock between processes, whose name would stay in /dev/shm when this process is killed
+    with suppress(ImportError):
+        from tqdm.std import TqdmDefaultWriteLock
+
+        TqdmDefaultWriteLock.mp_lock = None
 
 
 def _follow_parent() -> None:

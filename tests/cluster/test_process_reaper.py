@@ -8,13 +8,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+# a child that shares memory as the ranks of an engine do
+CHILD = """
+import mmap, os, time
+open("/proc/self/comm", "w").write("VLLM::Worker_TP0")
+file = open(f"/dev/shm/vllm_dist_{os.getpid()}", "w+b")
+file.truncate(4096)
+shared = mmap.mmap(file.fileno(), 4096)
+time.sleep(60)
+"""
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
 from roll_opd.cluster.process_reaper import guarded
 with guarded() as reaper:
     reaper.remove_at_the_end(Path(sys.argv[1]))
-    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[3]], start_new_session=True)
     time.sleep(2.5)  # the reaper looks once a second
     print(child.pid, flush=True)
     if sys.argv[2] == "wait":
@@ -28,13 +37,16 @@ def test_nothing_is_left(how: str, tmp_path: Path) -> None:
     session, latest = tmp_path / "session_1", tmp_path / "session_latest"
     (session / "logs").mkdir(parents=True)
     latest.symlink_to(session)
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(session), how], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(session), how, CHILD], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     child = int(driver.stdout.readline())
     if how == "wait":
         driver.kill()
     driver.wait()
     deadline = time.monotonic() + 20
-    while session.exists() or psutil.pid_exists(child) or latest.is_symlink():
+    shared = Path(f"/dev/shm/vllm_dist_{child}")
+    while session.exists() or psutil.pid_exists(child) or latest.is_symlink() or shared.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
