@@ -35,8 +35,10 @@ REFERENCE = "reference"
 CRITIC = "critic"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
 SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
-ENGINE_KEYS = ("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args")
-ENGINE_KEYS += ("num_gpus_per_worker",)
+ENGINE_KEYS = (
+    *("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args"),
+    "num_gpus_per_worker",
+)
 
 
 @dataclass
