@@ -7,6 +7,7 @@ makes vLLM's child processes end with their parent. Other vLLM processes see no 
 import multiprocessing
 import os
 from contextlib import suppress
+from typing import Any
 
 from roll_opd.inference.failure import listen
 from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE, die_with_parent
@@ -42,9 +43,10 @@ def _register_backend() -> None:
 def _leave_no_semaphore() -> None:
     # tqdm's bars share a lock between processes, whose name would stay in /dev/shm when this process is killed
     with suppress(ImportError):
-        from tqdm.std import TqdmDefaultWriteLock
+        from tqdm import std
 
-        TqdmDefaultWriteLock.mp_lock = None
+        lock: Any = std.TqdmDefaultWriteLock  # makes the attribute when it is first asked for one
+        lock.mp_lock = None
 
 
 def _follow_parent() -> None:
