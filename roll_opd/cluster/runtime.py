@@ -51,7 +51,8 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
             cores = max(os.cpu_count() or 1, devices_per_node)
             resources = {SLOT: float(devices_per_node)}
             with starting.waiting_for("Ray"):
-                session = _init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
+                started = _init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
+            session = Path(started.address_info["session_dir"])
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
@@ -61,11 +62,10 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
             ray.shutdown()
 
 
-def _init(*args: Any, **options: Any) -> Path:
-    """Start Ray, or join it; return its session directory. ClusterError where it does not start."""
+def _init(*args: Any, **options: Any) -> Any:
+    """Start Ray, or join it; return what Ray says of it. ClusterError where it does not start."""
     try:
-        context: Any = ray.init(*args, **options)  # Ray's types do not know what it holds
-        return Path(context.address_info["session_dir"])
+        return ray.init(*args, **options)
     except Exception as error:  # Ray raises plain ones, too
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ClusterError(f"Ray does not start: {type(error).__name__}: {' '.join(lines[:3])}") from error
