@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+import ray
 from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
@@ -52,6 +52,8 @@ def test_a_reward_worker_killed_in_a_batch_changes_nothing(stage: Stage) -> None
     disturbed = play(stage, "disturbed")
     caught.join(60)
     assert undisturbed.code == disturbed.code == 0 and not caught.is_alive()
+    restarts = f"time/reward/{pool.plan.domain}/restarts"
+    assert sum(row.get(restarts, 0) for row in disturbed.rows("metrics.jsonl")) == 1
     for name in ("metrics.jsonl", "samples.jsonl", "prompts.jsonl"):
         one, other = (timeless(run.rows(name)) for run in (undisturbed, disturbed))
         assert one == other
@@ -134,8 +136,9 @@ def kill_in_a_batch(experiment: Path, pool: RewardPool) -> None:
     metrics = experiment / "latest" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         time.sleep(0.01)
-    (process,) = [p for p in psutil.process_iter() if p.name().startswith("ray::RewardWorker") and p.is_running()]
-    os.kill(process.pid, signal.SIGSTOP)
+    (worker,) = pool._workers
+    process = ray.get(worker.actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(process, signal.SIGSTOP)
     while not any(worker.in_hand for worker in pool._workers):
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(process, signal.SIGKILL)
