@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.start_up import ClusterError, StartUp
+from roll_opd.cluster.warm_start import runtime_env
 
 SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
 PLACEMENT_SECONDS = 120
@@ -64,8 +65,11 @@ class Placement:
             for bundle in range(devices_per_node)
         ]
 
-    def options(self, devices: tuple[int, ...], env: dict[str, str]) -> dict:
-        """Ray options for a process that lives on the first of `devices` and sees all of them."""
+    def options(self, devices: tuple[int, ...], env: dict[str, str], *, is_warm: bool = True) -> dict:
+        """Ray options for a process that lives on the first of `devices` and sees all of them.
+
+        `is_warm`: nothing in `env` is read while libraries are imported, so that it may begin as a fork.
+        """
         home = self._devices[devices[0]]
         variables = {"OMP_NUM_THREADS": str(home.threads), **env}
         gpus = [self._devices[number].gpu for number in devices]
@@ -82,7 +86,7 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 home.group, placement_group_bundle_index=home.bundle
             ),
-            "runtime_env": {"env_vars": variables},
+            "runtime_env": {"env_vars": variables, **(runtime_env() if is_warm else {})},
         }
 
     def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:

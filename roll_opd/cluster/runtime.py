@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import ray
 
 from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.cluster.start_up import ClusterError, StartUp
 from roll_opd.failures import DEBUG
 
@@ -28,10 +28,7 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
     machine offers `devices_per_node` slots, which stand for devices where there is no GPU.
     """
     starting = starting or StartUp()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the run: no other process goes first
+    prepare_environment()
     # authentication stays on; its notice would be printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
@@ -43,11 +40,6 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
             if shlex.quote(sys.executable) != sys.executable:
                 # a shell starts Ray's workers with this path as it is: below "My Projects" none would ever start
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
-            # a token of its own: Ray would write one into the home directory, which may not be there
-            if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-            for counted in ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms"):
-                os.environ.setdefault(counted, "0")  # the metrics of a cluster of one run are never read
             cores = max(os.cpu_count() or 1, devices_per_node)
             resources = {SLOT: float(devices_per_node)}
             with starting.waiting_for("Ray"):

@@ -6,15 +6,17 @@ makes vLLM's child processes end with their parent. Other vLLM processes see no 
 
 import multiprocessing
 import os
+import threading
 from contextlib import suppress
 from typing import Any
 
 from roll_opd.inference.failure import listen
-from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE, die_with_parent
+from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE
 
 PLUGIN_NAME = "roll_opd"
 BACKEND = "shared_memory"
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
+_THREAD_NAME = "roll_opd-follow-parent"
 
 
 def register() -> None:
@@ -52,8 +54,11 @@ def _leave_no_semaphore() -> None:
 def _follow_parent() -> None:
     # only vLLM's own children (engine core, workers): a front process may well outlive its shell
     parent = multiprocessing.parent_process()
-    if parent is None:
+    if parent is None or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return
-    if not parent.is_alive():  # it died while this process was still importing
+
+    def end_with_it() -> None:
+        parent.join()  # not the parent of the operating system's, which may be a server that has forked this process
         os._exit(ORPHAN_EXIT_CODE)
-    die_with_parent()
+
+    threading.Thread(target=end_with_it, name=_THREAD_NAME, daemon=True).start()

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from roll_opd.algorithms.registry import AlgorithmError
+from roll_opd.cluster.warm_start import warm_start
 from roll_opd.command_line import (
     DONE,
     FAILED,
@@ -28,6 +29,7 @@ from roll_opd.command_line import (
 )
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
+from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
 from roll_opd.failures import os_sentence, shortened, tell_unforeseen
 from roll_opd.hf.model_info import ModelFilesError
@@ -69,7 +71,15 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
 def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None) -> int:
     try:
         plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline)
-        os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
+    except (Exception, KeyboardInterrupt) as error:
+        return exit_code(error, is_started=False)
+    os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
+    with warm_start(plan):
+        return _run(plan)
+
+
+def _run(plan: RunPlan) -> int:
+    try:
         # imports torch: a wrong configuration is refused without waiting for that
         from roll_opd.pipelines.preflight import preflight
 

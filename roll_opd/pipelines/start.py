@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.warm_start import runtime_env
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
@@ -130,7 +131,7 @@ async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placemen
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
-        actors.append(actor_class.options(**placement.options(devices, env)).remote())
+        actors.append(actor_class.options(**placement.options(devices, env, is_warm=not rollout.env)).remote())
     setups = asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
     await placement.starting.of(f"{rollout.name} (vLLM)", setups)
     return Sampler(ActorGroup(actors))
@@ -150,7 +151,8 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
     """Start the reward workers, which need no device, and the engines of language models that judge here."""
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **_environment(plan)}}}
+    variables = {"OMP_NUM_THREADS": "1", **_environment(plan)}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": variables, **runtime_env()}}
     actor_class: Any = RewardWorker
     spawn = actor_class.options(**options).remote
 

@@ -1,0 +1,25 @@
+"""What Ray reads from the environment, some of it as soon as it is imported. This module does not import it."""
+
+import os
+import secrets
+
+ALWAYS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # the workers are the run: no other process goes first
+}
+# the metrics of a cluster of one run are never read
+OWN_CLUSTER = dict.fromkeys(
+    ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms"), "0"
+)
+
+
+def prepare_environment() -> None:
+    """Set what the user has not set, for a cluster that is joined (RAY_ADDRESS) or for one of the run's own."""
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    for name, value in (ALWAYS if joins else ALWAYS | OWN_CLUSTER).items():
+        os.environ.setdefault(name, value)
+    # a token of its own: Ray would write one into the home directory, which may not be there
+    if not joins and not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
