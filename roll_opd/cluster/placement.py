@@ -12,9 +12,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll_opd.cluster import warm_start
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.start_up import ClusterError, StartUp
-from roll_opd.cluster.warm_start import runtime_env
 
 SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
 PLACEMENT_SECONDS = 120
@@ -86,10 +86,12 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 home.group, placement_group_bundle_index=home.bundle
             ),
-            "runtime_env": {"env_vars": variables, **(runtime_env() if is_warm else {})},
+            "runtime_env": {"env_vars": variables | warm_start.variables(is_warm=is_warm)},
         }
 
     def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:
+        if not on_gpu and not os.environ.get("RAY_ADDRESS"):  # this machine
+            return Device(group, bundle, max(1, len(os.sched_getaffinity(0)) // devices_per_node), None)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         claim = {"num_gpus": SHARE} if on_gpu else {"resources": {SLOT: SHARE}}
         seen = _look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote()

@@ -9,9 +9,16 @@ ALWAYS = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # the workers are the run: no other process goes first
 }
-# the metrics of a cluster of one run are never read
+# the metrics of a cluster of one run are never read, and workers that know no role are never used
 OWN_CLUSTER = dict.fromkeys(
-    ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms"), "0"
+    (
+        "RAY_enable_metrics_collection",
+        "RAY_event_stats",
+        "RAY_task_events_report_interval_ms",
+        "RAY_prestart_worker_first_driver",
+        "RAY_enable_worker_prestart",
+    ),
+    "0",
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from roll_opd.cluster.lean_ray import lean
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.cluster.start_up import ClusterError, StartUp
@@ -42,7 +43,7 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             cores = max(os.cpu_count() or 1, devices_per_node)
             resources = {SLOT: float(devices_per_node)}
-            with starting.waiting_for("Ray"):
+            with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):
                 started = _init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
             session = Path(started.address_info["session_dir"])
             starting.logs = session / "logs"

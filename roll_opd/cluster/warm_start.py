@@ -10,18 +10,15 @@ such models.
 """
 
 import os
-import shlex
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from roll_opd.cluster import warm_worker
 from roll_opd.cluster.ray_environment import prepare_environment
-from roll_opd.cluster.warm_worker import ADDRESS
+from roll_opd.cluster.warm_worker import ADDRESS, WARM
 from roll_opd.config.plan import RunPlan
 from roll_opd.failures import DEBUG
 
@@ -74,8 +71,6 @@ def warm_start(plan: RunPlan) -> Iterator[None]:
             server.wait()
 
 
-def runtime_env() -> dict[str, Any]:
-    """Return what Ray's `runtime_env` needs for its workers to begin warm: nothing where no server is."""
-    if ADDRESS not in os.environ:
-        return {}
-    return {"py_executable": f"{shlex.quote(sys.executable)} -I -S {shlex.quote(warm_worker.__file__)}"}
+def variables(*, is_warm: bool = True) -> dict[str, str]:
+    """Return what a worker's environment needs for it to begin warm: nothing where no server is."""
+    return {WARM: "1"} if is_warm and ADDRESS in os.environ else {}

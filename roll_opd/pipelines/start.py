@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.warm_start import runtime_env
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.pipelines.checkpoints import CRITIC
@@ -151,8 +151,8 @@ async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Pla
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
     """Start the reward workers, which need no device, and the engines of language models that judge here."""
-    variables = {"OMP_NUM_THREADS": "1", **_environment(plan)}
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": variables, **runtime_env()}}
+    variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables()}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
     actor_class: Any = RewardWorker
     spawn = actor_class.options(**options).remote
 

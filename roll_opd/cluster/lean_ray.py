@@ -1,0 +1,47 @@
+"""Ray for one run on one machine, without the processes that such a run never asks anything."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray._private import ray_constants
+from ray._private.node import Node
+
+from roll_opd.cluster import warm_worker
+
+# of Node: the autoscaler; the server of the dashboard, which is waited for even where no dashboard is wanted
+NEVER_ASKED = ("start_monitor", "start_api_server")
+LOGS = "start_log_monitor"  # what sends the workers' output to the driver
+SETUP = "SETUP_WORKER_FILENAME"  # joined to a directory: an absolute path stays what it is
+
+
+@contextmanager
+def lean(*, shows_logs: bool) -> Iterator[None]:
+    """Have a Ray that starts inside the block do without them, and ask `warm_worker` for its workers.
+
+    These are names of Ray's own inside: where a release has others, its start is an ordinary one.
+    """
+    changed: list[tuple[Any, str, Any]] = []
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        if hasattr(owner, name):
+            changed.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
+    for name in (*NEVER_ASKED, *(() if shows_logs else (LOGS,))):
+        change(Node, name, _nothing())
+    if Path(ray_constants.__file__).with_name("workers").joinpath(getattr(ray_constants, SETUP, "")).is_file():
+        change(ray_constants, SETUP, str(Path(warm_worker.__file__).resolve()))
+    try:
+        yield
+    finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+
+
+def _nothing() -> Callable[..., None]:
+    def start(node: Node, **_: Any) -> None:
+        node._webui_url = ""
+
+    return start
