@@ -4,8 +4,9 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 ENVIRONMENT = dict(os.environ)  # before any import has changed it
 PATH = list(sys.path)
@@ -14,8 +15,8 @@ MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.m
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 
 
-def preload(*, vllm: bool) -> None:
-    """Import what Megatron's roles need, and vLLM where engines are to start.
+def preload(told: TextIO) -> None:
+    """Import what Megatron's roles need, and vLLM where the driver, which reads its configuration meanwhile, says so.
 
     What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left to it as well:
     it reads who it works for from the environment, as it is imported and never again.
@@ -26,10 +27,16 @@ def preload(*, vllm: bool) -> None:
     modules["ray"] = None  # vLLM tries to import it
     gc.disable()  # a collection finds nothing, and takes a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it as it is imported
-    for module in (*MEGATRON, *(VLLM if vllm else ())):
-        with suppress(Exception):
-            importlib.import_module(module)
+    _import(MEGATRON)
+    if told.read() == "vllm":
+        _import(VLLM)
     del modules["ray"]
     gc.collect()
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        with suppress(Exception):
+            importlib.import_module(module)

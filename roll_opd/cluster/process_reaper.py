@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import psutil
 
 LOOK_SECONDS = 1.0  # between looks at which processes descend from the driver
 GRACE_SECONDS = 1.0  # for those that leave by themselves
+LEAVING_SECONDS = 0.05  # between looks at them
 # of Python's own processes that remove the shared memory and the semaphores of those that were killed
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 5.0
 
@@ -85,7 +87,9 @@ def watch(driver: int, preexisting: set[int]) -> None:
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
     """Kill those of `processes` that have not left by themselves after `grace` seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=grace)
+    deadline = time.monotonic() + grace
+    while (alive := [process for process in processes if _computes(process)]) and time.monotonic() < deadline:
+        time.sleep(LEAVING_SECONDS)
     for process in alive:  # psutil checks that the number still means the same process
         try:
             process.kill()
@@ -101,6 +105,14 @@ def _shared_memory(process: psutil.Process) -> list[str]:
         return re.findall(r"/dev/shm/vllm_dist_\S+", Path(f"/proc/{process.pid}/maps").read_text(errors="replace"))
     except (OSError, psutil.Error):
         return []
+
+
+def _computes(process: psutil.Process) -> bool:
+    """Whether it has not ended; of one that has, an entry may stay until its parent, or the system's init, reads it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_tracker(process: psutil.Process) -> bool:

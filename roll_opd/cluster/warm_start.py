@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.cluster.warm_worker import ADDRESS, WARM
@@ -26,36 +26,50 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same und
 
 _SERVE = (
     "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); sys.path[:] = {path!r}\n"  # SIGKILL with the driver
-    "from roll_opd.cluster.preloaded import preload; preload(vllm={vllm})\n"
+    "from roll_opd.cluster.preloaded import preload; preload(sys.stdin)\n"
     "from multiprocessing.forkserver import main; main({listener}, {alive}, [])"
 )
 
 
-@contextmanager
-def warm_start(plan: RunPlan) -> Iterator[None]:
-    """Have what the processes of `plan` need imported beside the block, where they can be forks: on this machine alone,
-    and without GPUs.
+class WarmServer:
+    """The server as the driver sees it: nothing where there are GPUs, or where the cluster is another's."""
 
-    The server that does it ends with this process, however that ends.
+    def __init__(self, process: "subprocess.Popen[bytes] | None") -> None:
+        self._process = process
+
+    def serve(self, plan: RunPlan) -> None:
+        """Have the server import what the processes of `plan` need.
+
+        Variables that the plan sets itself (system_envs) may be read while libraries are imported: then all begin cold.
+        """
+        if self._process is None or self._process.stdin is None:
+            return
+        with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
+            told.write(b"vllm" if plan.rollout else b"")
+        if plan.env:
+            del os.environ[ADDRESS]
+
+
+@contextmanager
+def warm_server() -> Iterator[WarmServer]:
+    """Have a server import beside the block what a run's processes need.
+
+    It ends with this process, however that ends.
     """
     if ADDRESS in os.environ or os.environ.get("RAY_ADDRESS") or any(map(os.path.exists, GPU_FILES)):
-        yield
+        yield WarmServer(None)
         return
     prepare_environment()
-    cores = len(os.sched_getaffinity(0))
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // plan.devices_per_node))}
     with tempfile.TemporaryDirectory(prefix="roll_opd-warm-") as place, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.path.join(place, "socket"))
         listener.listen()
         alive_r, alive_w = os.pipe()
         said = None if DEBUG in os.environ else subprocess.DEVNULL
-        passed = (listener.fileno(), alive_r)
-        code = _SERVE.format(path=sys.path, vllm=plan.rollout is not None, listener=passed[0], alive=passed[1])
         server = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", _SERVE.format(path=sys.path, listener=listener.fileno(), alive=alive_r)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # of libraries that have read it for good; torch has not
+            pass_fds=(listener.fileno(), alive_r),
+            stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
             start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
@@ -63,9 +77,9 @@ def warm_start(plan: RunPlan) -> Iterator[None]:
         os.close(alive_r)
         os.environ[ADDRESS] = listener.getsockname()
         try:
-            yield
+            yield WarmServer(server)
         finally:
-            del os.environ[ADDRESS]
+            os.environ.pop(ADDRESS, None)
             os.close(alive_w)
             server.kill()  # it may still import
             server.wait()

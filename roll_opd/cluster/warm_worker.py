@@ -16,15 +16,19 @@ from typing import Any
 ADDRESS, WARM = "ROLL_OPD_WARM_SERVER", "ROLL_OPD_WARM"
 CONTEXT = "--serialized-runtime-env-context="
 
+# of the standard library's inside
+_SERVER: Any = forkserver._forkserver
+_TRACKER: Any = resource_tracker._resource_tracker
+_CONTEXTS: Any = vars(context)["_concrete_contexts"]
+
 
 def connect(address: str) -> None:
     """Make the server at `address` the one that this process asks for forks."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    resource_tracker._resource_tracker._fd = nowhere  # this process has nothing to be tracked
-    server = forkserver._forkserver
-    server._forkserver_address = address
-    server._forkserver_alive_fd = nowhere  # it lives as long as the driver, not as this process
-    server.ensure_running = resource_tracker.ensure_running  # or it would start a server of its own
+    _TRACKER._fd = nowhere  # this process has nothing to be tracked
+    _SERVER._forkserver_address = address
+    _SERVER._forkserver_alive_fd = nowhere  # it lives as long as the driver, not as this process
+    _SERVER.ensure_running = resource_tracker.ensure_running  # or it would start a server of its own
 
 
 class WarmProcess(ForkServerProcess):
@@ -65,9 +69,9 @@ def _run_program(arguments: list[str]) -> None:
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
-    resource_tracker._resource_tracker._fd = None  # this process starts its own
-    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
-    context._concrete_contexts["spawn"] = WarmContext()
+    _TRACKER._fd = None  # this process starts its own
+    _SERVER.ensure_running = resource_tracker.ensure_running
+    _CONTEXTS["spawn"] = WarmContext()
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     finally:

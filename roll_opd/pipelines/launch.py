@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.cluster.warm_start import warm_start
+from roll_opd.cluster.warm_start import warm_server
 from roll_opd.command_line import (
     DONE,
     FAILED,
@@ -69,12 +69,13 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
 
 
 def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None) -> int:
-    try:
-        plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline)
-    except (Exception, KeyboardInterrupt) as error:
-        return exit_code(error, is_started=False)
-    os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
-    with warm_start(plan):
+    with warm_server() as server:
+        try:
+            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline)
+        except (Exception, KeyboardInterrupt) as error:
+            return exit_code(error, is_started=False)
+        server.serve(plan)
+        os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
         return _run(plan)
 
 

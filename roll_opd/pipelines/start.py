@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
+from roll_opd.hf.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
@@ -89,6 +88,8 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
 async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     """Start every role but the rewards, all at once, and wait until all are up."""
     assert plan.rollout is not None
+    sampler = asyncio.ensure_future(start_sampler(plan, plan.rollout, placement))
+    await asyncio.sleep(0)  # its engines start first: they take longest
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     teachers = tuple(
         Teacher(t.worker.name, _frozen(plan, t.worker, placement), _vocab_size(t.worker), t) for t in plan.teachers
@@ -97,10 +98,8 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     critic = None
     if plan.critic:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
-    sampler, *_ = await asyncio.gather(
-        start_sampler(plan, plan.rollout, placement), *_setups(plan, placement, student, *teachers, reference, critic)
-    )
-    return RunWorkers(student, sampler, FrozenModels(teachers, reference=reference), critic)
+    await asyncio.gather(sampler, *_setups(plan, placement, student, *teachers, reference, critic))
+    return RunWorkers(student, sampler.result(), FrozenModels(teachers, reference=reference), critic)
 
 
 async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
@@ -209,4 +208,4 @@ def _environment(plan: RunPlan) -> dict[str, str]:
 
 
 def _vocab_size(worker: MegatronPlan) -> int:
-    return int(AutoConfig.from_pretrained(worker.model.path).vocab_size)
+    return read_model(Path(worker.model.path)).vocab
