@@ -1,18 +1,33 @@
-"""What a warm server imports, and what its forks must know of the time before."""
+"""The warm server's own side: what it imports, whom it serves, and what its forks must know of the time before."""
 
+import ctypes
+import errno
 import gc
 import importlib
 import os
+import signal
+import socket
+import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 ENVIRONMENT = dict(os.environ)  # before any import has changed it
 PATH = list(sys.path)
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
+
+
+def follow(driver: int) -> None:
+    """End this process with `driver`, its parent, also by SIGKILL and while something is being imported."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != driver:
+        sys.exit()
 
 
 def preload(told: TextIO) -> None:
@@ -34,6 +49,23 @@ def preload(told: TextIO) -> None:
     gc.collect()
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
+
+
+def serve(listener: int, alive: int) -> None:
+    """Fork for the processes of this user until the other end of `alive` is closed."""
+    module: Any = forkserver
+    module.socket = SimpleNamespace(socket=_OfOneUser, AF_UNIX=socket.AF_UNIX)
+    forkserver.main(listener, alive, [])
+
+
+class _OfOneUser(socket.socket):
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.getuid():
+            connection.close()
+            raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # and the server goes on
+        return connection, address
 
 
 def _import(modules: Sequence[str]) -> None:

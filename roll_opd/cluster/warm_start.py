@@ -10,10 +10,10 @@ such models.
 """
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -25,9 +25,9 @@ from roll_opd.failures import DEBUG
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same under WSL, AMD's
 
 _SERVE = (
-    "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); sys.path[:] = {path!r}\n"  # SIGKILL with the driver
-    "from roll_opd.cluster.preloaded import preload; preload(sys.stdin)\n"
-    "from multiprocessing.forkserver import main; main({listener}, {alive}, [])"
+    "import sys; sys.path[:] = {path!r}\n"
+    "from roll_opd.cluster.preloaded import follow, preload, serve\n"
+    "follow({driver}); preload(sys.stdin); serve({listener}, {alive})"
 )
 
 
@@ -47,7 +47,7 @@ class WarmServer:
         with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
             told.write(b"vllm" if plan.rollout else b"")
         if plan.env:
-            del os.environ[ADDRESS]
+            os.environ.pop(ADDRESS)
 
 
 @contextmanager
@@ -56,17 +56,19 @@ def warm_server() -> Iterator[WarmServer]:
 
     It ends with this process, however that ends.
     """
-    if ADDRESS in os.environ or os.environ.get("RAY_ADDRESS") or any(map(os.path.exists, GPU_FILES)):
+    if os.environ.get("RAY_ADDRESS") or any(map(os.path.exists, GPU_FILES)):
         yield WarmServer(None)
         return
     prepare_environment()
-    with tempfile.TemporaryDirectory(prefix="roll_opd-warm-") as place, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.path.join(place, "socket"))
+    address = f"roll_opd-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)  # of no file, which would stay where this process is killed
         listener.listen()
         alive_r, alive_w = os.pipe()
         said = None if DEBUG in os.environ else subprocess.DEVNULL
+        facts = {"path": sys.path, "driver": os.getpid(), "listener": listener.fileno(), "alive": alive_r}
         server = subprocess.Popen(
-            [sys.executable, "-c", _SERVE.format(path=sys.path, listener=listener.fileno(), alive=alive_r)],
+            [sys.executable, "-c", _SERVE.format(**facts)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # of libraries that have read it for good; torch has not
             pass_fds=(listener.fileno(), alive_r),
             stdin=subprocess.PIPE,
@@ -75,11 +77,13 @@ def warm_server() -> Iterator[WarmServer]:
             start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
         )
         os.close(alive_r)
-        os.environ[ADDRESS] = listener.getsockname()
+        before = {name: value for name, value in os.environ.items() if name == ADDRESS}
+        os.environ[ADDRESS] = address
         try:
             yield WarmServer(server)
         finally:
             os.environ.pop(ADDRESS, None)
+            os.environ |= before
             os.close(alive_w)
             server.kill()  # it may still import
             server.wait()

@@ -12,7 +12,7 @@ from multiprocessing import context, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-# in the environment: the server's socket, and whether a worker is to begin warm
+# in the environment: the server's abstract socket, and whether a worker is to begin warm
 ADDRESS, WARM = "ROLL_OPD_WARM_SERVER", "ROLL_OPD_WARM"
 CONTEXT = "--serialized-runtime-env-context="
 
@@ -26,7 +26,7 @@ def connect(address: str) -> None:
     """Make the server at `address` the one that this process asks for forks."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     _TRACKER._fd = nowhere  # this process has nothing to be tracked
-    _SERVER._forkserver_address = address
+    _SERVER._forkserver_address = "\0" + address
     _SERVER._forkserver_alive_fd = nowhere  # it lives as long as the driver, not as this process
     _SERVER.ensure_running = resource_tracker.ensure_running  # or it would start a server of its own
 

@@ -17,6 +17,7 @@ from runs import REPOSITORY, Run
 
 from roll_opd.cluster import placement, runtime
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.warm_start import warm_server
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import launch, loop, rlvr, start
@@ -149,8 +150,11 @@ def open_stage(place: Path) -> Iterator[Stage]:
         patch.syspath_prepend(users)
         longest = "prompt_length=1024"  # GSM8K's
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
-        with runtime.ray_cluster(plan.devices_per_node):
+        with warm_server() as server, runtime.ray_cluster(plan.devices_per_node):
+            server.serve(plan)
             stage = Stage(plan, place, events)
+            patch.setattr(launch, "warm_server", lambda: nullcontext(server))
+            patch.setattr(server, "serve", lambda plan: None)
             patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
             patch.setattr(loop.asyncio, "run", events.run_until_complete)
             patch.setattr(placement, "Placement", lambda *nodes: stage.placement)

@@ -1,0 +1,138 @@
+"""Forks of a warm server: they are to a program what a new interpreter is, and none outlives its driver."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from roll_opd.cluster import warm_worker
+from roll_opd.cluster.warm_start import ADDRESS, warm_server
+
+PLAN: Any = SimpleNamespace(rollout=None, env={})
+PROGRAM = """
+import json, multiprocessing, os, sys, torch
+
+def child(place):
+    with open(place, "w") as file:
+        json.dump({"BAR": os.environ.get("BAR"), "pid": os.getpid(), "ray": "ray" in sys.modules}, file)
+    sys.exit(3)
+
+if __name__ == "__main__":
+    os.environ["BAR"] = "bar"
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(sys.argv[1],))
+    process.start()
+    process.join()
+    facts = {
+        "argv": sys.argv, "path": sys.path[0], "threads": torch.get_num_threads(), "FOO": os.environ.get("FOO"),
+        "code": process.exitcode, "group": os.getpgid(0) == os.getpid(), "parent": os.getppid(), "main": __name__,
+        "ADDRESS": os.environ.get("KEPT"), "vllm": "vllm" in sys.modules, "megatron": "megatron.core" in sys.modules,
+    }
+    print(json.dumps(facts), flush=True)
+    print("to errors", file=sys.stderr)
+    sys.exit(5)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("GONE", "1")
+        with warm_server() as opened:
+            patch.delenv("GONE")
+            opened.serve(PLAN)
+            yield
+
+
+def setup(program: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Start a worker as Ray does: its own arguments, and what a role's environment is, as JSON."""
+    context = json.dumps({"env_vars": variables, "py_executable": sys.executable})
+    command = [sys.executable, warm_worker.__file__, str(program), *arguments, "--language=PYTHON"]
+    return subprocess.run(
+        [*command, f"--serialized-runtime-env-context={context}"], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_a_fork_runs_a_program_as_the_interpreter_would(server: None, program: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "child.json")
+    ended = setup(program, place, "b c", FOO="foo", OMP_NUM_THREADS="1", ROLL_OPD_WARM="1")
+    assert (ended.returncode, ended.stderr) == (5, "to errors\n")
+    facts = json.loads(ended.stdout)
+    assert facts["argv"] == [str(program), place, "b c"] and facts["path"] == str(program.parent)
+    assert (facts["FOO"], facts["threads"], facts["main"], facts["code"]) == ("foo", 1, "__main__", 3)
+    assert facts["group"] and facts["megatron"] and not facts["vllm"]
+    child = json.loads(Path(place).read_text())
+    assert child["BAR"] == "bar" and not child["ray"]  # Ray reads the environment as it is imported: never before
+
+
+def test_a_worker_that_is_not_to_begin_warm_goes_the_way_of_ray(server: None, tmp_path: Path) -> None:
+    said = "import sys; print(sys.argv[1:])"
+    (tmp_path / "setup_worker.py").write_text(said)
+    ended = setup(tmp_path / "default_worker.py", "a", FOO="foo")
+    assert ended.returncode == 0 and "default_worker.py', 'a', '--language" in ended.stdout
+
+
+def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")
+    assert setup(program, ROLL_OPD_WARM="1").stdout == "None 1\n"
+
+
+def test_a_plan_with_variables_of_its_own_begins_cold() -> None:
+    with warm_server() as opened:
+        assert ADDRESS in os.environ
+        opened.serve(SimpleNamespace(rollout=None, env={"MKL_CBWR": "AVX2"}))  # type: ignore[arg-type]
+        assert ADDRESS not in os.environ
+
+
+@pytest.mark.parametrize("variables", [{"RAY_ADDRESS": "127.0.0.1:6379"}], ids=["joined"])
+def test_a_cluster_of_another_has_no_server(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with warm_server() as opened:
+        assert ADDRESS not in os.environ
+        opened.serve(PLAN)
+
+
+@pytest.mark.parametrize("wait", ["0", "15"], ids=["while it imports", "while it serves"])
+def test_a_server_ends_with_its_driver_however_that_ends(wait: str) -> None:
+    code = (
+        "import sys, time, types\n"
+        "from roll_opd.cluster.warm_start import warm_server\n"
+        "with warm_server() as server:\n"
+        "    server.serve(types.SimpleNamespace(rollout=None, env={}))\n"
+        "    time.sleep(float(sys.argv[1])); print('ready', flush=True); time.sleep(600)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code, wait], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout and driver.stdout.readline() == "ready\n"
+    children = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    time.sleep(1)
+    assert len(children) == 1 and not any(each.is_running() and each.status() != "zombie" for each in children)
+
+
+def test_other_users_get_nothing(server: None) -> None:
+    """A connection of another user is closed before anything is read from it; the server goes on."""
+    user = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+    asks = "s.connect('\\0' + sys.argv[1]); print(s.recv(1))"
+    asked = [sys.executable, "-I", "-S", "-c", user + asks, os.environ[ADDRESS]]
+    if os.getuid():
+        pytest.skip("only root can be another user")
+    assert subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout == b"b''\n"
