@@ -56,9 +56,19 @@ def warm_server() -> Iterator[WarmServer]:
 
     It ends with this process, however that ends.
     """
-    if os.environ.get("RAY_ADDRESS") or any(map(os.path.exists, GPU_FILES)):
-        yield WarmServer(None)
-        return
+    outer = os.environ.pop(ADDRESS, None)  # of a run that this one is started from
+    try:
+        if os.environ.get("RAY_ADDRESS") or any(map(os.path.exists, GPU_FILES)):
+            yield WarmServer(None)
+        else:
+            with _started() as server:
+                yield server
+    finally:
+        os.environ |= {} if outer is None else {ADDRESS: outer}
+
+
+@contextmanager
+def _started() -> Iterator[WarmServer]:
     prepare_environment()
     address = f"roll_opd-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -77,13 +87,11 @@ def warm_server() -> Iterator[WarmServer]:
             start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
         )
         os.close(alive_r)
-        before = {name: value for name, value in os.environ.items() if name == ADDRESS}
         os.environ[ADDRESS] = address
         try:
             yield WarmServer(server)
         finally:
             os.environ.pop(ADDRESS, None)
-            os.environ |= before
             os.close(alive_w)
             server.kill()  # it may still import
             server.wait()
