@@ -83,16 +83,27 @@ def _setup() -> None:
     program, *arguments = sys.argv[1:]
     context = next((each for each in arguments if each.startswith(CONTEXT)), CONTEXT + "{}")
     variables = json.loads(context.removeprefix(CONTEXT)).get("env_vars", {})
-    if WARM not in variables:
-        cold = os.path.join(os.path.dirname(program), "setup_worker.py")
-        os.execv(sys.executable, [sys.executable, cold, *sys.argv[1:]])
-    os.environ.update(variables)
-    connect(os.environ[ADDRESS])
     known = [each for each in arguments if not each.startswith((CONTEXT, "--language="))]
     process = WarmProcess(target=_run_program, args=([program, *known],))
-    process.start()
+    if WARM not in variables or not _is_started(process, variables):
+        cold = os.path.join(os.path.dirname(program), "setup_worker.py")
+        os.execv(sys.executable, [sys.executable, cold, *sys.argv[1:]])
     process.join()
     sys.exit(process.exitcode)
+
+
+def _is_started(process: WarmProcess, variables: dict[str, str]) -> bool:
+    """Start it with `variables` in its environment. False where the server has ended: it has failed, or was killed."""
+    connect(os.environ[ADDRESS])
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        process.start()
+    except (OSError, EOFError):
+        os.environ.clear()
+        os.environ.update(before)
+        return False
+    return True
 
 
 if __name__ == "__main__":

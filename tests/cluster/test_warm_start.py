@@ -88,6 +88,12 @@ def test_a_worker_that_is_not_to_begin_warm_goes_the_way_of_ray(server: None, tm
     assert ended.returncode == 0 and "default_worker.py', 'a', '--language" in ended.stdout
 
 
+def test_a_server_that_has_ended_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "setup_worker.py").write_text("import os; print('cold', os.environ.get('FOO'))")
+    monkeypatch.setenv(ADDRESS, "roll_opd-of-nobody")
+    assert setup(tmp_path / "default_worker.py", FOO="foo", ROLL_OPD_WARM="1").stdout == "cold None\n"
+
+
 def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")
