@@ -4,8 +4,11 @@ transformers imports whatever torchvision there is with every model, vLLM the ot
 for all three in any build, and a package index may have those for CUDA alone (requirements.txt).
 """
 
+import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 # name -> errors that are taken for its absence by those who import it: transformers 5.19, vLLM 0.32
 COMPANIONS: dict[str, tuple[type[Exception], ...]] = {
@@ -34,3 +37,10 @@ def broken_companions() -> dict[str, str]:
         except Exception as error:  # OSError, RuntimeError, ImportError: a library or its operators are missing
             broken[name] = str(error).partition("\n")[0]
     return broken
+
+
+def hide(names: Iterable[str]) -> None:
+    """Make these be absent in this process, and in its forks, as far as whoever imports them can tell."""
+    modules: dict[str, Any] = sys.modules
+    for name in names:
+        modules[name] = None

@@ -36,10 +36,12 @@ def preload(told: TextIO) -> None:
     What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left to it as well:
     it reads who it works for from the environment, as it is imported and never again.
     """
+    from roll_opd.companions import broken_companions, hide
     from roll_opd.inference.settings import prepare_environment
 
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it
+    hide(broken_companions())
     gc.disable()  # a collection finds nothing, and takes a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it as it is imported
     _import(MEGATRON)

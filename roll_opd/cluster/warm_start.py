@@ -97,6 +97,11 @@ def _started() -> Iterator[WarmServer]:
             server.wait()
 
 
+def is_open() -> bool:
+    """Whether there is a server, so that workers that may begin warm do."""
+    return ADDRESS in os.environ
+
+
 def variables(*, is_warm: bool = True) -> dict[str, str]:
     """Return what a worker's environment needs for it to begin warm: nothing where no server is."""
-    return {WARM: "1"} if is_warm and ADDRESS in os.environ else {}
+    return {WARM: "1"} if is_warm and is_open() else {}

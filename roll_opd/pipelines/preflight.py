@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.algorithms.registry import advantage, policy_loss
-from roll_opd.companions import broken_companions
+from roll_opd.cluster import warm_start
+from roll_opd.companions import broken_companions, hide
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
@@ -138,9 +139,13 @@ def _cpu_engine_problems(engine: RolloutPlan) -> list[str]:
 
 
 def package_problems() -> list[str]:
-    """Return why no model or no engine can be imported here, although all that they need is there."""
+    """Return why no model or no engine can be imported here, although all that they need is there.
+
+    Where every process is this one or a fork of a server that begins alike, what breaks them is hidden from them.
+    """
     broken = broken_companions()
-    if not broken:
+    hide(broken)
+    if not broken or warm_start.is_open():
         return []
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [

@@ -3,12 +3,18 @@
 import json
 import shutil
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from runs import REPOSITORY
 
+from roll_opd.cluster.warm_worker import ADDRESS
+from roll_opd.companions import COMPANIONS
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan
 from roll_opd.frozen import FrozenDict
@@ -99,9 +105,25 @@ def test_companions_that_do_not_fit_torch(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name / "__init__.py").write_text(code)
     assert package_problems() == []
     monkeypatch.syspath_prepend(str(tmp_path))
-    (text,) = package_problems()
+    monkeypatch.delenv(ADDRESS, raising=False)
+    with hidden_no_longer_than_this():
+        (text,) = package_problems()
     assert "operator torchvision::nms does not exist" in text and "_torchaudio.abi3.so" in text
     assert text.endswith("-m pip uninstall -y torchaudio torchvision")
+    monkeypatch.setenv(ADDRESS, "of a server whose forks see none of them, either")
+    with hidden_no_longer_than_this():
+        assert package_problems() == []
+        assert find_spec("torchvision") is None and find_spec("torchaudio") is None
+
+
+@contextmanager
+def hidden_no_longer_than_this() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for name in COMPANIONS:
+            if name in sys.modules and sys.modules[name] is None:
+                del sys.modules[name]
 
 
 def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
