@@ -3,10 +3,18 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
+# sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
+SESSIONS := test-rooms test-launches test-megatron test-engines test-config
+STAGED := $(wildcard tests/pipelines/test_staged_*.py)
+PYTEST := $(PYTHON_IN_VENV) -u -m pytest
+SHOWN = | sed -u 's/^/$(@:test-%=%): /' # whole lines, each with its session's name
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-launches test-engines test-rooms test-fast fast-config fast-rooms lint format docs doctor clean
+.PHONY: help setup demo test $(SESSIONS) test-fast fast-config fast-rooms lint format docs doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
@@ -25,21 +33,23 @@ setup:
 demo: setup
 	@$(DEMO)
 
-# launches and engines wait a lot, so two sessions share the cores, and the third follows; each reports on its own
-STAGED := $(wildcard tests/pipelines/test_staged_*.py)
-ENGINES := tests/megatron_engine tests/inference $(STAGED)
-
 test: lint
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line test-launches test-engines test-rooms
-
-test-launches:
-	@$(PYTHON_IN_VENV) -u -m pytest -v tests/pipelines $(STAGED:%=--ignore=%)
-
-test-engines:
-	@$(PYTHON_IN_VENV) -u -m pytest -q $(ENGINES)
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS)
 
 test-rooms:
-	@$(PYTHON_IN_VENV) -u -m pytest -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference
+	@$(PYTEST) -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)
+
+test-launches:
+	@$(PYTEST) -v tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)
+
+test-megatron:
+	@$(PYTEST) -q tests/megatron_engine $(SHOWN)
+
+test-engines:
+	@$(PYTEST) -v tests/inference $(STAGED) $(SHOWN)
+
+test-config:
+	@$(PYTEST) -q tests/config $(SHOWN)
 
 # half of the time goes to configurations, which Hydra composes anew for every test
 test-fast: setup

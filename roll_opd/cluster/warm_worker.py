@@ -58,20 +58,25 @@ def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, e
     return kind.__new__(kind)
 
 
+def fork_instead_of_spawning() -> None:
+    """Have the server, which is connected to, fork what libraries spawn in this process."""
+    _CONTEXTS["spawn"] = WarmContext()
+
+
 def _run_program(arguments: list[str]) -> None:
     """Run a Python program as the interpreter would have."""
     import torch
 
     from roll_opd.cluster.preloaded import PATH
-    from roll_opd.cluster.warm_worker import WarmContext  # and not that of this copy of the module
+    from roll_opd.cluster.warm_worker import connect, fork_instead_of_spawning  # not those of this copy of the module
 
     os.setpgid(0, 0)  # Ray ends a worker with its whole process group
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
+    connect(os.environ[ADDRESS])
     _TRACKER._fd = None  # this process starts its own
-    _SERVER.ensure_running = resource_tracker.ensure_running
-    _CONTEXTS["spawn"] = WarmContext()
+    fork_instead_of_spawning()
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     finally:

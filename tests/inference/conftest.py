@@ -1,10 +1,17 @@
 """One engine for most tests: starting vLLM takes longer than any of them."""
 
+import os
 from collections.abc import Iterator
+from multiprocessing.context import SpawnContext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from inference_models import Running, make_model, running, save_model
+from inference_models import Running, make_model, save_model
+
+from roll_opd.cluster import warm_worker
+from roll_opd.cluster.warm_start import ADDRESS, warm_server
 
 
 @pytest.fixture(scope="session")
@@ -14,5 +21,28 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model_path: str) -> Iterator[Running]:
-    """Its weights change under way: a test that compares with a model sends that model first."""
-    yield from running(tiny_model_path)
+    """Its weights change under way: a test that compares with a model sends that model first.
+
+    vLLM spawns its core, as where there are GPUs.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(warm_worker._CONTEXTS, "spawn", SpawnContext())
+        engine = Running(tiny_model_path)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[None]:
+    """What is started from now on is forked, as in a run without GPUs."""
+    plan: Any = SimpleNamespace(rollout=True, env={})
+    with pytest.MonkeyPatch.context() as patch, warm_server() as server:
+        server.serve(plan)
+        for name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
+            patch.setattr(warm_worker._SERVER, name, getattr(warm_worker._SERVER, name))
+        tracked = warm_worker._TRACKER._fd
+        warm_worker.connect(os.environ[ADDRESS])
+        warm_worker._TRACKER._fd = tracked
+        patch.setitem(warm_worker._CONTEXTS, "spawn", warm_worker._CONTEXTS["spawn"])
+        warm_worker.fork_instead_of_spawning()
+        yield

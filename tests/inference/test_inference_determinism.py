@@ -32,7 +32,7 @@ def submit_slowly(running: Running) -> list[bool]:
     return paused
 
 
-def test_a_batch_gives_the_same_bits(tiny_model_path: str) -> None:
+def test_a_batch_gives_the_same_bits(tiny_model_path: str, warm: None) -> None:
     """Of fresh engines, see the runs that are killed and resumed."""
     running = Running(tiny_model_path, deterministic=True, engine_args={"max_num_seqs": 48})
     first = running.batch(*BATCH)

@@ -6,7 +6,7 @@ import numpy as np
 from inference_models import Running, buckets_of, hf_logprobs, make_model, save_model
 
 
-def test_tied_weights_reach_both_workers(tmp_path: Path) -> None:
+def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
     path = save_model(make_model(seed=0, tied=True), tmp_path)
     running = Running(path, tensor_parallel_size=2)
     tokens = np.random.default_rng(0).integers(2, 99, 60).tolist()
