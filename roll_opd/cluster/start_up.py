@@ -30,6 +30,7 @@ class StartUp:
         """`seconds`: how long one thing may take; `say` prints a line."""
         self.seconds, self._say = seconds, say
         self.logs: Path | None = None  # of Ray's processes, on this machine
+        self.parts: dict[str, float] = {}  # what was waited for, in seconds; some of it at the same time
         self._waiting: dict[object, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -47,7 +48,8 @@ class StartUp:
             yield
         finally:
             with self._lock:
-                del self._waiting[entry]
+                _, since = self._waiting.pop(entry)
+                self.parts[what] = self.parts.get(what, 0.0) + time.monotonic() - since
 
     async def of(self, what: str, coming: Awaitable[T]) -> T:
         """Return what `coming` gives. ClusterError, with the reason, where that fails or takes too long."""

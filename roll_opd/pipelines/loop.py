@@ -76,6 +76,7 @@ class Run:
 
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""
+        self.logger.startup_parts |= self.placement.starting.parts
         if self.resumed:
             self.logger.restart()
         else:

@@ -1,5 +1,6 @@
 """Writes a step's metrics and samples to console, trackers and the JSON lines of the run directory."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +51,7 @@ OF_THE_OBJECTIVE = (
     "advantage_clip",
     "kl_penalty",
 )
+PLAN_AND_DATA = "plan and data"  # what comes before anything is started
 STUDENT = "student"  # who answered held-out prompts; of a teacher `teacher/NAME`
 
 
@@ -75,6 +77,9 @@ class RunLogger:
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, float] = {}
         self._startup: dict[str, float] = {}
+        self.startup_parts = {
+            PLAN_AND_DATA: time.perf_counter() - recording.began
+        }  # what starting waited for, in seconds
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -172,8 +177,14 @@ class RunLogger:
     def finish(self) -> None:
         """Write `summary.json` and the report; print the last table and how to load the model."""
         warnings = (*(" ".join(text.split()) for text in self._plan.warnings), *self._recording.warnings)
-        end_seconds = self.clock.lap()["step"]
-        self._console.finish(write_summary(self._run, seed=self._plan.seed, end_seconds=end_seconds, warnings=warnings))
+        summary = write_summary(
+            self._run,
+            seed=self._plan.seed,
+            end_seconds=self.clock.lap()["step"],
+            startup_parts=self.startup_parts,
+            warnings=warnings,
+        )
+        self._console.finish(summary)
         model = self._run.checkpoint(self._done) / HF
         if model.is_dir():
             print("", *loading(model), "", sep="\n", flush=True)

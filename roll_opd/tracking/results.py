@@ -88,6 +88,10 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
         for name, seconds in parts.items()
         if seconds >= LEAST_SECONDS
     )
+    slowest = sorted(summary.get("startup_parts", {}).items(), key=lambda part: -part[1])[:PHASES_SHOWN]
+    waited = ", ".join(f"{part} {duration(seconds)}" for part, seconds in slowest if seconds >= LEAST_SECONDS)
+    if named and waited:
+        named += f"\n  start-up waited for: {waited}"
     first = ", ".join([f"{summary['steps']} steps", *tokens, f"{duration(summary['wall_seconds'])} wall time"])
     return f"{first}\n  {named}" if named else first
 

@@ -39,16 +39,24 @@ PACKAGES = {
 
 
 def write_summary(
-    run: RunDirectory, *, seed: int, end_seconds: float = 0.0, warnings: Sequence[str] = ()
+    run: RunDirectory,
+    *,
+    seed: int,
+    end_seconds: float = 0.0,
+    startup_parts: Mapping[str, float] | None = None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Write `summary.json` into the run's directory, whole or not at all, and return what it holds.
 
     Args:
         end_seconds: wall time since the last step.
+        startup_parts: what the start-up waited for, in seconds; parts may overlap.
         warnings: what the run warned of; each is kept once.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
+    if startup_parts:
+        summary["startup_parts"] = {part: round(seconds, 3) for part, seconds in startup_parts.items()}
     summary.update(seed=seed, versions=versions(), warnings=list(dict.fromkeys(warnings)))
     if preflight := run.read_preflight():
         summary["teacher_preflight"] = preflight

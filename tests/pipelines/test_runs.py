@@ -91,6 +91,8 @@ def test_a_run_shows_what_it_does_and_how_long_it_took(run: Run) -> None:
     assert 0.7 * run.seconds < summary["wall_seconds"] <= run.seconds
     in_phases = sum(summary["phase_seconds"].values())
     assert 0 < summary["startup_seconds"] < summary["wall_seconds"] - in_phases + 0.01
+    assert {"plan and data", "Ray", "rewards.math_rule"} < summary["startup_parts"].keys()
+    assert all(0 < seconds <= summary["startup_seconds"] for seconds in summary["startup_parts"].values())
     assert run.rows("metrics.jsonl")[0]["time/validate"] > 0
     lines = run.output.splitlines()
     assert [line for line in lines if len(line) > 80 and str(run.path.parent.resolve()) not in line] == []

@@ -96,6 +96,8 @@ def test_the_table_of_distillation_and_where_the_time_went() -> None:
         "2 steps, 1.5k generated tokens, 2m49s wall time",
         "  start-up 40s, steps 1m47s (gen 86% train 14%), validation 13s, checkpoints 5s, end 4s",
     ]
+    summary["startup_parts"] = {"Ray": 4.0, "plan and data": 5.2, "rewards.sums": 0.3, "teacher": 30.0, "student": 29.0}
+    assert totals(summary).splitlines()[2] == "  start-up waited for: teacher 30s, student 29s, plan and data 5s"
 
 
 def test_a_table_has_the_rows_of_its_pipeline() -> None:
