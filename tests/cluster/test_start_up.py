@@ -31,6 +31,8 @@ def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with starting.waiting_for("a call that blocks"):
         time.sleep(0.2)
     assert said[-1].endswith("waiting for a call that blocks")
+    assert list(starting.parts) == ["student", "teacher", "a call that blocks"]
+    assert 0.2 <= starting.parts["student"] < 0.6 <= starting.parts["teacher"]
 
 
 def test_what_takes_too_long_ends_with_what_a_process_last_said(tmp_path: Path) -> None:
