@@ -4,20 +4,22 @@ A file of a few bytes can mean billions of values (aliases of aliases, reference
 all.
 """
 
+import copy
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from yaml.reader import Reader
 
 from roll_opd.config.errors import ConfigError
@@ -31,6 +33,8 @@ MOST_DEPTH = 60  # sections within sections
 MOST_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
 EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
 INT64 = 2**63
+MOST_PARSED = 200  # files that are remembered
+_PARSED: dict[Hashable, ConfigResult] = {}
 
 
 class BoundedFiles(FileConfigSource):
@@ -39,17 +43,37 @@ class BoundedFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration. ConfigError where it is refused."""
         path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
-        if path.exists():
-            check_file(path)
-        return super().load_config(config_path)
+        if not path.exists():
+            return super().load_config(config_path)
+        check_file(path)
+        state = path.stat()
+        return _parsed_once((path, state.st_mtime_ns, state.st_size), self, super().load_config, config_path)
+
+
+class HydrasOwnFiles(ImportlibResourcesConfigSource):
+    """Hydra's source of its own files."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a file's configuration."""
+        return _parsed_once(self.path, self, super().load_config, config_path)
+
+
+def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
+    """Return a configuration that the caller may change; composing asks for each file three times."""
+    key = (file, source.provider, path)
+    if key not in _PARSED:
+        if len(_PARSED) >= MOST_PARSED:
+            _PARSED.clear()
+        _PARSED[key] = load(path)
+    return copy.deepcopy(_PARSED[key])
 
 
 def use_bounded_files() -> None:
-    """Have Hydra read its files through `BoundedFiles` from now on."""
+    """Have Hydra read files through `BoundedFiles` and `HydrasOwnFiles` from now on."""
     from hydra._internal.sources_registry import SourcesRegistry
 
     Plugins.instance()  # registers Hydra's own source, which would object to another one there
-    Singleton.instance(SourcesRegistry).types["file"] = BoundedFiles
+    Singleton.instance(SourcesRegistry).types |= {"file": BoundedFiles, "pkg": HydrasOwnFiles}
 
 
 def check_file(path: Path) -> None:
