@@ -8,7 +8,7 @@ from typing import Any
 from ray._private import ray_constants
 from ray._private.node import Node
 
-from roll_opd.cluster import warm_worker
+from roll_opd.cluster import warm_start, warm_worker
 
 # of Node: the autoscaler; the server of the dashboard, which is waited for even where no dashboard is wanted
 NEVER_ASKED = ("start_monitor", "start_api_server")
@@ -18,7 +18,8 @@ SETUP = "SETUP_WORKER_FILENAME"  # joined to a directory: an absolute path stays
 
 @contextmanager
 def lean(*, shows_logs: bool) -> Iterator[None]:
-    """Have a Ray that starts inside the block do without them, and ask `warm_worker` for its workers.
+    """Have a Ray that starts inside the block do without them, and ask `warm_worker` for its workers, if they are to be
+    forks.
 
     These are names of Ray's own inside: where a release has others, its start is an ordinary one.
     """
@@ -31,7 +32,8 @@ def lean(*, shows_logs: bool) -> Iterator[None]:
 
     for name in (*NEVER_ASKED, *(() if shows_logs else (LOGS,))):
         change(Node, name, _nothing())
-    if Path(ray_constants.__file__).with_name("workers").joinpath(getattr(ray_constants, SETUP, "")).is_file():
+    setup = Path(ray_constants.__file__).parent / "workers" / getattr(ray_constants, SETUP, "")
+    if warm_start.is_open() and setup.is_file():
         change(ray_constants, SETUP, str(Path(warm_worker.__file__).resolve()))
     try:
         yield

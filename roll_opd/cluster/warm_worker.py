@@ -48,11 +48,15 @@ class WarmContext(ForkServerContext):
 
 def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, errors: Any) -> WarmProcess:
     """Make this fork what a new process would be, before anything of its task is unpickled."""
+    import torch
+
     from roll_opd.cluster.preloaded import ENVIRONMENT
 
     for name in ENVIRONMENT.keys() - environment.keys():
         os.environ.pop(name, None)
     os.environ.update(environment)
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # torch has read it when it was imported
+    torch.set_num_threads(int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0)))
     os.dup2(output.detach(), 1)
     os.dup2(errors.detach(), 2)
     return kind.__new__(kind)
@@ -65,15 +69,12 @@ def fork_instead_of_spawning() -> None:
 
 def _run_program(arguments: list[str]) -> None:
     """Run a Python program as the interpreter would have."""
-    import torch
-
     from roll_opd.cluster.preloaded import PATH
     from roll_opd.cluster.warm_worker import connect, fork_instead_of_spawning  # not those of this copy of the module
 
     os.setpgid(0, 0)  # Ray ends a worker with its whole process group
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     connect(os.environ[ADDRESS])
     _TRACKER._fd = None  # this process starts its own
     fork_instead_of_spawning()

@@ -23,11 +23,12 @@ import json, multiprocessing, os, sys, torch
 
 def child(place):
     with open(place, "w") as file:
-        json.dump({"BAR": os.environ.get("BAR"), "pid": os.getpid(), "ray": "ray" in sys.modules}, file)
+        facts = {"BAR": os.environ.get("BAR"), "threads": torch.get_num_threads(), "ray": "ray" in sys.modules}
+        json.dump(facts, file)
     sys.exit(3)
 
 if __name__ == "__main__":
-    os.environ["BAR"] = "bar"
+    os.environ |= {"BAR": "bar", "OMP_NUM_THREADS": "3"}
     process = multiprocessing.get_context("spawn").Process(target=child, args=(sys.argv[1],))
     process.start()
     process.join()
@@ -71,14 +72,14 @@ def program(tmp_path: Path) -> Path:
 
 def test_a_fork_runs_a_program_as_the_interpreter_would(server: None, program: Path, tmp_path: Path) -> None:
     place = str(tmp_path / "child.json")
-    ended = setup(program, place, "b c", FOO="foo", OMP_NUM_THREADS="1", ROLL_OPD_WARM="1")
+    ended = setup(program, place, "b c", FOO="foo", OMP_NUM_THREADS="2", ROLL_OPD_WARM="1")
     assert (ended.returncode, ended.stderr) == (5, "to errors\n")
     facts = json.loads(ended.stdout)
     assert facts["argv"] == [str(program), place, "b c"] and facts["path"] == str(program.parent)
-    assert (facts["FOO"], facts["threads"], facts["main"], facts["code"]) == ("foo", 1, "__main__", 3)
+    assert (facts["FOO"], facts["threads"], facts["main"], facts["code"]) == ("foo", 2, "__main__", 3)
     assert facts["group"] and facts["megatron"] and not facts["vllm"]
     child = json.loads(Path(place).read_text())
-    assert child["BAR"] == "bar" and not child["ray"]  # Ray reads the environment as it is imported: never before
+    assert child == {"BAR": "bar", "threads": 3, "ray": False}  # Ray reads the environment as it is imported
 
 
 def test_a_worker_that_is_not_to_begin_warm_goes_the_way_of_ray(server: None, tmp_path: Path) -> None:
