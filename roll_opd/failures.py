@@ -127,4 +127,4 @@ def file_kind(path: Path) -> str:
         Path.is_char_device: "a device",
         Path.is_block_device: "a device",
     }
-    return next((kind for test, kind in kinds.items() if test(path)), "no regular file")
+    return next((kind for test, kind in kinds.items() if test(path)), "no regular file on a disk")
