@@ -65,11 +65,8 @@ class Placement:
             for bundle in range(devices_per_node)
         ]
 
-    def options(self, devices: tuple[int, ...], env: dict[str, str], *, is_warm: bool = True) -> dict:
-        """Ray options for a process that lives on the first of `devices` and sees all of them.
-
-        `is_warm`: nothing in `env` is read while libraries are imported, so that it may begin as a fork.
-        """
+    def options(self, devices: tuple[int, ...], env: dict[str, str]) -> dict:
+        """Ray options for a process that lives on the first of `devices` and sees all of them."""
         home = self._devices[devices[0]]
         variables = {"OMP_NUM_THREADS": str(home.threads), **env}
         gpus = [self._devices[number].gpu for number in devices]
@@ -86,7 +83,7 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 home.group, placement_group_bundle_index=home.bundle
             ),
-            "runtime_env": {"env_vars": variables | warm_start.variables(is_warm=is_warm)},
+            "runtime_env": {"env_vars": variables | warm_start.variables()},
         }
 
     def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:

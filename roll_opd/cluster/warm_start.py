@@ -40,13 +40,16 @@ class WarmServer:
     def serve(self, plan: RunPlan) -> None:
         """Have the server import what the processes of `plan` need.
 
-        Variables that the plan sets itself (system_envs) may be read while libraries are imported: then all begin cold.
+        Variables that the plan or a role sets (system_envs) may be read while libraries are imported: then all begin
+        cold.
         """
         if self._process is None or self._process.stdin is None:
             return
         with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
             told.write(b"vllm" if plan.rollout else b"")
-        if plan.env:
+        of_roles = [role.env for role in plan.megatron_roles().values()]
+        of_roles += [role.env for role in plan.inference_roles().values()]
+        if plan.env or any(of_roles):
             os.environ.pop(ADDRESS)
 
 
@@ -98,10 +101,10 @@ def _started() -> Iterator[WarmServer]:
 
 
 def is_open() -> bool:
-    """Whether there is a server, so that workers that may begin warm do."""
+    """Whether there is a server, so that all workers begin warm."""
     return ADDRESS in os.environ
 
 
-def variables(*, is_warm: bool = True) -> dict[str, str]:
+def variables() -> dict[str, str]:
     """Return what a worker's environment needs for it to begin warm: nothing where no server is."""
-    return {WARM: "1"} if is_warm and is_open() else {}
+    return {WARM: "1"} if is_open() else {}

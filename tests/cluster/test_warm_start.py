@@ -17,7 +17,9 @@ import pytest
 from roll_opd.cluster import warm_worker
 from roll_opd.cluster.warm_start import ADDRESS, warm_server
 
-PLAN: Any = SimpleNamespace(rollout=None, env={})
+ROLE = SimpleNamespace(env={})
+ROLES: Any = {"megatron_roles": lambda: {"student": ROLE}, "inference_roles": dict}
+PLAN: Any = SimpleNamespace(rollout=None, env={}, **ROLES)
 PROGRAM = """
 import json, multiprocessing, os, sys, torch
 
@@ -101,10 +103,13 @@ def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path
     assert setup(program, ROLL_OPD_WARM="1").stdout == "None 1\n"
 
 
-def test_a_plan_with_variables_of_its_own_begins_cold() -> None:
+@pytest.mark.parametrize("where", ["plan", "role"])
+def test_variables_of_a_plan_or_a_role_begin_cold(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"MKL_CBWR": "AVX2"}
+    monkeypatch.setattr(ROLE if where == "role" else PLAN, "env", own)
     with warm_server() as opened:
         assert ADDRESS in os.environ
-        opened.serve(SimpleNamespace(rollout=None, env={"MKL_CBWR": "AVX2"}))  # type: ignore[arg-type]
+        opened.serve(PLAN)
         assert ADDRESS not in os.environ
 
 
@@ -123,7 +128,8 @@ def test_a_server_ends_with_its_driver_however_that_ends(wait: str) -> None:
         "import sys, time, types\n"
         "from roll_opd.cluster.warm_start import warm_server\n"
         "with warm_server() as server:\n"
-        "    server.serve(types.SimpleNamespace(rollout=None, env={}))\n"
+        "    plan = types.SimpleNamespace(rollout=None, env={}, megatron_roles=dict, inference_roles=dict)\n"
+        "    server.serve(plan)\n"
         "    time.sleep(float(sys.argv[1])); print('ready', flush=True); time.sleep(600)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", code, wait], stdout=subprocess.PIPE, text=True)

@@ -35,7 +35,7 @@ def shared_engine(tiny_model_path: str) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def warm() -> Iterator[None]:
     """What is started from now on is forked, as in a run without GPUs."""
-    plan: Any = SimpleNamespace(rollout=True, env={})
+    plan: Any = SimpleNamespace(rollout=True, env={}, megatron_roles=dict, inference_roles=dict)
     with pytest.MonkeyPatch.context() as patch, warm_server() as server:
         server.serve(plan)
         for name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
