@@ -14,7 +14,7 @@ SHELL := bash
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test $(SESSIONS) test-fast fast-config fast-rooms lint format docs doctor clean
+.PHONY: help setup demo test $(SESSIONS) test-fast fast-config fast-rooms lint style format docs doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
@@ -33,8 +33,8 @@ setup:
 demo: setup
 	@$(DEMO)
 
-test: lint
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS)
+test: setup
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style
 
 test-rooms:
 	@$(PYTEST) -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)
@@ -61,7 +61,9 @@ fast-config:
 fast-rooms:
 	@$(PYTHON_IN_VENV) -m pytest -q -m "not slow" --ignore=tests/config
 
-lint: setup
+lint: setup style
+
+style:
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m ruff format --check .
 	@$(PYTHON_IN_VENV) -m mypy
