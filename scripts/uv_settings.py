@@ -1,4 +1,4 @@
-"""Reads the output of `pip config list`; prints, as NAME=value lines, the variables that make uv look where pip would."""
+"""Reads the output of `pip config list`; prints, as NAME=value lines, what makes uv look where pip would."""
 
 import ast
 import sys
