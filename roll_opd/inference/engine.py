@@ -224,15 +224,19 @@ class InferenceEngine:
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])
 
-    async def close(self) -> None:
-        """End the engine core and wait until it has ended. Calling it twice is harmless."""
+    async def close(self, *, collect: bool = True) -> None:
+        """End the engine core and wait until it has ended. Calling it twice is harmless.
+
+        Without `collect`, garbage is left: 0.6 s less, for a process that is about to be killed.
+        """
         if self._llm is None:
             return
         self._broken = "it is closed"
         self._llm.shutdown()
-        self._llm = None  # or it would be collected, with a complaint, at exit
-        gc.unfreeze()
-        gc.collect()
+        self._llm = None
+        if collect:  # or it would be collected, with a complaint, at exit
+            gc.unfreeze()
+            gc.collect()
 
     async def _warm_up(self) -> None:
         # the first request pays for lazy imports and kernels: count these seconds as start-up

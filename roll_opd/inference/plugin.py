@@ -29,6 +29,7 @@ def register() -> None:
     if os.environ.get(DIE_WITH_PARENT) == "1":
         _follow_parent()
         _leave_no_semaphore()
+        _end_without_tidying()
 
 
 def _register_backend() -> None:
@@ -49,6 +50,19 @@ def _leave_no_semaphore() -> None:
 
         lock: Any = std.TqdmDefaultWriteLock  # makes the attribute when it is first asked for one
         lock.mp_lock = None
+
+
+def _end_without_tidying() -> None:
+    # an engine core on CPUs would close its groups and collect garbage for a second or two, and then end
+    if multiprocessing.parent_process() is None:
+        return
+    with suppress(ImportError):
+        from vllm.platforms import current_platform
+        from vllm.v1.engine import core
+
+        ending: Any = core
+        if current_platform.is_cpu():
+            ending.cleanup_dist_env_and_memory = lambda *_, **__: None
 
 
 def _follow_parent() -> None:

@@ -49,5 +49,5 @@ class RolloutWorker:
         await self._engine.update_weights([(await bucket).tensors() for bucket in buckets], version)
 
     async def close(self) -> None:
-        """End the engine."""
-        await self._engine.close()
+        """End the engine; this process is to be killed next."""
+        await self._engine.close(collect=False)
