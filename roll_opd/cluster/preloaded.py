@@ -48,7 +48,6 @@ def preload(told: TextIO) -> None:
     if told.read() == "vllm":
         _import(VLLM)
     del modules["ray"]
-    gc.collect()
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
 

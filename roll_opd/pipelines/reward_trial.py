@@ -1,4 +1,4 @@
-"""Every reward is called once before the engines start: one that cannot work would else be found a minute later."""
+"""Every reward is called once while the engines start: one that cannot work would else be found a minute later."""
 
 import asyncio
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ async def _try(pool: RewardPool, prompt: Prompt) -> None:
         if answer.done():
             answer.result()
     except RunError as error:
-        raise RunError(f"tried before the engines start, on the text of the first prompt: {error}") from error
+        raise RunError(f"tried before the first step, on the text of the first prompt: {error}") from error
     finally:
         answer.cancel()
         pool.drain_metrics()

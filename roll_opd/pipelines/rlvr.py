@@ -1,14 +1,15 @@
 """The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
+from roll_opd.pipelines.measuring import Measuring
 from roll_opd.pipelines.reward_trial import try_rewards
-from roll_opd.pipelines.run_logger import STUDENT
-from roll_opd.pipelines.start import chunk_samples, start_reward_pools, start_workers, teacher_as_sampler
+from roll_opd.pipelines.start import RunWorkers, chunk_samples, start_reward_pools, start_workers
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
@@ -16,10 +17,9 @@ from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import group_filter, without_rejected
-from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
-from roll_opd.workers.roles import FrozenModels, Sampler
+from roll_opd.workers.reward_pool import RewardPool
 
 
 async def train(run: Run) -> None:
@@ -27,35 +27,20 @@ async def train(run: Run) -> None:
     plan, objective, source, clock = run.plan, run.plan.objective, run.source, run.clock
     assert plan.rollout is not None
     temperature = plan.rollout.sampling.temperature
-    reward_pools = await start_reward_pools(plan, run.placement)
-    await try_rewards(reward_pools, source)
+    starting_rewards = asyncio.ensure_future(start_rewards(run))
+    measuring = Measuring(run, starting_rewards)
 
-    async def validation_of(
-        sampler: Sampler, step: int = 0, by: str = STUDENT, readers: FrozenModels | None = None
-    ) -> dict[str, float]:
-        assert plan.validation is not None and plan.rollout is not None
-        sampling, chunk = plan.validation.sampling, chunk_samples(plan)
-        rollout = Rollout(sampler, sampling, reward_pools, plan.seed, chunk, clock, progress=run.progress)
-        metrics, answers = await validate(rollout, run.held_out)
-        shown = first_answers(answers, sampling.n, plan.samples_per_step)
-        if readers:
-            shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
-        run.logger.answers(step, by, shown)
-        return metrics
+    async def start_models() -> RunWorkers:
+        if any(reward.engine for reward in plan.rewards):
+            await starting_rewards  # judges run on engines, and those that share a device start one after another
+        await measuring.measure_teachers()
+        run.logger.note("Starting student, teacher and inference engines ...")
+        return await start_workers(plan, run.placement)
 
-    if not run.resumed and run.held_out and plan.validation and plan.validation.measure_teacher:
-        run.logger.note("Measuring the teacher on the validation prompts ...")
-        for teacher in plan.teachers:
-            async with teacher_as_sampler(plan, teacher, run.placement) as sampler:
-                with clock.phase("validate"):
-                    measured = await validation_of(sampler, by=f"teacher/{teacher.name}")
-                run.logger.teacher_accuracy(teacher.name, measured)
-
-    run.logger.note("Starting student, teacher and inference engines ...")
-    workers = await start_workers(plan, run.placement)
+    reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done)
-    await run.log_start(lambda: validation_of(workers.sampler, readers=workers.frozen_models))
+    await run.log_start(partial(measuring.measure, workers.sampler, readers=workers.frozen_models))
 
     rollout = Rollout(
         workers.sampler,
@@ -121,7 +106,7 @@ async def train(run: Run) -> None:
             | mask_metrics(sampled)
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
-        validating = partial(validation_of, workers.sampler, step, readers=workers.frozen_models)
+        validating = partial(measuring.measure, workers.sampler, step, readers=workers.frozen_models)
         metrics |= await run.validation(step, validating)
         for pool in reward_pools:
             metrics |= pool.drain_metrics()
@@ -130,3 +115,10 @@ async def train(run: Run) -> None:
     await workers.end()
     for pool in reward_pools:
         await pool.end()
+
+
+async def start_rewards(run: Run) -> tuple[RewardPool, ...]:
+    """Start the rewards, and try each of them."""
+    pools = await start_reward_pools(run.plan, run.placement)
+    await try_rewards(pools, run.source)
+    return pools

@@ -121,7 +121,7 @@ def test_a_reward_that_always_fails_is_found_before_the_engines_start(
     source = "def broken(samples):\n    return [sample.extra['score'] for sample in samples]\n"
     play(stage, "broken", *own(stage, source, "{sums: {worker_cls: my_rewards.broken}}"))
     said = capsys.readouterr().err
-    assert re.search(r"tried before the engines start.*raised KeyError: 'score' \(.*my_rewards\.py:2\)", said)
+    assert re.search(r"tried before the first step.*raised KeyError: 'score' \(.*my_rewards\.py:2\)", said)
     assert not (stage.place / "broken").exists()
 
 
