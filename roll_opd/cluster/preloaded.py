@@ -17,10 +17,20 @@ from typing import Any, TextIO
 
 ENVIRONMENT = dict(os.environ)  # before any import has changed it
 PATH = list(sys.path)
+ANY_ENGINE, EAGER_ENGINES = "vllm", "vllm, eager"  # what the driver may want besides Megatron
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
+RAY = ("pyarrow", "pydantic.v1")  # what Ray imports in each of its workers, without Ray
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
+EAGER_CORE = (  # what an engine core imports as it starts; whether a part is compiled is settled as it is imported
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.sample.rejection_sampler",
+    "vllm.v1.worker.mamba_utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm._aiter_ops",
+)
 
 
 def follow(driver: int) -> None:
@@ -31,22 +41,28 @@ def follow(driver: int) -> None:
 
 
 def preload(told: TextIO) -> None:
-    """Import what Megatron's roles need, and vLLM where the driver, which reads its configuration meanwhile, says so.
+    """Import what Megatron's roles need, and of vLLM what the driver, which reads its configuration meanwhile, says.
 
     What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left to it as well:
     it reads who it works for from the environment, as it is imported and never again.
     """
     from roll_opd.companions import broken_companions, hide
-    from roll_opd.inference.settings import prepare_environment
+    from roll_opd.inference.settings import EAGER_ENVIRONMENT, prepare_environment
 
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it
     hide(broken_companions())
     gc.disable()  # a collection finds nothing, and takes a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it as it is imported
-    _import(MEGATRON)
-    if told.read() == "vllm":
+    _import(RAY + MEGATRON)
+    wanted = told.read()
+    if wanted in (ANY_ENGINE, EAGER_ENGINES):
         _import(VLLM)
+    if wanted == EAGER_ENGINES:
+        os.environ |= EAGER_ENVIRONMENT
+        _import(EAGER_CORE)
+        for name in EAGER_ENVIRONMENT:
+            del os.environ[name]  # the engines' processes set it themselves, the others do without
     del modules["ray"]
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()

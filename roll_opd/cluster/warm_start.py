@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from roll_opd.cluster.preloaded import ANY_ENGINE, EAGER_ENGINES
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.cluster.warm_worker import ADDRESS, WARM
 from roll_opd.config.plan import RunPlan
@@ -45,8 +46,11 @@ class WarmServer:
         """
         if self._process is None or self._process.stdin is None:
             return
+        engines = plan.inference_roles().values()
+        eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
+        wanted = (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
         with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
-            told.write(b"vllm" if plan.rollout else b"")
+            told.write(wanted.encode())
         of_roles = [role.env for role in plan.megatron_roles().values()]
         of_roles += [role.env for role in plan.inference_roles().values()]
         if plan.env or any(of_roles):
