@@ -219,6 +219,28 @@ assert load_plan("demo", "sft").student.model.path.startswith(sys.argv[1])  # as
 # set-up, in a copy of what it reads
 
 
+def test_uv_looks_where_pip_would():
+    """A later section of pip's overrides an earlier one; lists keep their order."""
+    configured = (
+        "global.index-url='https://one.example/simple'\n"
+        "global.extra-index-url='https://two.example/simple\\nfile:///three'\n"
+        "global.timeout='60'\n"
+        "install.index-url='https://four.example/simple'\n"
+        ":env:.find-links='/wheels /more wheels'\n"
+        ":env:.no-index='1'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/uv_settings.py"], input=configured, capture_output=True, text=True, timeout=60
+    )
+    assert dict(line.split("=", 1) for line in done.stdout.splitlines()) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://four.example/simple",
+        "UV_INDEX": "https://two.example/simple file:///three",
+        "UV_FIND_LINKS": "/wheels,/more,wheels",
+        "UV_NO_INDEX": "1",
+    }
+
+
 @pytest.fixture
 def clone(tmp_path):
     for name in ("requirements", "scripts"):
