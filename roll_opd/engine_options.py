@@ -6,6 +6,7 @@ understood without an import, are held against the dataclasses that will take th
 
 import ast
 import copy
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -45,6 +46,7 @@ _DECIDED = """
     param_sync_func finalize_model_grads_func autocast_dtype enable_autocast
 """
 MEGATRON_DECIDED = frozenset(_DECIDED.split())  # by model_args, the model's config.json or the engine itself
+VLLM_DECIDED = ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config")  # by the run
 # options of earlier vLLM versions that decided how it works, and nothing of what it computes
 _GONE = """
     cuda_graph_sizes max_seq_len_to_capture max_context_len_to_capture full_cuda_graph use_v2_block_manager
@@ -54,6 +56,7 @@ _GONE = """
     disable_frontend_multiprocessing max_num_partial_prefills max_long_partial_prefills
 """
 GONE = {"vLLM": frozenset(_GONE.split())}
+ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an environment variable
 # what an annotation may be made of to be understood; with anything else in it, any value is accepted
 _PLAIN = {kind.__name__: kind for kind in (int, float, bool, str, dict, list, tuple)}
 _TYPING = {name: getattr(typing, name) for name in ("Any", "Optional", "Union", "Literal", "Dict", "List", "Tuple")}
@@ -128,10 +131,14 @@ def _understood(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:
     return eval(ast.unparse(annotation), {"__builtins__": {}, **_PLAIN, **_TYPING})
 
 
-def is_gone(engine: str, name: str) -> bool:
-    """Whether `name` is an option of earlier versions that the installed one does not have."""
+def no_effect(engine: str, name: str) -> str | None:
+    """Say why `name` means nothing to the installed engine any more, or never did; None where it may mean something."""
+    if ENVIRONMENT.fullmatch(name):
+        return f"is an environment variable and no option of {engine}, so it does nothing here; write it in system_envs"
     options = engine_options(engine)
-    return options is not None and name not in options and name in GONE.get(engine, ())
+    if options is not None and name not in options and name in GONE.get(engine, ()):
+        return f"the installed {engine} no longer has this option, so it does nothing"
+    return None
 
 
 def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str] = ()) -> str | None:
@@ -139,6 +146,10 @@ def option_problem(engine: str, name: str, value: Any, also_known: Iterable[str]
 
     `also_known` are keys that are read elsewhere, for the hint at a misspelt one.
     """
+    if engine == "Megatron" and name in MEGATRON_DECIDED:
+        return "is decided by the model's config.json, model_args or the engine itself; remove it"
+    if engine == "vLLM" and name in VLLM_DECIDED:
+        return "is set by the run itself; remove it"
     options = engine_options(engine)
     if options is None:
         return None

@@ -1,9 +1,8 @@
-"""Checks of values: layouts against models, and devices against each other.
+"""Checks of values: devices and their memory.
 
-Every function takes what it needs and writes sentences into `Diagnostics`; none raises, none touches the disk.
+Every function takes what it needs and tells the sections what is wrong with them; none raises, none touches the disk.
 """
 
-from collections.abc import Sequence
 from itertools import combinations
 
 from roll_opd.config.device_mapping import short_devices
@@ -11,19 +10,8 @@ from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.roles import Role
 from roll_opd.config.schema import Run
-from roll_opd.megatron.layouts import check_layout, check_tensor_parallel
+from roll_opd.config.strategies import OPTIONS
 from roll_opd.megatron.memory import device_memory, readable_bytes
-
-
-def check_roles(roles: Sequence[Role], diagnostics: Diagnostics) -> None:
-    """Check that every role's model can be cut as its layout or its engines say."""
-    for role in roles:
-        prefix = f"{role.path}.strategy_args.strategy_config"
-        if role.info and role.megatron and role.megatron.layout:
-            check_layout(role.info, role.megatron.layout, role.megatron.args, prefix, diagnostics)
-        if role.info and role.vllm:
-            key = f"{prefix}.tensor_parallel_size"
-            check_tensor_parallel(role.info, role.vllm.tp, key, diagnostics, copies_kv_heads=True)
 
 
 def nodes(roles: list[Role], top: Run) -> int:
@@ -32,21 +20,21 @@ def nodes(roles: list[Role], top: Run) -> int:
     return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
-def check_devices(roles: list[Role], top: Run, diagnostics: Diagnostics) -> None:
+def check_devices(roles: list[Role], top: Run) -> None:
     """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
     total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
     known = [(role, set(role.devices)) for role in roles if role.devices]
     for role, devices in known:
         if max(devices) >= total:
-            diagnostics.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
-                f"{role.path}.device_mapping",
+            role.worker.tell.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
+                "device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
                 f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
                 " or change the mapping",
             )
         if role.vllm is not None and role.vllm.tp > top.num_gpus_per_node:
-            diagnostics.problem(
-                f"{role.path}.strategy_args.strategy_config.tensor_parallel_size",
+            role.worker.tell.problem(
+                f"{OPTIONS}.tensor_parallel_size",
                 f"an engine of {role.vllm.tp} devices does not fit into one node of {top.num_gpus_per_node};"
                 " use a smaller one",
             )
@@ -54,8 +42,8 @@ def check_devices(roles: list[Role], top: Run, diagnostics: Diagnostics) -> None
         shared = mine & theirs
         if shared and shared != mine and shared != theirs:
             here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
-            diagnostics.problem(
-                f"{other.path}.device_mapping",
+            other.worker.tell.problem(
+                "device_mapping",
                 f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
                 " devices, lie one inside the other or keep apart, but not overlap in part",
             )

@@ -3,63 +3,106 @@
 Refuses what would teach nothing or something else than it says, and names what has no effect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, LATER, PURE_FIXED
 from roll_opd.config.plan import RewardPlan
-from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, Top, keys_of
+from roll_opd.config.read import as_yaml
+from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, SampleKeys, Top, keys_of
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
 SAID_OF_TEACHERS = {"whiten_advantages", "kl_penalty"}  # a sentence of their own tells what becomes of them
+NORMS = ("norm_mean_type", "norm_std_type")
 
 
-def check_objective(top: Top, mode: str, diagnostics: Diagnostics) -> None:
+def check_objective(top: Top, mode: str, agentic: bool) -> None:
     """Say what contradicts the mode, what has no effect in it, and what cannot be computed yet."""
+    top.tell.ignore(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     for key, harmless in LATER.items():
-        value = getattr(top, key)
-        if value not in harmless:
-            diagnostics.block(key, f"{_text(value)} is not available yet; remove the key")
+        if getattr(top, key) not in harmless:
+            top.tell.block(key, f"{as_yaml(getattr(top, key))} is not available yet; remove the key")
     if top.kl_loss_fn is not None:
-        diagnostics.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
-    diagnostics.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
-    _check_functions(top, mode, diagnostics)
-    if diagnostics.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES):
-        check_distillation(top, mode, diagnostics)
-    correction.check(top, mode, diagnostics)
-    _check_clip_range(top, diagnostics)
-    if mode != "rl":
-        _check_beside_teachers(top, mode, diagnostics)
+        top.tell.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
+    top.tell.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
+    _check_functions(top, mode)
+    if top.tell.is_one_of("opd_divergence", top.opd_divergence, DIVERGENCE_NAMES) and mode != "rl":
+        _check_distillation(top)
+    correction.check(top, mode)
+    _check_clip_range(top)
+    if mode != "rl" and top.opd_objective == "sampled":
+        _check_beside_teachers(top, mode)
     if mode == "pure":
-        _check_pure(top, diagnostics)
-        return
-    _check_critic(top, diagnostics)
+        _check_pure(top)
+    else:
+        _check_reward_part(top)
+
+
+def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
+    """Yield the keys that nothing reads in this mode and beside these others."""
+    sampled = top.opd_objective == "sampled"
     if mode == "rl":
-        for key in {"opd_kl_coef", "opd_kl_discount"} & top.written:
-            diagnostics.ignore(key)
+        yield from ("opd_kl_coef", "opd_kl_discount", "opd_use_policy_gradient", *keys_of(DistillationKeys))
+    if mode == "pure":
+        told = {*PURE_FIXED, *(SAID_OF_TEACHERS if sampled else ())}
+        yield from {*keys_of(ReinforcementKeys), *keys_of(CriticKeys)} - told
+        if not sampled:  # there is no advantage then
+            yield "advantage_clip"
+    else:
+        if top.adv_estimator != "gae":
+            yield from keys_of(CriticKeys)
+        if top.adv_estimator in ADVANTAGES.builtin and not has_norm_levels(top.adv_estimator or ""):
+            yield from NORMS
+        if top.target_kl is None or not top.add_token_level_kl:
+            yield from ("target_kl", "kl_horizon")
+    if top.opd_objective != "topk":
+        yield from ("opd_topk", "opd_topk_source")
+    if top.opd_divergence != "jsd":
+        yield "opd_jsd_beta"
+    if not top.opd_divergence.startswith("skewed"):
+        yield "opd_skew_alpha"
+    if agentic:  # ROLL's environments know none of them
+        yield from keys_of(SampleKeys)
+    if not top.difficulty_mask:
+        yield from ("difficulty_low_threshold", "difficulty_high_threshold")
+    if not top.error_max_len_clip:
+        yield "error_max_len_threshold"
+
+
+def _check_reward_part(top: Top) -> None:
+    """Check what a run that learns from rewards has: a critic, normalised rewards, KLs to the reference policy."""
+    if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
+        top.tell.problem(
+            "critic_warmup",
+            f"{top.critic_warmup} steps of the critic alone leave none of max_steps {top.max_steps} for the student;"
+            " lower it",
+        )
     if top.adv_estimator == "on_policy_distill":
-        diagnostics.problem(
+        top.tell.problem(
             "adv_estimator",
             "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
         )
-    _check_grpo(top, diagnostics)
-    for key in ("norm_mean_type", "norm_std_type"):
-        builtin = (top.adv_estimator or "gae") in ADVANTAGES.builtin
-        if _given(top, key) is not None and builtin and not has_norm_levels(top.adv_estimator):
-            diagnostics.ignore(key)
-        if getattr(top, key) == "running":
-            diagnostics.block(key, "'running' is not available yet; use batch or group")
+    is_rolls_grpo = top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
+    for key in NORMS:
+        value = getattr(top, key)
+        if is_rolls_grpo and key in top.written and value not in ("group", "running"):
+            top.tell.say(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
+        if value == "running":
+            top.tell.block(key, "'running' is not available yet; use batch or group")
     if top.use_kl_loss and not top.kl_loss_coef:
-        diagnostics.warn("use_kl_loss: true has no effect while kl_loss_coef is 0 (ROLL's default)")
+        top.tell.remark("use_kl_loss", "true has no effect while kl_loss_coef is 0 (ROLL's default)")
     if top.add_token_level_kl and top.init_kl_coef == 0:
-        diagnostics.warn("add_token_level_kl: true has no effect while init_kl_coef is 0")
-    _check_adaptive_kl(top, diagnostics)
+        top.tell.remark("add_token_level_kl", "true has no effect while init_kl_coef is 0")
+        if top.target_kl is not None:
+            top.tell.problem(
+                "target_kl",
+                "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; give one above 0",
+            )
 
 
 def clip_range(top: Top) -> tuple[float, float]:
@@ -81,70 +124,47 @@ def _reads_clip_range(top: Top) -> bool:
     return not NAMES_OF_A_LOSS.isdisjoint(top.written)
 
 
-def _check_clip_range(top: Top, diagnostics: Diagnostics) -> None:
+def _check_clip_range(top: Top) -> None:
     written = {key: value for key in ("pg_clip_low", "pg_clip_high") if (value := getattr(top, key)) is not None}
     if written and not _reads_clip_range(top) and set(written.values()) != {top.pg_clip}:
         shown = ", ".join(f"{key} {value:g}" for key, value in written.items())
-        diagnostics.say(
+        top.tell.say(
             next(iter(written)),
             f"without use_pg_clip_range: true, {shown} have no effect, as in ROLL; pg_clip {top.pg_clip:g} counts",
         )
 
 
-def _check_beside_teachers(top: Top, mode: str, diagnostics: Diagnostics) -> None:
+def _check_beside_teachers(top: Top, mode: str) -> None:
     """Say what ROLL would do with the teachers' part of an advantage, and is not done here."""
-    pure, taught = mode == "pure", top.opd_objective == "sampled"
-    if top.whiten_advantages and taught:
+    if top.whiten_advantages:
+        pure = mode == "pure"
         instead = "has no effect in pure distillation" if pure else "whitens the reward's part of an advantage alone"
-        diagnostics.say(
+        top.tell.say(
             "whiten_advantages",
             f"true {instead}; ROLL whitens the teachers' too, after which half of all tokens are learned as if the"
             " student were likelier than the teacher there",
         )
-    name = KL_PENALTIES.get(top.kl_penalty, top.kl_penalty)
-    if name != "kl" and taught:
-        diagnostics.say(
+    if KL_PENALTIES.get(top.kl_penalty) != "kl":
+        top.tell.say(
             "kl_penalty",
             f"{top.kl_penalty} is not taken of the teachers here (ROLL does): their part stays student - teacher"
             " log-prob, whose expected gradient is that of the reverse KL",
         )
 
 
-def has_norm_levels(advantage: str | None) -> bool:
+def has_norm_levels(advantage: str) -> bool:
     """Whether `norm_mean_type` and `norm_std_type` are arguments of a built-in advantage."""
-    name = advantage or "gae"
-    return name in ADVANTAGES.builtin and {"mean_cal_level", "std_cal_level"} <= ADVANTAGES.defaults(name).keys()
+    levels = {"mean_cal_level", "std_cal_level"}
+    return advantage in ADVANTAGES.builtin and levels <= ADVANTAGES.defaults(advantage).keys()
 
 
-def _check_grpo(top: Top, diagnostics: Diagnostics) -> None:
-    """Say that ROLL's grpo normalises by group whatever is written."""
-    for key in ("norm_mean_type", "norm_std_type"):
-        value = getattr(top, key)
-        is_rolls = top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
-        if is_rolls and key in top.written and value not in ("group", "running"):
-            diagnostics.say(key, f"{value or 'null'} counts; ROLL's grpo takes group, as it is here without the key")
-
-
-def _check_adaptive_kl(top: Top, diagnostics: Diagnostics) -> None:
-    if top.target_kl is None or not top.add_token_level_kl:
-        for key in ("target_kl", "kl_horizon"):
-            if _given(top, key) is not None:
-                diagnostics.ignore(key)
-    elif top.init_kl_coef == 0:
-        diagnostics.problem(
-            "target_kl", "the coefficient is multiplied from step to step, and init_kl_coef 0 stays 0; give one above 0"
-        )
-
-
-def _check_functions(top: Top, mode: str, diagnostics: Diagnostics) -> None:
+def _check_functions(top: Top, mode: str) -> None:
     """Say what is empty or wrong about this loss, these advantages and this KL loss together."""
-    policy_loss = top.policy_loss or ("importance_sampling" if mode == "pure" else "ppo")
-    facts = loss_facts(policy_loss)
-    advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator or "gae"
+    advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator
     measures_kl = top.use_kl_loss and mode != "pure"
     for sentence in check_combination(
-        policy_loss=policy_loss,
-        advantage=advantage if facts.reads_advantages else None,
+        policy_loss=top.policy_loss or "",
+        advantage=advantage if loss_facts(top.policy_loss).reads_advantages else None,
         kl_loss=(top.kl_loss_fn or "low_var_kl") if measures_kl else None,
         # whether there is a reference policy or a critic has checks of its own
         reference=True,
@@ -154,72 +174,53 @@ def _check_functions(top: Top, mode: str, diagnostics: Diagnostics) -> None:
         expert_data_ratio=top.expert_data_ratio or 0.0,
         opd_objective=top.opd_objective,
     ):
-        diagnostics.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
+        top.tell.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
 
 
-def _check_critic(top: Top, diagnostics: Diagnostics) -> None:
-    if top.adv_estimator not in (None, "gae"):
-        for key in keys_of(CriticKeys):
-            if _given(top, key) is not None:
-                diagnostics.ignore(key)
-    elif top.critic_warmup >= top.max_steps:
-        diagnostics.problem(
-            "critic_warmup",
-            f"{top.critic_warmup} steps of the critic alone leave none of max_steps {top.max_steps} for the student;"
-            " lower it",
-        )
-
-
-def check_groups(top: Top, mode: str, responses: int, agentic: bool, diagnostics: Diagnostics) -> None:
+def check_groups(top: Top, responses: int, agentic: bool) -> None:
     """Check what the number of responses a prompt decides: baselines, and the horizon of the adaptive KL.
 
     A group of one response has no mean that its reward could be compared with. In a horizon that is too short a step's
     samples could take the whole coefficient away, or more.
     """
-    if mode == "pure":
-        return
-    compares = advantage_facts(top.adv_estimator or "gae").baseline
+    compares = advantage_facts(top.adv_estimator).baseline
     if compares and top.norm_mean_type != "batch" and responses == 1 and not agentic:
-        diagnostics.warn(
-            f"adv_estimator: {top.adv_estimator} has no baseline with one response a prompt, so each reward counts as"
-            " it is; set num_return_sequences_in_group to 2 or more"
+        top.tell.remark(
+            "adv_estimator",
+            f"{top.adv_estimator} has no baseline with one response a prompt, so each reward counts as it is; set"
+            " num_return_sequences_in_group to 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:
-        diagnostics.problem(
+        top.tell.problem(
             "kl_horizon",
             f"{top.kl_horizon} samples are too few for {samples} a step: the coefficient changes by up to a fifth in as"
             f" many, and would fall to 0 or below it; give more than {samples // FEWEST_STEPS}",
         )
 
 
-def check_rewards(top: Top, mode: str, rewards: Sequence[RewardPlan], diagnostics: Diagnostics) -> None:
+def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
     """Say where rewards teach nothing: the loss reads no advantages, and no filter selects what it learns."""
-    loss = top.policy_loss or "ppo"
-    if mode == "pure" or loss not in POLICY_LOSSES.builtin or loss_facts(loss).reads_advantages:
+    if top.policy_loss not in POLICY_LOSSES.builtin or loss_facts(top.policy_loss).reads_advantages:
         return
     for reward in rewards:
         if not (reward.query_filter or reward.response_filter):
-            diagnostics.warn(
-                f"rewards.{reward.domain}: teaches nothing, as policy loss {loss} reads no advantages and no filter"
-                " selects samples by their reward; write response_filter_config (rejection sampling), or another loss"
+            top.tell.remark(
+                f"rewards.{reward.domain}",
+                f"teaches nothing, as policy loss {top.policy_loss} reads no advantages and no"
+                " filter selects samples by their reward; write response_filter_config (rejection sampling), or"
+                " another loss",
             )
 
 
-def _check_pure(top: Top, diagnostics: Diagnostics) -> None:
-    told = {*PURE_FIXED, *(SAID_OF_TEACHERS if top.opd_objective == "sampled" else ())}
-    for key in (*keys_of(ReinforcementKeys).keys() - told, *keys_of(CriticKeys).keys() - told):
-        if _given(top, key) is not None:
-            diagnostics.ignore(key)
-    if top.opd_objective != "sampled" and top.advantage_clip is not None:  # there is no advantage then
-        diagnostics.ignore("advantage_clip")
+def _check_pure(top: Top) -> None:
     wrong = [
-        f"{key} {_text(value)}"
+        f"{key} {as_yaml(value)}"
         for key, allowed in PURE_FIXED.items()
         if (value := _given(top, key)) is not None and value not in allowed
     ]
     if wrong:
-        diagnostics.warn(
+        top.tell.warn(
             "pure distillation fixes adv_estimator (on_policy_distill), gamma 0, no critic, no KL loss and no"
             f" token-level KL; these settings have no effect: {', '.join(wrong)}"
         )
@@ -231,58 +232,40 @@ def _given(top: Top, key: str) -> object:
     return value if key in top.written or value != getattr(Top, key) else None
 
 
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def check_distillation(top: Top, mode: str, diagnostics: Diagnostics) -> None:
+def _check_distillation(top: Top) -> None:
     """Refuse combinations of the teachers' part that teach nothing or something else than they say."""
-    written = [key for key in ("opd_use_policy_gradient", *keys_of(DistillationKeys)) if key in top.written]
-    if mode == "rl":
-        for key in written:
-            diagnostics.ignore(key)
-        return
     objective, policy_gradient = top.opd_objective, top.opd_use_policy_gradient
     if objective == "sampled":
         if policy_gradient is False:
-            diagnostics.problem(
+            top.tell.problem(
                 "opd_use_policy_gradient",
                 "false makes a direct loss of student - teacher log-prob of the sampled token (k1), whose gradient does"
                 " not know the teacher; leave it out, or use opd_objective: topk or full",
             )
         if top.opd_divergence != "reverse_kl":
-            diagnostics.problem(
+            top.tell.problem(
                 "opd_divergence",
                 f"{top.opd_divergence} needs a sum over the vocabulary: sampled tokens estimate the reverse KL only;"
                 " use opd_objective: full or topk",
             )
-    else:
-        if policy_gradient:
-            diagnostics.problem(
-                "opd_use_policy_gradient",
-                f"true makes an advantage of the {objective} divergence, which is the same whatever token was sampled,"
-                " so that its expected gradient is 0; leave it out, or use opd_objective: sampled",
-            )
-        if top.opd_kl_discount:
-            diagnostics.problem(
-                "opd_kl_discount",
-                f"{top.opd_kl_discount:g} sums later tokens into an advantage, and opd_objective: {objective} has none"
-                " from the teacher; set it to 0, or use opd_objective: sampled",
-            )
-    used = {
-        "opd_topk": objective == "topk",
-        "opd_topk_source": objective == "topk",
-        "opd_jsd_beta": top.opd_divergence == "jsd",
-        "opd_skew_alpha": top.opd_divergence.startswith("skewed"),
-    }
-    for key in written:
-        if not used.get(key, True):
-            diagnostics.ignore(key)
+        return
+    if policy_gradient:
+        top.tell.problem(
+            "opd_use_policy_gradient",
+            f"true makes an advantage of the {objective} divergence, which is the same whatever token was sampled,"
+            " so that its expected gradient is 0; leave it out, or use opd_objective: sampled",
+        )
+    if top.opd_kl_discount:
+        top.tell.problem(
+            "opd_kl_discount",
+            f"{top.opd_kl_discount:g} sums later tokens into an advantage, and opd_objective: {objective} has none"
+            " from the teacher; set it to 0, or use opd_objective: sampled",
+        )
 
 
-def check_topk(top: Top, vocab_size: int, diagnostics: Diagnostics) -> None:
+def check_topk(top: Top, vocab_size: int) -> None:
     """Check a top-k against the smallest vocabulary of student and teachers."""
     if vocab_size and top.opd_objective == "topk" and top.opd_topk > vocab_size:
-        diagnostics.problem(
+        top.tell.problem(
             "opd_topk", f"{top.opd_topk} is more than the {vocab_size} token ids that student and teachers all have"
         )

@@ -2,12 +2,11 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.algorithms.table import KL_PENALTIES, loss_facts
 from roll_opd.config.plan import RunPlan
-from roll_opd.megatron.supported import unsupported
+from roll_opd.megatron.supported import not_yet
 from roll_opd.rewards.registry import REWARDS
 from roll_opd.tracking.registry import lacking
 
@@ -27,18 +26,7 @@ def unavailable(plan: RunPlan) -> list[str]:
             f"async_generation_ratio: {plan.async_generation_ratio:g} (generation ahead of training) is not available"
             " yet; use 0"
         )
-    for learner in filter(None, (plan.student, plan.critic)):
-        if learner.model.dtype == "fp16":
-            sentences.append(f"{learner.name}: training in fp16 is not available; use bf16 or fp32")
-    for role in plan.megatron_roles().values():
-        sentences += [f"{role.name}: {sentence}" for sentence in unsupported(Path(role.model.path))]
-        later = {
-            "context parallelism is not available yet (context_parallel_size {}); use 1": role.layout.cp,
-            "expert parallelism is not available yet (expert_model_parallel_size {}); use 1": role.layout.ep,
-            "virtual pipeline stages are not available yet; remove the key": role.layout.vpp or 1,
-        }
-        sentences += [f"{role.name}: {sentence.format(size)}" for sentence, size in later.items() if size > 1]
-    return sentences
+    return sentences + [sentence for role in plan.megatron_roles().values() for sentence in not_yet(role)]
 
 
 def _objective(plan: RunPlan) -> list[str]:

@@ -20,11 +20,10 @@ def parse_device_mapping(value: str | int | Sequence[int]) -> tuple[int, ...]:
     devices = _parse_text(value) if isinstance(value, str) else _literal_list(value)
     if not devices:
         raise ValueError(f"{value!r} lists no device; {ACCEPTED}")
-    negative = [device for device in devices if device < 0]
-    if negative:
-        raise ValueError(f"device {negative[0]} is negative; use numbers from 0, counted over all nodes")
     seen: set[int] = set()
     for device in devices:
+        if device < 0:
+            raise ValueError(f"device {device} is negative; use numbers from 0, counted over all nodes")
         if device in seen:
             raise ValueError(f"device {device} is listed twice; remove one")
         seen.add(device)
@@ -43,19 +42,18 @@ def short_devices(devices: Sequence[int]) -> str:
 
 
 def _literal_list(value: int | Sequence[int]) -> list[int]:
-    items = [value] if isinstance(value, int) and not isinstance(value, bool) else value
+    items = [value] if type(value) is int else value
     if not isinstance(items, list | tuple):
         raise ValueError(f"{value!r} is not a list of devices; {ACCEPTED}")
     for item in items:
-        if not isinstance(item, int) or isinstance(item, bool):
+        if type(item) is not int:
             raise ValueError(f"{item!r} is not a whole number; {ACCEPTED}")
     return list(items)
 
 
 def _parse_text(text: str) -> list[int]:
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-        value = _interpret(tree.body, text)
+        value = _interpret(ast.parse(text.strip(), mode="eval").body, text)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} cannot be read; {ACCEPTED}") from None
     return [value] if isinstance(value, int) else value
@@ -63,19 +61,19 @@ def _parse_text(text: str) -> list[int]:
 
 def _interpret(node: ast.expr, text: str) -> int | list[int]:
     """Return what a node of the small accepted language stands for."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand, text)
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_number(item, text) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _list(node.left, text) + _list(node.right, text)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        if node.func.id == "list" and len(node.args) == 1:
-            return _list(node.args[0], text)
-        if node.func.id == "range" and 1 <= len(node.args) <= 3:
-            return _range([_number(argument, text) for argument in node.args])
+    match node:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, text)
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_number(item, text) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list(left, text) + _list(right, text)
+        case ast.Call(func=ast.Name(id="list"), args=[items], keywords=[]):
+            return _list(items, text)
+        case ast.Call(func=ast.Name(id="range"), args=[_, *_] as arguments, keywords=[]) if len(arguments) <= 3:
+            return _range([_number(argument, text) for argument in arguments])
     raise ValueError(f"{ast.unparse(node)!r} is not allowed in {text!r}; {ACCEPTED}")
 
 

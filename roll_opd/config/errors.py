@@ -6,7 +6,7 @@ Every check writes into one `Diagnostics`, so that a user sees all problems of a
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roll_opd.failures import os_sentence, shortened
 from roll_opd.paths import PathError
@@ -25,50 +25,65 @@ class ConfigError(Exception):
         return "\n".join([head, *(f"  {index}. {text}" for index, text in enumerate(self.problems, start=1))])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Diagnostics:
-    """Collects what the checks say; knows where each key was written ("file.yaml:12" or "command line")."""
+    """Collects what the checks say; knows where each key was written ("file.yaml:12" or "command line").
+
+    One of a section (`below`) takes keys of that section, "" being the section itself; others take dotted paths.
+    """
 
     origins: Mapping[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    ignored: set[str] = field(default_factory=set)
-    dropped: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)  # keys of ROLL's that are accepted and have no effect
+    dropped: set[str] = field(default_factory=set)  # at the top, read by no part of a run: variables, it seems
+    path: str = ""
+
+    def below(self, path: str) -> "Diagnostics":
+        """Return the same for the keys of the section at `path`."""
+        return replace(self, path=self.at(path))
+
+    def at(self, key: str) -> str:
+        """Return the dotted path of `key`."""
+        return f"{self.path}.{key}" if self.path and key else self.path or key
 
     def problem(self, key: str, text: str) -> None:
-        """Add a problem about `key` (a dotted path), once."""
-        self._add(self.problems, f"{key}: {text}{self.where(key)}")
+        """Add a problem about `key`, once."""
+        self._add(self.problems, key, text)
+
+    def block(self, key: str, text: str) -> None:
+        """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
+        self._add(self.blockers, key, text)
 
     @contextmanager
-    def about(self, key: str) -> Iterator[None]:
-        """Make problems about `key` of what the system refuses inside the block: rights, loops of links, long names."""
+    def about(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
+        """Make problems about `key` of errors of a `kind` inside the block, whose text is a sentence for a user, and
+        of what the system refuses: rights, loops of links, long names.
+        """
         try:
             yield
         except OSError as error:
             self.problem(key, os_sentence(error))
-        except PathError as error:
+        except (PathError, kind) as error:
             self.problem(key, str(error))
+
+    def say(self, key: str, text: str) -> None:
+        """Add a warning about `key` and where it is written, once."""
+        self.warn(f"{self.at(key)}: {text}{self.where(key)}")
+
+    def remark(self, key: str, text: str) -> None:
+        """Add a warning about `key`, once."""
+        self.warn(f"{self.at(key)}: {text}")
 
     def warn(self, text: str) -> None:
         """Add a warning, once."""
-        self._add(self.warnings, shortened(text))
+        if shortened(text) not in self.warnings:
+            self.warnings.append(shortened(text))
 
-    def say(self, key: str, text: str) -> None:
-        """Add a warning about `key`, once."""
-        self.warn(f"{key}: {text}{self.where(key)}")
-
-    def block(self, key: str, text: str) -> None:
-        """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
-        self._add(self.blockers, f"{key}: {text}{self.where(key)}")
-
-    def ignore(self, key: str) -> None:
-        """Note a key of ROLL's that is accepted and has no effect."""
-        self.ignored.add(key)
-
-    def drop(self, key: str) -> None:
-        """Note a key at the top that no part of a run reads: a variable of the file, as far as one can tell."""
-        self.dropped.add(key)
+    def ignore(self, *keys: str) -> None:
+        """Note keys of ROLL's that are accepted and have no effect."""
+        self.ignored.update(map(self.at, keys))
 
     def warn_ignored(self) -> None:
         """Name all keys without effect in one warning, and all that nobody knows in another, before the others."""
@@ -94,16 +109,17 @@ class Diagnostics:
 
     def where(self, key: str) -> str:
         """Return " (file.yaml:12)" for the key or its nearest written ancestor, "" if nobody wrote it."""
+        key = self.at(key)
         while key:
             if key in self.origins:
                 return f" ({self.origins[key]})"
             key = key.rpartition(".")[0]
         return ""
 
-    @staticmethod
-    def _add(sentences: list[str], text: str) -> None:
-        if text not in sentences:
-            sentences.append(text)
+    def _add(self, sentences: list[str], key: str, text: str) -> None:
+        sentence = f"{self.at(key)}: {text}{self.where(key)}"
+        if sentence not in sentences:
+            sentences.append(sentence)
 
 
 def _by_section(keys: Collection[str]) -> str:

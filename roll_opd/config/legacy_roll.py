@@ -70,13 +70,6 @@ IGNORED_REWARD = _names("""
     training_args pg_variant topr_positive_weight topr_negative_weight
 """)
 
-IGNORED_VALIDATION = IGNORED_WORKER | _names("""
-    eval_steps device_mapping model_args strategy_args training_args infer_batch_size num_gpus_per_worker worker_cls
-    pg_variant topr_positive_weight topr_negative_weight use_sequence_packing sequence_packing_args
-    use_dynamic_batching_in_train use_dynamic_batching_in_infer max_tokens_per_microbatch_in_train
-    max_tokens_per_microbatch_in_infer opd_kl_coef tag_included system_envs
-""")
-
 IGNORED_SEQUENCE_PACKING = _names("algorithm min_num_micro_batches_forward min_num_micro_batches_train")
 
 # what is said of an ignored key by itself, where its value looks as if something else were learned:

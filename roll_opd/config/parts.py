@@ -1,17 +1,13 @@
 """Builds the parts of a plan from roles that have been read and found right. Every rule is in the checks."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.config import correction
 from roll_opd.config.check_objective import clip_range, has_norm_levels
 from roll_opd.config.check_values import micro_batch
-from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import (
-    CriticPlan,
     MegatronPlan,
     ModelPlan,
     ObjectivePlan,
@@ -24,7 +20,6 @@ from roll_opd.config.plan import (
 from roll_opd.config.roles import Role
 from roll_opd.config.schedule import read_schedule
 from roll_opd.config.schema import (
-    CriticKeys,
     DistillationKeys,
     GeneratingArgs,
     ObjectiveKeys,
@@ -48,31 +43,23 @@ def environment(top: Run, worker: Worker | None = None) -> FrozenDict:
     return FrozenDict({name: str(value) for name, value in both.items()})
 
 
-def megatron_plan(
-    role: Role, top: Run, longest: int, diagnostics: Diagnostics, vocab_size: int | None = None
-) -> MegatronPlan:
-    """Return what every Megatron role has.
-
-    Args:
-        longest: tokens of its longest sequence.
-        vocab_size: of the student, of whose tokens a wider frozen model gives the log-probs.
-    """
+def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
+    """Return what every Megatron role has; a wider frozen model gives the log-probs of the tokens of `student`."""
     assert role.info and role.megatron and role.megatron.devices and role.megatron.layout
+    vocabulary = student.info.vocab if student and student.info else role.info.vocab
     return MegatronPlan(
         name=role.path,
         model=ModelPlan(str(role.info.path), role.dtype),
         devices=role.megatron.devices,
         layout=role.megatron.layout,
-        forward_limits=micro_batch(role, False, longest, diagnostics),
+        forward_limits=micro_batch(role.worker, False),
         megatron_args=FrozenDict(role.megatron.args),
         env=environment(top, role.worker),
-        vocab_size=vocab_size if vocab_size and vocab_size < role.info.vocab else None,
+        vocab_size=vocabulary if vocabulary < role.info.vocab else None,
     )
 
 
-def train_plan(
-    role: Role, top: Run, mini_batch: int, longest: int, total: int, diagnostics: Diagnostics, answers: int = 1
-) -> TrainPlan:
+def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int = 1) -> TrainPlan:
     """Return a role that learns.
 
     Args:
@@ -81,39 +68,24 @@ def train_plan(
         answers: sequences that stay together in a micro-batch, whose limit counts them as one.
     """
     assert role.megatron is not None
-    args = role.worker.training_args
-    limits = micro_batch(role, True, longest * answers, diagnostics)
+    args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     optimizer = OptimizerPlan(
-        **{**shared(OptimizerKeys, args), **read_schedule(args, f"{role.path}.training_args", total, diagnostics)},
+        **{**shared(OptimizerKeys, args), **read_schedule(args, total)},
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
         use_distributed_optimizer=role.megatron.use_distributed_optimizer,
     )
-    return TrainPlan(
-        **vars(megatron_plan(role, top, longest, diagnostics)),
-        train_limits=limits,
-        mini_batch_sequences=mini_batch,
-        optimizer=optimizer,
-    )
+    plan = megatron_plan(role, top)
+    return TrainPlan(**vars(plan), train_limits=limits, mini_batch_sequences=mini_batch, optimizer=optimizer)
 
 
-def critic_plan(
-    role: Role, top: Top, mini_batch: int, longest: int, total: int, diagnostics: Diagnostics
-) -> CriticPlan:
-    """Return the critic; the arguments are those of `train_plan`."""
-    trained = train_plan(role, top, mini_batch, longest, total, diagnostics)
-    return CriticPlan(**vars(trained), **shared(CriticKeys, top))
-
-
-def teacher_plan(
-    name: str, role: Role, top: Top, longest: int, diagnostics: Diagnostics, vocab_size: int | None
-) -> TeacherPlan:
-    """Return a teacher with its own coefficient, else the top-level one; `vocab_size` is the student's."""
+def teacher_plan(name: str, role: Role, top: Top, student: Role) -> TeacherPlan:
+    """Return a teacher of `student` with its own coefficient, else the top-level one."""
     own = role.worker.opd_kl_coef
     return TeacherPlan(
         name=name,
-        worker=megatron_plan(role, top, longest, diagnostics, vocab_size),
+        worker=megatron_plan(role, top, student),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,
     )
@@ -121,9 +93,8 @@ def teacher_plan(
 
 def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> RolloutPlan:
     """Return the student's engines: `n` responses a prompt of at most `response` tokens, `held_out` in validation."""
-    assert role.vllm is not None
-    needed = top.prompt_length + max(response, held_out)
-    plan = _engines(role, top, sampling_plan(role.worker.generating_args, n, response), needed, role.vllm.args)
+    sampling = sampling_plan(role.worker.generating_args, n, response)
+    plan = _engines(role, top, sampling, top.prompt_length + max(response, held_out))
     if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
@@ -132,19 +103,17 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
     """Return a judge's engines. It reads prompt and response inside its own question, and its own last answer."""
-    assert role.vllm is not None and role.info is not None
+    assert role.info is not None
     args = role.worker.generating_args
     new = args.max_new_tokens or JUDGE_TOKENS
     question = top.prompt_length + 2 * response + 2 * new + JUDGE_TOKENS
     sampling = sampling_plan(args, 1, new)
     if "temperature" not in args.written:
         sampling = replace(sampling, temperature=0.0)
-    return _engines(role, top, sampling, min(question, role.info.max_positions), role.vllm.args)
+    return _engines(role, top, sampling, min(question, role.info.max_positions))
 
 
-def _engines(
-    role: Role, top: Top, sampling: SamplingPlan, max_model_len: int, engine_args: Mapping[str, Any]
-) -> RolloutPlan:
+def _engines(role: Role, top: Top, sampling: SamplingPlan, max_model_len: int) -> RolloutPlan:
     assert role.info and role.vllm and role.vllm.devices
     return RolloutPlan(
         name=role.path,
@@ -154,7 +123,7 @@ def _engines(
         engines=len(role.vllm.devices) // role.vllm.tp,
         sampling=sampling,
         max_model_len=role.vllm.max_model_len or max_model_len,
-        engine_args=FrozenDict(engine_args),
+        engine_args=FrozenDict(role.vllm.args),
         env=environment(top, role.worker),
     )
 
@@ -170,6 +139,7 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
 
     `vocab_size` is how many token ids student and teachers all have.
     """
+    assert top.policy_loss
     pure = mode == "pure"
     low, high = clip_range(top)
     clips = {
@@ -177,15 +147,18 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         "clip_high": high,
         "dual_clip": 1 + 2 * top.pg_clip if top.dual_clip_loss is True else top.dual_clip_loss or None,  # as in ROLL
     }
-    policy_loss = top.policy_loss or ("importance_sampling" if pure else "ppo")
-    reads_clips = policy_loss in POLICY_LOSSES.builtin and loss_facts(policy_loss).reads_pg_clip
+    reads_clips = top.policy_loss in POLICY_LOSSES.builtin and loss_facts(top.policy_loss).reads_pg_clip
     read = correction.read(top)
     has_divergence = mode != "rl" and top.opd_objective != "sampled"
-    keys = shared(ObjectiveKeys, top)
+    own_clips = {
+        "pg_clip_low": None if low == top.pg_clip else low,
+        "pg_clip_high": None if high == top.pg_clip else high,
+    }
+    keys = shared(ObjectiveKeys, top) | own_clips
     off = {*(keys_of(ReinforcementKeys) if pure else ()), *(() if has_divergence else keys_of(DistillationKeys))}
     plan = ObjectivePlan(
         **{key: value for key, value in keys.items() if key not in off},
-        policy_loss=policy_loss,
+        policy_loss=top.policy_loss,
         policy_loss_args=FrozenDict({**(clips if reads_clips else {}), **top.policy_loss_fn_args}),
         dual_clip=clips["dual_clip"],
         loss_agg_mode=top.loss_agg_mode or ROLL_LOSS_AGG_MODE,
@@ -195,18 +168,13 @@ def objective_plan(top: Top, mode: str, updates: int, response: int, vocab_size:
         # a correction is of the weights that sampled, before the update
         recompute_old_logprobs=updates > 1 or top.enable_old_logprobs_recompute or read is not None,
     )
-    plan = replace(
-        plan, pg_clip_low=None if low == top.pg_clip else low, pg_clip_high=None if high == top.pg_clip else high
-    )
-    if pure:
-        return replace(plan, gamma=0.0)
-    return _with_reward(plan, top)
+    return replace(plan, gamma=0.0) if pure else _with_reward(plan, top)
 
 
 def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
     """Return the objective with the reward's part: advantages, and KLs to the reference policy."""
-    name = top.adv_estimator or "gae"
-    mean, std = top.norm_mean_type, top.norm_std_type
+    assert top.adv_estimator
+    name, mean, std = top.adv_estimator, top.norm_mean_type, top.norm_std_type
     if name == "grpo":  # what the estimator is; writing null takes it away
         mean = mean if "norm_mean_type" in top.written else "group"
         std = std if "norm_std_type" in top.written else "group"

@@ -6,8 +6,8 @@ can. Keys nobody knows are reported with the nearest known key; ROLL's keys with
 
 import json
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -30,7 +30,7 @@ from roll_opd.config.schema import (
     TrainingArgs,
     Worker,
     keys_of,
-    mark_written,
+    place,
 )
 from roll_opd.hints import nearest
 
@@ -63,7 +63,6 @@ class Sections:
     top: Run | None = None
     workers: dict[str, Worker | None] = field(default_factory=dict)  # by the name the user wrote
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
-    teacher_paths: dict[str, str] = field(default_factory=dict)  # teacher name -> dotted path of its section
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
     pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
@@ -88,13 +87,15 @@ def read_sections(
     known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model") if pipeline is None else ())}
     left_out = _variables(values, known, keys.ignored, variables, diagnostics)
     rest = {key: value for key, value in values.items() if key not in left_out}
+    if pipeline is not None and pipeline.has_reference:
+        rest.setdefault(REFERENCE, {})
     for role, worker in roles.items():
         if role in rest:
-            sections.workers[role] = read_section(worker, rest.pop(role), role, diagnostics)
+            sections.workers[role] = read_section(worker, rest.pop(role), diagnostics.below(role))
     if pipeline is None:
         _read_teachers(rest.pop("teacher", None), sections, diagnostics)
-        _read_rewards(_with_shared_judge(rest, diagnostics), sections, diagnostics)
-    sections.top = read_section(keys, rest, "", diagnostics, known)
+        _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, diagnostics)
+    sections.top = read_section(keys, rest, diagnostics, known)
     return sections
 
 
@@ -118,101 +119,87 @@ def _variables(
             own.add(key)
         elif key in ignored or diagnostics.origins.get(str(key)) == COMMAND_LINE:
             continue  # nobody writes a variable there that no file refers to
-        elif not _typing_error(str(key), value, {*known, *ignored}):
+        elif not _typing_error("", str(key), value, {*known, *ignored}):
             own.add(key)
-            diagnostics.drop(str(key))
+            diagnostics.dropped.add(str(key))
     return own
 
 
-def _typing_error(key: str, value: Any, known: set[str]) -> str | None:
-    """Say what is wrong with an unknown key at the top, None where nothing tells it from a variable of the file."""
+def _typing_error(path: str, key: str, value: Any, known: set[str]) -> str | None:
+    """Say what is wrong with an unknown key; None where it resembles none, and at the top may be a variable's name."""
     home = next((name for name, section in HOMES.items() if key in keys_of(section)), None)
-    if home:
+    if home and not path:
         return f"unknown key at the top; it is one of {home}, write it there"
     if near := nearest(key, known):
         return f"unknown key; did you mean {near!r}?"
-    if _is_worker(value, {*keys_of(Worker)}):
+    if not path and _is_worker(value, {*keys_of(Worker)}):
         return "unknown role; give it the name of one that exists (docs/modes.md), or remove it"
     return None
 
 
 def _read_teachers(value: Any, sections: Sections, diagnostics: Diagnostics) -> None:
-    for name, (path, data) in _teachers(value, diagnostics).items():
-        sections.teachers[name] = read_section(Worker, data, path, diagnostics)
-        sections.teacher_paths[name] = path
-
-
-def _read_rewards(value: Any, sections: Sections, diagnostics: Diagnostics) -> None:
-    for domain, data in _mapping(value, "rewards", diagnostics).items():
-        path = f"rewards.{domain}"
-        if isinstance(data, dict) and _judges_here(data):
-            of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
-            data = {key: value for key, value in data.items() if key not in ENGINE_KEYS}
-            sections.judges[domain] = read_section(Worker, of_engine, path, diagnostics)
-        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, path, diagnostics), path, diagnostics)
-
-
-def _with_shared_judge(values: dict[str, Any], diagnostics: Diagnostics) -> Any:
-    """Take `rewards` and `reward_model` out of `values`; return the rewards, a judge's engine in its own section."""
-    rewards, engine = values.pop("rewards", None), values.pop("reward_model", None)
-    asking = (
-        [name for name, reward in rewards.items() if _judge_type(reward) == SHARED_JUDGE]
-        if isinstance(rewards, dict)
-        else []
-    )
-    if not asking or not isinstance(engine, dict):
-        if engine is not None:
-            diagnostics.ignore("reward_model")
-        return rewards
-    of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
-    kept = {key: value for key, value in rewards[asking[0]].items() if key not in ENGINE_KEYS}
-    return {**rewards, asking[0]: {**kept, **of_engine, "judge_model_type": LOCAL_JUDGE}}
-
-
-def _judge_type(reward: Any) -> Any:
-    return reward.get("judge_model_type") if isinstance(reward, dict) else None
-
-
-def _judges_here(reward: dict[str, Any]) -> bool:
-    args = reward.get("args")
-    return {**(args if isinstance(args, dict) else {}), **reward}.get("judge_model_type") == LOCAL_JUDGE
-
-
-def _teachers(value: Any, diagnostics: Diagnostics) -> dict[str, tuple[str, Any]]:
-    """Return teacher name -> (path, data); a section with a worker's keys is the one teacher "teacher"."""
-    if value is None:
-        return {}
+    """Read the teachers; a section with a worker's keys is the one teacher "teacher"."""
     mapping = _mapping(value, "teacher", diagnostics)
     keys = {*keys_of(Worker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
     misspelt = [key for key, data in mapping.items() if _near(str(key), keys) and not _is_worker(data, keys)]
     if keys.intersection(mapping) or misspelt:
-        return {"teacher": ("teacher", mapping)}
-    return {str(name): (f"teacher.{name}", data) for name, data in mapping.items()}
+        sections.teachers["teacher"] = read_section(Worker, mapping, diagnostics.below("teacher"))
+        return
+    for name, data in mapping.items():
+        sections.teachers[str(name)] = read_section(Worker, data, diagnostics.below(f"teacher.{name}"))
 
 
 def _is_worker(data: Any, keys: set[str]) -> bool:
     return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
-def _with_free_keys(data: Any, path: str, diagnostics: Diagnostics, model: type[Term] = Reward) -> Any:
+def _read_rewards(value: Any, shared: Any, sections: Sections, diagnostics: Diagnostics) -> None:
+    """Read the rewards, and the engines of judges that run here.
+
+    A judge has its engine in its own section; the first that asks for it has the one of `reward_model`, `shared`.
+    """
+    for domain, data in _mapping(value, "rewards", diagnostics).items():
+        tell, judge, engine = diagnostics.below(f"rewards.{domain}"), _judge_type(data), data
+        if judge == SHARED_JUDGE and isinstance(shared, dict):
+            judge, engine, shared = LOCAL_JUDGE, shared, None
+        if judge == LOCAL_JUDGE:
+            of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
+            sections.judges[domain] = read_section(Worker, of_engine, tell)
+            data = {key: value for key, value in data.items() if key not in ENGINE_KEYS} | {"judge_model_type": judge}
+        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, tell), tell)
+    if shared is not None:
+        diagnostics.ignore("reward_model")
+
+
+def _judge_type(reward: Any) -> Any:
+    if not isinstance(reward, dict):
+        return None
+    args = reward.get("args")
+    return {**(args if isinstance(args, dict) else {}), **reward}.get("judge_model_type")
+
+
+def _with_free_keys(data: Any, tell: Diagnostics, model: type[Term] = Reward) -> Any:
     """Move a reward's own keys into `args`, those of its terms too; a key close to a known one is a typing error."""
     if not isinstance(data, dict):
         return data
     known = {*keys_of(model), *model.ignored}
     kept = {key: value for key, value in data.items() if key in known}
-    args = dict(kept.get("args") or {})
+    args = {} if kept.get("args") in (None, "None") else kept["args"]
+    if not isinstance(args, dict):
+        return kept  # told by the check of types
+    args = dict(args)
     for key, value in data.items():
         if key in known:
             continue
         near = _near(str(key), known | REWARD_KEYS_OF_ROLL) if key not in REWARD_KEYS_OF_ROLL else None
         if near:
-            diagnostics.problem(f"{path}.{key}", f"unknown key; did you mean {near!r}?")
+            tell.problem(str(key), f"unknown key; did you mean {near!r}?")
         else:
             args[str(key)] = value
     if isinstance(kept.get("terms"), dict):
         kept["terms"] = {
-            name: _with_free_keys(term or {}, f"{path}.terms.{name}", diagnostics, Term)
+            str(name): _with_free_keys(term or {}, tell.below(f"terms.{name}"), Term)
             for name, term in kept["terms"].items()
         }
     return {**kept, "args": args}
@@ -223,102 +210,100 @@ def _near(key: str, known: set[str]) -> str | None:
 
 
 def _mapping(value: Any, path: str, diagnostics: Diagnostics) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        diagnostics.problem(path, f"expected a mapping of names to sections, got {value!r}")
-        return {}
-    return value
+    if value is None or isinstance(value, dict):
+        return value or {}
+    diagnostics.problem(path, f"expected a mapping of names to sections, got {value!r}")
+    return {}
 
 
-def read_section(
-    model: type[S], data: Any, path: str, diagnostics: Diagnostics, also_known: set[str] | None = None
-) -> S | None:
-    """Validate one section; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
+def read_section(model: type[S], data: Any, tell: Diagnostics, also_known: Set[str] = frozenset()) -> S | None:
+    """Validate the section of `tell`; `also_known` are keys that are read elsewhere, for the hints at misspelt ones."""
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        diagnostics.problem(path, f"expected a section with keys, got {data!r}")
+        tell.problem("", f"expected a section with keys, got {data!r}")
         return None
-    cleaned = _known_keys(model, data, path, diagnostics, also_known or set())
+    cleaned = _known_keys(model, data, tell, also_known)
     try:
         # through JSON, because strict mode takes a list for a tuple only there
-        section = _adapter(model).validate_json(json.dumps(cleaned, default=str))
+        section: S = _reader(model).validate_json(json.dumps(cleaned, default=str))
     except ValidationError as error:
-        _report(error, path, diagnostics)
+        _report(error, tell)
         return None
-    _mark(section, cleaned)
+    _place(section, cleaned, tell)
     return section
 
 
-def _adapter(model: type[S]) -> TypeAdapter[S]:
+def _reader(model: type[Section]) -> TypeAdapter[Any]:
     """Return pydantic's reader of a section; making one takes milliseconds."""
-    if model not in _ADAPTERS:
-        _ADAPTERS[model] = TypeAdapter(model)
-    return _ADAPTERS[model]
+    if model not in _READERS:
+        _READERS[model] = TypeAdapter(model)
+    return _READERS[model]
 
 
-_ADAPTERS: dict[type[Section], TypeAdapter[Any]] = {}
+_READERS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
-def _mark(section: Section, data: dict[str, Any]) -> None:
-    """Note what was written, in the sections inside this one, too."""
-    mark_written(section, frozenset(data))
-    for key, value in data.items():
-        inside = getattr(section, key)
+def _place(section: Section, data: Mapping[str, Any], tell: Diagnostics) -> None:
+    """Let a section, and those inside it, know where they stand and what of them was written."""
+    place(section, tell, frozenset(data))
+    for key in keys_of(type(section)):
+        inside, written = getattr(section, key), data.get(key)
         if isinstance(inside, Section):
-            _mark(inside, value)
-        elif isinstance(inside, tuple) and inside and isinstance(inside[0], Section):
-            for item, written in zip(inside, value, strict=True):
-                _mark(item, written)
+            _place(inside, written or {}, tell.below(key))
+        elif isinstance(inside, tuple | dict) and written is not None:
+            for name, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
+                if isinstance(item, Section):
+                    _place(item, written[name], tell.below(f"{key}.{name}"))
 
 
 def _known_keys(
-    model: type[Section], data: dict[str, Any], path: str, diagnostics: Diagnostics, also: set[str]
+    model: type[Section], data: dict[str, Any], tell: Diagnostics, also: Set[str] = frozenset()
 ) -> dict[str, Any]:
     """Return `data` without the keys that are unknown (reported) or have no meaning here (gathered)."""
     kept: dict[str, Any] = {}
     keys = keys_of(model)
-    defaults = {item.name: item.default for item in fields(model)}
     for key, value in data.items():
-        dotted = f"{path}.{key}" if path else str(key)
         if key in keys:
-            section = _section_type(keys[key])
-            if section is not None and isinstance(value, dict):
-                value = _known_keys(section, value, dotted, diagnostics, set())
-            elif section is not None and isinstance(value, list):
-                value = [
-                    _known_keys(section, item, f"{dotted}.{number}", diagnostics, set())
-                    if isinstance(item, dict)
-                    else item
-                    for number, item in enumerate(value)
-                ]
-            if value == "None":
-                value = None  # Python's null, as ROLL's own YAML write it
-            # null asks for the default, as leaving the key out does; a null default still counts as written
-            if value is not None or defaults[key] is None:
+            options = _options(keys[key])
+            section = next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+            value = _cleaned(value, section, tell.below(key))
+            # null asks for the default, as leaving the key out does; where it is a value of its own it is written
+            if value is not None or types.NoneType in options or Any in options:
                 kept[key] = value
         elif key in model.ignored:
-            ignore(key, value, dotted, diagnostics)
+            ignore(key, value, tell)
         else:
-            names = {*keys, *model.ignored, *also}
-            problem = None if path else _typing_error(str(key), value, names)
-            diagnostics.problem(dotted, problem or _unknown_key(str(key), names))
+            problem = _typing_error(tell.path, str(key), value, {*keys, *model.ignored, *also})
+            tell.problem(str(key), problem or "unknown key, and no known key is near it; remove it")
     return kept
 
 
-def ignore(key: str, value: Any, dotted: str, diagnostics: Diagnostics) -> None:
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """Return `X` and `None` of `X`, `X | None` and `tuple[X, ...]`."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, tuple) else (annotation,)
+
+
+def _cleaned(value: Any, section: type[Section] | None, tell: Diagnostics) -> Any:
+    """Return a value as it is validated; `section` is what it, or each of its items, should be."""
+    if section is not None and isinstance(value, dict):
+        return _known_keys(section, value, tell)
+    if section is not None and isinstance(value, list):
+        return [_cleaned(item, section, tell.below(str(number))) for number, item in enumerate(value)]
+    return None if value == "None" else value  # Python's null, as ROLL's own YAML write it
+
+
+def ignore(key: str, value: Any, tell: Diagnostics) -> None:
     """Say of a ROLL key without a meaning here what there is to say of its value; null says nothing."""
     if value in (None, "None"):
         return
-    for said, sayings in ((diagnostics.say, SAID), (diagnostics.block, REFUSED)):
+    for said, sayings in ((tell.say, SAID), (tell.block, REFUSED)):
         if key in sayings:
-            if value in sayings[key][0] or _setting(value) in sayings[key][0]:
-                return
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            said(dotted, sayings[key][1] if isinstance(value, dict | list) else f"{text} {sayings[key][1]}")
+            harmless, text = sayings[key]
+            if value not in harmless and _setting(value) not in harmless:
+                said(key, text if isinstance(value, dict | list) else f"{as_yaml(value)} {text}")
             return
-    diagnostics.ignore(dotted)
+    tell.ignore(key)
 
 
 def _setting(value: Any) -> Any:
@@ -328,33 +313,24 @@ def _setting(value: Any) -> Any:
     return value
 
 
-def _unknown_key(key: str, known: set[str]) -> str:
-    near = nearest(key, known)
-    return f"unknown key; did you mean {near!r}?" if near else "unknown key, and no known key is near it; remove it"
+def as_yaml(value: object) -> str:
+    """Return a value as YAML has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _section_type(annotation: Any) -> type[Section] | None:
-    """Return the section class in `X`, `X | None` or `tuple[X, ...]`."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType, tuple) else (annotation,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Section):
-            return option
-    return None
-
-
-def _report(error: ValidationError, path: str, diagnostics: Diagnostics) -> None:
+def _report(error: ValidationError, tell: Diagnostics) -> None:
     """Turn pydantic's errors into one sentence a key, with the user's own name for it."""
     expected: dict[str, list[str]] = {}
     inputs: dict[str, Any] = {}
     for item in error.errors(include_url=False):
         # a union adds the tried type ("bool", "tuple[...]") to the location; the user wrote no such key
         parts = takewhile(lambda part: part not in _TYPE_NAMES and "[" not in part, map(str, item["loc"]))
-        key = ".".join(part for part in (path, *parts) if part)
+        key = ".".join(filter(None, parts))
         expected.setdefault(key, []).append(str(item["msg"]).removeprefix("Input should be "))
         inputs[key] = item["input"]
     for key, texts in expected.items():
         got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""
-        diagnostics.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
+        tell.problem(key, f"should be {' or '.join(dict.fromkeys(texts))}{got}")
 
 
 _TYPE_NAMES = {"bool", "str", "int", "float", "constrained-int", "constrained-float"}

@@ -1,11 +1,10 @@
 """Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.check_files import shared_tags
-from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.read import LOCAL_JUDGE, SHARED_JUDGE
@@ -21,114 +20,89 @@ REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time 
 MOST_REWARD_CALLS = 256  # under way in a worker
 
 
-def read_rewards(
-    rewards: Mapping[str, Reward | None], mode: str, responses: int, diagnostics: Diagnostics
-) -> tuple[RewardPlan, ...]:
+def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
     """Return the reward workers; each tag may belong to one domain only. `responses` are those of a prompt.
 
     In pure distillation they only look on, so their filters have no effect.
     """
-    plans = []
+    plans: list[RewardPlan] = []
     for domain, reward in rewards.items():
         if reward is None:
             continue
-        path = f"rewards.{domain}"
-        before = len(diagnostics.problems)
-        terms = _terms(path, domain, reward, diagnostics)
-        if len(diagnostics.problems) == before:
-            _check_terms(path, terms, diagnostics)
-        filters: dict[str, Any] = {
-            "query_filter": _filter(f"{path}.query_filter_config", reward.query_filter_config, diagnostics),
-            "response_filter": _filter(f"{path}.response_filter_config", reward.response_filter_config, diagnostics),
-        }
+        terms = _terms(domain, reward)
+        query, response = _filter(reward.query_filter_config), _filter(reward.response_filter_config)
         if mode == "pure":
-            for name in [name for name, found in filters.items() if found]:
-                diagnostics.ignore(f"{path}.{name}_config")
-                filters[name] = None
-        else:
-            _check_spread(path, filters, responses, diagnostics)
-        plans.append(
-            RewardPlan(
-                domain=domain,
-                terms=terms,
-                tags=reward.tag_included or None,
-                max_concurrency=reward.max_concurrency or _calls(terms[0].worker),
-                batch_size=reward.infer_batch_size,
-                **filters,
-                **shared(RewardKeys, reward),
-            )
+            filters = {"query_filter_config": query, "response_filter_config": response}
+            reward.tell.ignore(*(key for key, found in filters.items() if found))
+            query = response = None
+        _check_spread(reward, query, response, responses)
+        tags = reward.tag_included or None
+        for other in plans:
+            if both := shared_tags(tags, other.tags):
+                text = f"{both} also belongs to rewards.{other.domain}; give each tag to one of them"
+                reward.tell.problem("tag_included", text)
+        plan = RewardPlan(
+            domain=domain,
+            terms=terms,
+            tags=tags,
+            max_concurrency=reward.max_concurrency or _calls(terms[0].worker),
+            batch_size=reward.infer_batch_size,
+            query_filter=query,
+            response_filter=response,
+            **shared(RewardKeys, reward),
         )
-    for index, plan in enumerate(plans):
-        for other in plans[:index]:
-            both = shared_tags(plan.tags, other.tags)
-            if both is not None:
-                diagnostics.problem(
-                    f"rewards.{plan.domain}.tag_included",
-                    f"{both} also belongs to rewards.{other.domain}; give each tag to one of them",
-                )
+        plans.append(plan)
     return tuple(plans)
 
 
-def _terms(path: str, domain: str, reward: Reward, diagnostics: Diagnostics) -> tuple[RewardTerm, ...]:
+def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
     """The domain's own reward first, named after its worker, then what is added to it."""
+    problems = reward.tell.problems
+    before = len(problems)
     if reward.args.get("judge_model_type") == SHARED_JUDGE:
-        diagnostics.block(
-            f"{path}.judge_model_type",
+        reward.tell.block(
+            "judge_model_type",
             f"{SHARED_JUDGE!r} has the engine of the section reward_model, which one reward alone can have here;"
             f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
         )
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
         reward = changed(reward, {"args": args})
-    main = _term(path, domain, None, reward, diagnostics)
-    added = [_term(f"{path}.terms.{name}", name, name, term, diagnostics) for name, term in reward.terms.items()]
-    if (
-        reward.args.get("judge_model_type") == LOCAL_JUDGE
-        and main.worker in REWARDS.builtin
-        and main.worker != "llm_judge"
-    ):
-        diagnostics.problem(
-            f"{path}.judge_model_type", f"{main.worker} asks no judge, and would have engines for nothing; remove it"
-        )
-    elif main.args.get("judge_model_type") == LOCAL_JUDGE:
-        for key in (
-            sorted(REWARDS.facts(main.worker).endpoint_arguments & main.args.keys())
-            if main.worker in REWARDS.builtin
-            else ()
-        ):
-            diagnostics.ignore(f"{path}.{key}")
-    for term in added:
+    main = _term(reward, domain, None)
+    if reward.args.get("judge_model_type") == LOCAL_JUDGE and main.worker == "llm_judge":
+        reward.tell.ignore(*REWARDS.facts(main.worker).endpoint_arguments & main.args.keys())
+    elif reward.args.get("judge_model_type") == LOCAL_JUDGE and main.worker in REWARDS.builtin:
+        text = f"{main.worker} asks no judge, and would have engines for nothing; remove it"
+        reward.tell.problem("judge_model_type", text)
+    if main.name in reward.terms:
+        reward.tell.problem(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
+    found: list[tuple[Term, RewardTerm]] = [(reward, main)]
+    for name, section in reward.terms.items():
+        term = _term(section, name, name)
         if term.args.get("judge_model_type") == LOCAL_JUDGE:
-            diagnostics.problem(
-                f"{path}.terms.{term.name}.judge_model_type",
+            section.tell.problem(
+                "judge_model_type",
                 "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
             )
-    if main.name in reward.terms:
-        diagnostics.problem(
-            f"{path}.terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name"
-        )
-    return (main, *added)
-
-
-def _check_terms(path: str, terms: Sequence[RewardTerm], diagnostics: Diagnostics) -> None:
-    """Say what the built-in rewards of a domain would say when they are made; a user's own are made in the run."""
-    for term in terms:
+        found.append((section, term))
+    # what built-in rewards say when they are made; a user's own are made in the run
+    for section, term in found if len(problems) == before else ():
         if term.worker in REWARDS.builtin:
-            where = path if term is terms[0] else f"{path}.terms.{term.name}"
             try:
                 check(term.worker, dict(term.args))
             except RewardError as error:
-                diagnostics.block(where, str(error))
+                section.tell.block("", str(error))
+    return tuple(term for _, term in found)
 
 
-def _term(path: str, default: str, name: str | None, term: Term, diagnostics: Diagnostics) -> RewardTerm:
-    worker = _worker(path, term.worker_cls or default, diagnostics)
+def _term(section: Term, default: str, name: str | None) -> RewardTerm:
+    worker = _worker(section, section.worker_cls or default)
     builtin = worker in REWARDS.builtin
-    args, timeout = _arguments(path, worker, term.args, diagnostics), term.timeout
+    args, timeout = _arguments(section, worker), section.timeout
     if timeout is None:
         timeout = None if builtin and REWARDS.facts(worker).keeps_time else REWARD_SECONDS
     elif builtin and "timeout" in reward_arguments(worker):
         args, timeout = {**args, "timeout": timeout}, None
-    return RewardTerm(name or worker.rpartition(".")[2], worker, FrozenDict(args), term.weight, timeout)
+    return RewardTerm(name or worker.rpartition(".")[2], worker, FrozenDict(args), section.weight, timeout)
 
 
 def _calls(worker: str) -> int:
@@ -136,7 +110,7 @@ def _calls(worker: str) -> int:
     return known or MOST_REWARD_CALLS
 
 
-def _worker(path: str, name: str, diagnostics: Diagnostics) -> str:
+def _worker(section: Term, name: str) -> str:
     """Return the worker's built-in name or dotted path; a class of ROLL's becomes the name of its counterpart."""
     class_name = name.rpartition(".")[2]
     known = REWARD_CLASSES_OF_ROLL.get(class_name, name)
@@ -147,68 +121,60 @@ def _worker(path: str, name: str, diagnostics: Diagnostics) -> str:
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
         return known
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
-    diagnostics.problem(
-        f"{path}.worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class"
-    )
+    section.tell.problem("worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class")
     return known
 
 
-def _arguments(path: str, worker: str, args: Mapping[str, object], diagnostics: Diagnostics) -> dict[str, object]:
+def _arguments(section: Term, worker: str) -> dict[str, object]:
     """Return what the worker is made with: a key of ROLL's that it does not take has no effect, others are wrong."""
     if worker not in REWARDS.builtin:
-        return dict(args)
-    taken = reward_arguments(worker)
-    for key in sorted(args.keys() - taken.keys()):
-        if key in REWARD_KEYS_OF_ROLL:
-            diagnostics.ignore(f"{path}.{key}")
-        else:
-            known = ", ".join(sorted(taken)) or "none"
-            diagnostics.problem(f"{path}.{key}", f"unknown key; {worker} takes these arguments: {known}; remove it")
-    kept = {key: value for key, value in args.items() if key in taken}
+        return dict(section.args)
+    taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
+    section.tell.ignore(*(key for key in section.args if key not in taken and key in REWARD_KEYS_OF_ROLL))
+    for key in sorted(section.args.keys() - taken.keys() - REWARD_KEYS_OF_ROLL):
+        known = ", ".join(sorted(taken)) or "none"
+        section.tell.problem(key, f"unknown key; {worker} takes these arguments: {known}; remove it")
+    kept = {key: value for key, value in section.args.items() if key in taken}
     for key, value in kept.items():
-        problem = type_problem(annotations(REWARDS.find(worker)).get(key, Any), value)
+        problem = type_problem(types.get(key, Any), value)
         if problem:
             told = problem.partition(", got ")[0] if is_secret(key) else problem  # a message may be shown around
-            diagnostics.problem(f"{path}.{key}", told)
+            section.tell.problem(key, told)
     return kept
 
 
-def _check_spread(
-    path: str, filters: Mapping[str, FilterPlan | None], responses: int, diagnostics: Diagnostics
-) -> None:
+def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
     """One reward has no spread, so a std_filter that sees only one lets nothing pass."""
-    query, response = filters["query_filter"], filters["response_filter"]
     if response and response.type == "std_filter":
-        diagnostics.problem(
-            f"{path}.response_filter_config.type",
+        reward.tell.problem(
+            "response_filter_config.type",
             "std_filter sees one reward at a time, whose deviation is 0, and lets nothing pass; use mean_filter, or"
             " std_filter in query_filter_config",
         )
     if query and query.type == "std_filter" and responses == 1:
-        diagnostics.problem(
-            f"{path}.query_filter_config.type",
+        reward.tell.problem(
+            "query_filter_config.type",
             "std_filter lets nothing pass with one response a prompt; set num_return_sequences_in_group to 2 or more,"
             " or use mean_filter",
         )
 
 
-def _filter(path: str, section: Filter, diagnostics: Diagnostics) -> FilterPlan | None:
+def _filter(section: Filter) -> FilterPlan | None:
     if section.type == "no_filter":
-        if section.filter_args:
-            diagnostics.ignore(f"{path}.filter_args")
+        section.tell.ignore(*(["filter_args"] if section.filter_args else []))
         return None
-    if not diagnostics.is_one_of(f"{path}.type", section.type, ("no_filter", *FILTERS)):
+    if not section.tell.is_one_of("type", section.type, ("no_filter", *FILTERS)):
         return None
     written = {key: value for key, value in section.filter_args.items() if value is not None}
     wanted = arguments(FILTERS[section.type], given_by_us=1)
     for key in wanted:
         if key not in written:
-            diagnostics.problem(f"{path}.filter_args.{key}", f"is missing; {section.type} needs it, write a number")
+            section.tell.problem(f"filter_args.{key}", f"is missing; {section.type} needs it, write a number")
     for key in sorted(written.keys() - wanted.keys()):
-        diagnostics.problem(f"{path}.filter_args.{key}", f"{section.type} does not take it; remove it")
+        section.tell.problem(f"filter_args.{key}", f"{section.type} does not take it; remove it")
     up, down = written.get("threshold_up"), written.get("threshold_down")
     if section.type == "mean_filter" and up is not None and down is not None and up <= down:
-        diagnostics.problem(
-            f"{path}.filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
+        section.tell.problem(
+            "filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
         )
     return FilterPlan(section.type, FrozenDict(written))

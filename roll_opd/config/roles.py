@@ -12,26 +12,32 @@ from typing import Any, Literal
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.schema import Dtype, Supervised, Top, Worker
-from roll_opd.config.strategies import Megatron, Vllm, read_megatron, read_vllm
+from roll_opd.config.strategies import OPTIONS, Megatron, Vllm, read_megatron, read_vllm
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
 from roll_opd.hf.weight_files import holds_decoder, weight_problems
+from roll_opd.megatron.layouts import check_layout, check_tensor_parallel
 
+MODEL = "model_args.model_name_or_path"  # of a role's section
 ADAPTER_KEYS = ("lora_target", "lora_rank", "adapter_name_or_path", "freeze_module_prefix")
 Job = Literal["train", "frozen", "rollout"]
 
 
 @dataclass
 class Role:
-    """One role; `path` is the dotted key of its section."""
+    """One role and its section; what could not be read is None."""
 
-    path: str
     job: Job
     worker: Worker
     info: ModelInfo | None = None
     dtype: Dtype = "bf16"
     megatron: Megatron | None = None
     vllm: Vllm | None = None
+
+    @property
+    def path(self) -> str:
+        """The dotted key of its section."""
+        return self.worker.tell.path
 
     @property
     def devices(self) -> tuple[int, ...] | None:
@@ -100,9 +106,9 @@ class RoleReader:
     def supervised(self, pipeline: type[Supervised]) -> Roles:
         """Return the roles of a pipeline that learns from rows."""
         self._read_student(pipeline.role)
-        if pipeline.has_reference and self._roles.train is not None:
-            worker = self._sections.workers.get(REFERENCE) or Worker()
-            self._roles.reference = self._reference(worker)
+        reference = self._sections.workers.get(REFERENCE)
+        if reference is not None and self._roles.train is not None:
+            self._roles.reference = self._megatron("frozen", reference, self._student)
         self._refuse_adapters()
         return self._roles
 
@@ -113,69 +119,55 @@ class RoleReader:
         self._read_student(train_name)
         infer = self._section(infer_name)
         if infer is not None:
-            model = infer.model_args.model_name_or_path or self._student
-            roles.infer = self._engine(infer_name, infer, model, roles.train.dtype if roles.train else "bf16")
-        if self._mode != "rl":
+            roles.infer = self._engine(infer, self._student, roles.train.dtype if roles.train else "bf16")
+        if self._mode == "rl" and sections.teachers:
+            diagnostics.warn("teacher: is written but not used; set use_opd: true to distil from it")
+        elif self._mode != "rl":
             if not sections.teachers:
                 diagnostics.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
             for name, worker in sections.teachers.items():
                 if worker is not None:
-                    path = sections.teacher_paths[name]
-                    roles.teachers[name] = self._megatron(path, "frozen", worker, worker.model_args.model_name_or_path)
-        elif sections.teachers:
-            diagnostics.warn("teacher: is written but not used; set use_opd: true to distil from it")
-        self._read_reference()
-        self._read_critic()
+                    roles.teachers[name] = self._megatron("frozen", worker, None)
+        self._read_reference_and_critic()
         for domain, worker in sections.judges.items():
             if worker is not None:
-                model = worker.model_args.model_name_or_path
-                roles.judges[domain] = self._engine(f"rewards.{domain}", worker, model, "bf16")
+                roles.judges[domain] = self._engine(worker, None, "bf16")
         self._refuse_adapters()
         return roles
 
     def _read_student(self, name: str) -> None:
         worker = self._section(name)
+        self._student = self._sections.pretrain
         if worker is not None:
-            self._student = worker.model_args.model_name_or_path or self._sections.pretrain
-            self._roles.train = self._megatron(name, "train", worker, self._student)
-        else:
-            self._student = self._sections.pretrain
+            self._student = worker.model_args.model_name_or_path or self._student
+            self._roles.train = self._megatron("train", worker, self._student)
 
-    def _read_reference(self) -> None:
-        """Read the frozen reference policy: by default the student as it is before training."""
-        top, user = self._sections.top, None
+    def _read_reference_and_critic(self) -> None:
+        """Read the roles that rewards may need. Without a model of their own both begin as the student does."""
+        top, written = self._sections.top, self._sections.workers
+        compares, needs_values = "", False
         if isinstance(top, Top) and self._mode != "pure":
-            user = "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else None
-        if REFERENCE not in self._sections.workers:
-            if user:
-                missing = f"write a reference section, or set {user}: false to do without"
-                self._diagnostics.problem(user, f"true needs a reference policy; {missing}")
-        elif user is None:
-            self._diagnostics.warn(
-                "reference: is written but not used; only use_kl_loss and add_token_level_kl compare with it, so it is"
-                " not loaded"
-            )
-        elif (worker := self._sections.workers[REFERENCE]) is not None:
-            self._roles.reference = self._reference(worker)
-
-    def _read_critic(self) -> None:
-        """Read the critic: by default it begins as the student does. gae is ROLL's default."""
-        top = self._sections.top
-        needed = isinstance(top, Top) and self._mode != "pure" and top.adv_estimator in (None, "gae")
-        if CRITIC not in self._sections.workers:
-            if needed:
-                self._diagnostics.problem(
+            compares = "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else ""
+            needs_values = top.adv_estimator == "gae"
+            if compares and REFERENCE not in written:
+                missing = f"write a reference section, or set {compares}: false to do without"
+                top.tell.problem(compares, f"true needs a reference policy; {missing}")
+            if needs_values and CRITIC not in written:
+                top.tell.problem(
                     "adv_estimator",
                     "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
                     " device_mapping), or use grpo or reinforce",
                 )
-        elif not needed:
-            self._diagnostics.warn(
-                "critic: is written but not used; only adv_estimator: gae needs values, so it is not loaded"
-            )
-        elif (worker := self._sections.workers[CRITIC]) is not None:
-            model = worker.model_args.model_name_or_path or self._student
-            self._roles.critic = self._megatron(CRITIC, "train", worker, model)
+        if reference := self._used(REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl compare with it"):
+            self._roles.reference = self._megatron("frozen", reference, self._student)
+        if critic := self._used(CRITIC, needs_values, "adv_estimator: gae needs values"):
+            self._roles.critic = self._megatron("train", critic, self._student)
+
+    def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
+        """Return the section of a role that is used, None where it is not written; warn of one that is not used."""
+        if not is_used and name in self._sections.workers:
+            self._diagnostics.warn(f"{name}: is written but not used; only {use}, so it is not loaded")
+        return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
         """Return what the student's roles are called: an RLVR file made pure by a switch keeps its actor_* names."""
@@ -194,26 +186,29 @@ class RoleReader:
             self._diagnostics.problem(name, "is missing; write this role's section")
         return self._sections.workers.get(name)
 
-    def _reference(self, worker: Worker) -> Role:
-        return self._megatron(REFERENCE, "frozen", worker, worker.model_args.model_name_or_path or self._student)
-
-    def _engine(self, path: str, worker: Worker, model: str | None, dtype: Dtype) -> Role:
-        role = Role(path, "rollout", worker, vllm=read_vllm(worker, path, self._strict, self._diagnostics))
-        role.info = self._model(path, model)
-        role.dtype = worker.model_args.dtype or dtype
+    def _engine(self, worker: Worker, model: str | None, dtype: Dtype) -> Role:
+        """Return a role of vLLM's; `model` and `dtype` are what it has where none is written."""
+        role = Role("rollout", worker, self._model(worker, model), worker.model_args.dtype or dtype)
+        role.vllm = read_vllm(worker, self._strict)
+        if role.info and role.vllm:
+            key = worker.tell.at(f"{OPTIONS}.tensor_parallel_size")
+            check_tensor_parallel(role.info, role.vllm.tp, key, self._diagnostics, copies_kv_heads=True)
         return role
 
-    def _megatron(self, path: str, job: Job, worker: Worker, model: str | None) -> Role:
+    def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
+        """Return a role of Megatron's; `model` is what it has where none is written."""
         trained = self._roles.train.megatron if self._roles.train else None
-        megatron = read_megatron(worker, path, job, self._strict, self._diagnostics, trained)
-        role = Role(path, job, worker, self._model(path, model), megatron=megatron)
+        megatron = read_megatron(worker, job, self._strict, trained)
+        role = Role(job, worker, self._model(worker, model), megatron=megatron)
         self._check_weights(role)
+        if role.info and megatron and megatron.layout:
+            check_layout(role.info, megatron.layout, megatron.args, worker.tell.at(OPTIONS), self._diagnostics)
         written = worker.model_args.dtype
         from_strategy = megatron.dtype if megatron else None
         if written and from_strategy and written != from_strategy:
-            self._diagnostics.problem(
-                f"{path}.strategy_args.strategy_config.{from_strategy}",
-                f"true contradicts {path}.model_args.dtype {written}; keep one of them",
+            worker.tell.problem(
+                f"{OPTIONS}.{from_strategy}",
+                f"true contradicts {role.path}.model_args.dtype {written}; keep one of them",
             )
         role.dtype = written or from_strategy or "bf16"
         return role
@@ -221,10 +216,9 @@ class RoleReader:
     def _refuse_adapters(self) -> None:
         """Refuse what would train something else than the user asked for, in one sentence for all roles."""
         sections = self._sections
-        teachers = [(sections.teacher_paths[name], worker) for name, worker in sections.teachers.items()]
         found = [
-            f"{path}.model_args.{key}"
-            for path, worker in [*sections.workers.items(), *teachers]
+            worker.model_args.tell.at(key)
+            for worker in (*sections.workers.values(), *sections.teachers.values())
             for key in ADAPTER_KEYS
             if worker is not None and getattr(worker.model_args, key)
         ]
@@ -241,37 +235,29 @@ class RoleReader:
         if role.info is None or role.info.path in self._checked:
             return
         self._checked.add(role.info.path)
-        key = f"{role.path}.model_args.model_name_or_path"
-        try:
+        with role.worker.tell.about(MODEL, ModelFilesError):
             for problem in weight_problems(role.info, needs_head=role.path != CRITIC):
-                self._diagnostics.problem(key, problem)
-        except ModelFilesError as error:
-            self._diagnostics.problem(key, str(error))
+                role.worker.tell.problem(MODEL, problem)
 
-    def _model(self, path: str, model: str | None) -> ModelInfo | None:
-        """Return what the files of a model say, with a problem reported where that is not enough to run it."""
-        key = f"{path}.model_args.model_name_or_path"
+    def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
+        """Return what the files of a role's own model say, else of `model`; told where that cannot be run."""
+        model = worker.model_args.model_name_or_path or model
         if model is None:
-            self._diagnostics.problem(
-                key, f"is missing; {path} needs the path of its own model (no other role's model is put in its place)"
-            )
+            needs = f"{worker.tell.path} needs the path of its own model (no other role's model is put in its place)"
+            worker.tell.problem(MODEL, f"is missing; {needs}")
             return None
-        if model not in self._models:
-            self._models[model] = None
-            try:
-                info = self._models[model] = read_model(find_model(model))
-            except ModelFilesError as error:
-                self._diagnostics.problem(key, str(error))
-                return None
+        if model in self._models:
+            return self._models[model]
+        info: ModelInfo | None = None
+        with worker.tell.about(MODEL, ModelFilesError):
+            info = read_model(find_model(model))
             lacking = {
                 "tokenizer files (tokenizer.json)": not has_tokenizer(info.path),
                 "weights (model.safetensors or its index)": not info.weight_files,
                 f"weights of a {info.model_type} decoder": bool(info.weight_files) and not holds_decoder(info),
             }
-            for what, absent in lacking.items():
-                if absent:
-                    put = "put the files of the model's release there" if "token" in what else "put the weights there"
-                    self._diagnostics.block(
-                        key, f"{info.path} has no {what}, so this can be planned but not run; {put}"
-                    )
-        return self._models[model]
+            for what in [what for what, absent in lacking.items() if absent]:
+                put = "put the files of the model's release there" if "token" in what else "put the weights there"
+                worker.tell.block(MODEL, f"{info.path} has no {what}, so this can be planned but not run; {put}")
+        self._models[model] = info
+        return info

@@ -3,36 +3,33 @@
 import math
 from typing import Any
 
-from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import SCHEDULES
-from roll_opd.config.schema import SchedulerArgs, TrainingArgs
+from roll_opd.config.schema import TrainingArgs
 
 
-def read_schedule(args: TrainingArgs, path: str, total: int, diagnostics: Diagnostics) -> dict[str, Any]:
-    """Return the schedule's fields of an `OptimizerPlan` for a run of `total` updates; `path` is that of `args`."""
-    style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs or SchedulerArgs()
+def read_schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
+    """Return the schedule's fields of an `OptimizerPlan` for a run of `total` updates."""
+    style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
     if warmup > total:
-        diagnostics.warn(f"{path}: {warmup} warm-up updates are more than the run's {total}")
+        args.tell.remark("", f"{warmup} warm-up updates are more than the run's {total}")
     for name, rate in (("min_lr", kwargs.min_lr), ("init_lr", kwargs.init_lr)):
         if rate > peak:
-            diagnostics.problem(
-                f"{path}.lr_scheduler_kwargs.{name}", f"{rate:g} is above the {peak:g} after the warm-up; lower it"
-            )
+            kwargs.tell.problem(name, f"{rate:g} is above the {peak:g} after the warm-up; lower it")
     if kwargs.lr_decay_steps is not None and kwargs.lr_decay_steps <= warmup:
-        diagnostics.problem(
-            f"{path}.lr_scheduler_kwargs.lr_decay_steps",
+        kwargs.tell.problem(
+            "lr_decay_steps",
             f"{kwargs.lr_decay_steps} is not more than the {warmup} updates of the warm-up; raise it",
         )
     if style == "WSD" and kwargs.wsd_decay_steps is None:
-        diagnostics.problem(
-            f"{path}.lr_scheduler_kwargs.wsd_decay_steps",
+        kwargs.tell.problem(
+            "wsd_decay_steps",
             f"is missing; {args.lr_scheduler_type} needs it, write how many updates its decay takes",
         )
     elif style in ("linear", "cosine") and total == 1 and not (warmup or kwargs.min_lr or kwargs.lr_decay_steps):
-        diagnostics.say(
-            f"{path}.lr_scheduler_type",
+        args.tell.say(
+            "lr_scheduler_type",
             f"{args.lr_scheduler_type} is 0 in a run's last update, and this one has no other; write constant",
         )
     return {

@@ -9,12 +9,14 @@ A pipeline that learns from rows with answers declares its keys as a subclass of
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from roll_opd.config import legacy_roll as roll
+from roll_opd.config.errors import Diagnostics
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
@@ -24,8 +26,8 @@ OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
 def key(default: T, meaning: str, origin: str = "ROLL") -> T:
     """Declare a key: its default, what it means, and where it comes from."""
     metadata = {"meaning": meaning, "origin": origin}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if isinstance(default, dict | Section):  # each section has its own, as it knows where it stands
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -77,22 +79,20 @@ class Section:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-
-    @property
-    def written(self) -> frozenset[str]:
-        """The keys that the user wrote, null included."""
-        return self.__dict__.get("_written", frozenset())
+    # of one that was read: where problems of its keys are told, and those that the user wrote, null included
+    tell: ClassVar[Diagnostics] = Diagnostics()
+    written: ClassVar[frozenset[str]] = frozenset()
 
 
-def mark_written(section: Section, keys: frozenset[str]) -> None:
-    """Note which keys of `section` the user wrote."""
-    object.__setattr__(section, "_written", keys)
+def place(section: Section, tell: Diagnostics, written: frozenset[str]) -> None:
+    """Let `section` know where it stands and what of it was written."""
+    vars(section).update(tell=tell, written=written)
 
 
 def changed(section: S, values: Mapping[str, Any]) -> S:
-    """Return `section` with other values, and the same keys `written`."""
+    """Return `section` with other values, in the same place."""
     new = replace(section, **values)
-    mark_written(new, section.written)
+    place(new, section.tell, section.written)
     return new
 
 
@@ -170,7 +170,7 @@ class TrainingArgs(OptimizerKeys):
         "inverse_sqrt",
         "warmup_stable_decay",
     ] = key("linear", "learning rate after the warm-up; linear: down to min_lr at the last update")
-    lr_scheduler_kwargs: SchedulerArgs | None = key(None, "arguments of the schedule")
+    lr_scheduler_kwargs: SchedulerArgs = key(SchedulerArgs(), "arguments of the schedule")
     max_grad_norm: NotNegative | None = key(None, "norm of clipping, instead of the top-level key; 0: none")
 
 
@@ -305,7 +305,8 @@ class Reward(Term, RewardKeys):
 class Validation(Section):
     """`validation`."""
 
-    ignored = roll.IGNORED_VALIDATION
+    # in ROLL it is a role
+    ignored = (roll.IGNORED_WORKER | keys_of(Worker).keys() | {"eval_steps"}) - {"data_args", "generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
     generating_args: GeneratingArgs = key(GeneratingArgs(), "how they are answered")
     measure_teacher: bool = key(False, "score the teacher's own answers once, for comparison", OURS)
@@ -330,11 +331,11 @@ class TokenFilter(Section):
     enabled: bool = key(False, "whether it counts")
     agg_type: Level = key("token", "over what it measures")
     ratio_enabled: bool = key(True, "bound train / infer")
-    ratio_low: NotNegative | None = key(None, "not written: 0.8")
-    ratio_high: NotNegative | None = key(None, "not written: 1.2")
+    ratio_low: NotNegative | None = key(0.8, "lowest train / infer")
+    ratio_high: NotNegative | None = key(1.2, "highest")
     diff_enabled: bool = key(False, "bound train - infer")
-    diff_low: Number | None = key(None, "not written: -0.2")
-    diff_high: Number | None = key(None, "not written: 0.2")
+    diff_low: Number | None = key(-0.2, "lowest train - infer")
+    diff_high: Number | None = key(0.2, "highest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -593,7 +594,7 @@ class SupervisedWorker(Worker):
 class HeldOut(Section):
     """`validation` without generating: the loss on held-out rows."""
 
-    ignored = roll.IGNORED_VALIDATION | {"generating_args"}
+    ignored = Validation.ignored | {"generating_args"}
     data_args: DataArgs = key(DataArgs(), "held-out rows")
 
 

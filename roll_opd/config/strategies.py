@@ -4,7 +4,7 @@ A strategy of ROLL's that does not exist here becomes its nearest, said in a war
 `strict_strategies: true`). What the engine knows passes through untouched.
 """
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_
 from roll_opd.config.plan import Layout
 from roll_opd.config.read import ignore
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
-from roll_opd.engine_options import MEGATRON_DECIDED, is_gone, option_problem
+from roll_opd.engine_options import no_effect, option_problem
 
-ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")  # the name of an environment variable
+OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
 SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -56,56 +56,44 @@ class Vllm:
     args: dict[str, Any]
 
 
-def read_devices(worker: Worker, path: str, diagnostics: Diagnostics) -> tuple[int, ...] | None:
+def read_devices(worker: Worker) -> tuple[int, ...] | None:
     """Return the devices that are written for a role, or None with a problem reported."""
-    key = f"{path}.device_mapping"
     if worker.device_mapping is None:
-        diagnostics.problem(key, 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"')
+        text = 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"'
+        worker.tell.problem("device_mapping", text)
         return None
-    try:
+    with worker.tell.about("device_mapping", ValueError):
         return parse_device_mapping(worker.device_mapping)
-    except ValueError as error:
-        diagnostics.problem(key, str(error))
-        return None
+    return None
 
 
-def read_strategy(worker: Worker, path: str, job: str, strict: bool, diagnostics: Diagnostics) -> dict[str, Any] | None:
+def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
     """Return the strategy_config of a role that does `job` (train, frozen, rollout), None if it is wrong."""
-    wanted = STRATEGY[job]
-    key = f"{path}.strategy_args.strategy_name"
+    wanted, key = STRATEGY[job], "strategy_args.strategy_name"
     if worker.strategy_args is None:
         return {}
     name, config = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config or {}
     if not name:
-        diagnostics.problem(key, f"is missing; write {wanted!r}")
+        worker.tell.problem(key, f"is missing; write {wanted!r}")
         return None
-    if name == wanted:
-        _say_unread(worker, path, diagnostics)
+    if name == wanted:  # sizes that only other strategies read
+        sizes = {"num_gpus_per_worker": worker.num_gpus_per_worker}
+        sizes["model_args.ulysses_size"] = worker.model_args.ulysses_size
+        worker.tell.ignore(*(unread for unread, size in sizes.items() if size))
         return config
     if name in NEAREST_STRATEGY[job]:
         if strict:
-            diagnostics.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
+            worker.tell.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
             return None
         kept = _carried_over(worker, name, job)
         rest = sorted(config.keys() - (SGLANG.keys() | {"tensor_parallel_size"} if name == "sglang" else set()))
         dropped = f" (of its strategy_config is dropped: {', '.join(rest)})" if rest else ""
         carried = f", with {', '.join(f'{option} {value}' for option, value in kept.items())}" if kept else ""
-        diagnostics.warn(f"{key}: {name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
+        worker.tell.remark(key, f"{name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
         return kept
     hint = " (a vLLM engine does not return teacher log-probs here)" if job == "frozen" and name == "vllm" else ""
-    diagnostics.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
+    worker.tell.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
     return None
-
-
-def _say_unread(worker: Worker, path: str, diagnostics: Diagnostics) -> None:
-    """Note sizes that only other strategies read."""
-    sizes = {
-        "num_gpus_per_worker": worker.num_gpus_per_worker,
-        "model_args.ulysses_size": worker.model_args.ulysses_size,
-    }
-    for key, size in sizes.items():
-        if size:
-            diagnostics.ignore(f"{path}.{key}")
 
 
 def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
@@ -128,9 +116,7 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
     return {"tensor_parallel_size": size, **found} if size != 1 else found
 
 
-def read_megatron(
-    worker: Worker, path: str, job: str, strict: bool, diagnostics: Diagnostics, student: Megatron | None = None
-) -> Megatron | None:
+def read_megatron(worker: Worker, job: str, strict: bool, student: Megatron | None = None) -> Megatron | None:
     """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong.
 
     A role beside the student may leave its devices out, as ROLL's documents do for those that score: it then takes
@@ -140,27 +126,23 @@ def read_megatron(
         devices = student.devices
         if devices is None:
             return None  # told of the student
-        diagnostics.warn(f"{path}.device_mapping: is not written; it shares the student's {short_devices(devices)}")
+        worker.tell.remark("device_mapping", f"is not written; it shares the student's {short_devices(devices)}")
         if worker.strategy_args is None and student.layout is not None:
             return Megatron(devices, student.layout, None, True, {})
     else:
-        devices = read_devices(worker, path, diagnostics)
-    config = read_strategy(worker, path, job, strict, diagnostics)
+        devices = read_devices(worker)
+    config = read_strategy(worker, job, strict)
     if config is None:
         return None
-    prefix = f"{path}.strategy_args.strategy_config"
-    before = len(diagnostics.problems)
-    sizes, switches, args = _sort_settings(config, prefix, diagnostics)
-    layout = None
-    if devices is not None and len(diagnostics.problems) == before:
-        layout = _layout(sizes, switches.get("sequence_parallel"), devices, path, diagnostics)
+    before, layout = len(worker.tell.problems), None
+    sizes, switches, args = _sort_settings(config, worker.tell.below(OPTIONS))
+    if devices is not None and len(worker.tell.problems) == before:
+        layout = _layout(worker, sizes, switches.get("sequence_parallel"), devices)
     dtype: Dtype | None = "bf16" if switches.get("bf16") else "fp16" if switches.get("fp16") else None
     return Megatron(devices, layout, dtype, switches.get("use_distributed_optimizer", True), args)
 
 
-def _sort_settings(
-    config: dict[str, Any], prefix: str, diagnostics: Diagnostics
-) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
+def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
     """Split a Megatron strategy_config into parallel sizes, switches and what passes through."""
     sizes: dict[str, int] = {}
     switches: dict[str, bool] = {}
@@ -171,29 +153,18 @@ def _sort_settings(
         if key == "recompute_modules" and isinstance(value, str):
             value = value.split(",")  # as ROLL takes it
         if key in SIZES:
-            if _is_positive(value):
+            if _is_positive(key, value, tell):
                 sizes[SIZES[key]] = value
-            else:
-                diagnostics.problem(f"{prefix}.{key}", f"should be a whole number from 1, got {value!r}")
         elif key in SWITCHES:
-            if isinstance(value, bool):
-                switches[key] = value
-            else:
-                diagnostics.problem(f"{prefix}.{key}", f"should be true or false, got {value!r}")
+            switches[key] = value
+            if not isinstance(value, bool):
+                tell.problem(key, f"should be true or false, got {value!r}")
         elif key in IGNORED_MEGATRON:
-            ignore(key, value, f"{prefix}.{key}", diagnostics)
+            ignore(key, value, tell)
         elif key in keys_of(TrainingArgs):
-            diagnostics.problem(f"{prefix}.{key}", "is a key of training_args here; write it there")
-        elif _without_effect(f"{prefix}.{key}", "Megatron", diagnostics):
-            continue
-        elif key in MEGATRON_DECIDED:
-            what = "is decided by the model's config.json, model_args or the engine itself; remove it"
-            diagnostics.problem(f"{prefix}.{key}", what)
-        else:
+            tell.problem(key, "is a key of training_args here; write it there")
+        elif _counts("Megatron", key, value, tell, (*SIZES, *SWITCHES, *IGNORED_MEGATRON)):
             args[key] = value
-            problem = option_problem("Megatron", key, value, (*SIZES, *SWITCHES, *IGNORED_MEGATRON))
-            if problem:
-                diagnostics.problem(f"{prefix}.{key}", problem)
     if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
         args |= RECOMPUTED
     if sizes.get("vpp") == 1:
@@ -201,80 +172,60 @@ def _sort_settings(
     return sizes, switches, args
 
 
-def _without_effect(dotted: str, engine: str, diagnostics: Diagnostics) -> bool:
-    """Whether an option means nothing to the installed engine any more, or never did; says so by itself."""
-    key = dotted.rpartition(".")[2]
-    if ENVIRONMENT.fullmatch(key):
-        diagnostics.warn(
-            f"{dotted}: is an environment variable and no option of {engine}, so it does nothing here;"
-            " write it in system_envs"
-        )
+def _counts(engine: str, key: str, value: Any, tell: Diagnostics, also_known: Sequence[str] = ()) -> bool:
+    """Whether an option goes to the engine; says what is wrong with it, or that it means nothing to the engine."""
+    if remark := no_effect(engine, key):
+        tell.remark(key, remark)
+    elif problem := option_problem(engine, key, value, also_known):
+        tell.problem(key, problem)
+    return not remark
+
+
+def _is_positive(key: str, value: Any, tell: Diagnostics) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return True
-    if is_gone(engine, key):
-        diagnostics.warn(f"{dotted}: the installed {engine} no longer has this option, so it does nothing")
-        return True
+    tell.problem(key, f"should be a whole number from 1, got {value!r}")
     return False
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _layout(
-    sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...], path: str, diagnostics: Diagnostics
+    worker: Worker, sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...]
 ) -> Layout | None:
     tp = sizes.get("tp", 1)
     one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
     if len(devices) % one_copy:
         shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
-        diagnostics.problem(
-            f"{path}.device_mapping",
+        worker.tell.problem(
+            "device_mapping",
             f"{len(devices)} devices cannot hold whole copies of a model spread over {one_copy} ({shape});"
             f" give a multiple of {one_copy} devices",
         )
         return None
     if sequence_parallel is None and tp > 1 and sizes.get("ep", 1) > 1:
         sequence_parallel = True  # Megatron-core requires it for experts with tensor parallelism: ROLL's YAML omit it
-    sequence_parallel = bool(sequence_parallel and tp > 1)
-    return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=sequence_parallel)
+    return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 
-def read_vllm(worker: Worker, path: str, strict: bool, diagnostics: Diagnostics) -> Vllm | None:
+def read_vllm(worker: Worker, strict: bool) -> Vllm | None:
     """Return the rollout role's engines, None if its strategy is wrong."""
-    devices = read_devices(worker, path, diagnostics)
-    config = read_strategy(worker, path, "rollout", strict, diagnostics)
+    devices = read_devices(worker)
+    config = read_strategy(worker, "rollout", strict)
     if config is None:
         return None
-    prefix = f"{path}.strategy_args.strategy_config"
-    for key in sorted(IGNORED_VLLM.intersection(config)):
-        diagnostics.ignore(f"{prefix}.{key}")
-    args = {
-        key: value
-        for key, value in config.items()
-        if key not in IGNORED_VLLM and value is not None and not _without_effect(f"{prefix}.{key}", "vLLM", diagnostics)
-    }
-    tp, length = args.pop("tensor_parallel_size", 1), args.pop("max_model_len", None)
-    for key, value in (("tensor_parallel_size", tp), ("max_model_len", length)):
-        if value is not None and not _is_positive(value):
-            diagnostics.problem(f"{prefix}.{key}", f"should be a whole number from 1, got {value!r}")
+    tell = worker.tell.below(OPTIONS)
+    tell.ignore(*IGNORED_VLLM & config.keys())
+    given = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
+    tp, length = given.pop("tensor_parallel_size", 1), given.pop("max_model_len", None)
+    for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
+        if size is not None and not _is_positive(key, size, tell):
             return None
     for key in ("pipeline_parallel_size", "data_parallel_size"):
-        if args.pop(key, 1) != 1:
-            diagnostics.problem(
-                f"{prefix}.{key}", "only 1 is possible here; spread the engine with tensor_parallel_size"
-            )
+        if given.pop(key, 1) != 1:
+            tell.problem(key, "only 1 is possible here; spread the engine with tensor_parallel_size")
     if devices is not None and len(devices) % tp:
-        diagnostics.problem(
-            f"{path}.device_mapping",
+        worker.tell.problem(
+            "device_mapping",
             f"{len(devices)} devices cannot hold whole engines of tensor_parallel_size {tp}; give a multiple of {tp}",
         )
         devices = None
-    for key in ("model", "seed", "dtype", "tokenizer", "logprobs_mode", "weight_transfer_config"):
-        if key in args:
-            diagnostics.problem(f"{prefix}.{key}", "is set by the run itself; remove it")
-            del args[key]
-    for key, value in args.items():
-        problem = option_problem("vLLM", key, value)
-        if problem:
-            diagnostics.problem(f"{prefix}.{key}", problem)
-    return Vllm(devices, tp, length, args)
+    return Vllm(devices, tp, length, {key: value for key, value in given.items() if _counts("vLLM", key, value, tell)})

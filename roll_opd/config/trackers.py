@@ -5,7 +5,6 @@ ROLL's form is one tracker and its arguments. Several trackers take a mapping of
 
 from typing import Any
 
-from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import DOTTED
 from roll_opd.config.schema import Run
 from roll_opd.extensions import argument_problems, arguments
@@ -16,74 +15,61 @@ TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and some of ours
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from
 
 
-def names_of_trackers() -> tuple[str, ...]:
-    """Return the names that `track_with` may have, dotted paths aside."""
-    return (*TRACKERS.builtin, *TRACKERS.elsewhere)
-
-
-def read_trackers(top: Run, diagnostics: Diagnostics) -> dict[str, dict[str, Any]]:
+def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
     """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
-    names = [name for name in dict.fromkeys(top.track_with) if _known(name, diagnostics)]
-    return {
-        name: _check(name, args, key, diagnostics) for name, (args, key) in _by_tracker(names, top, diagnostics).items()
-    }
-
-
-def _known(name: str, diagnostics: Diagnostics) -> bool:
-    if name in names_of_trackers() or _users_own(name):
-        return True
-    reason = "is not available here" if name in TRACKERS_OF_ROLL else "is not a known tracker"
-    diagnostics.problem(
-        "track_with",
-        f"{name!r} {reason}; use one or more of {', '.join(names_of_trackers())}, or the dotted path of your own class",
-    )
-    return False
-
-
-def _users_own(name: str) -> bool:
-    return DOTTED.fullmatch(name) is not None
-
-
-def _by_tracker(names: list[str], top: Run, diagnostics: Diagnostics) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return tracker -> (its arguments, the key under which they are written)."""
-    kwargs = top.tracker_kwargs
-    found: dict[str, tuple[dict[str, Any], str]] = {name: ({}, "tracker_kwargs") for name in names}
-    if not kwargs or not names:
+    named = [name for name in dict.fromkeys(top.track_with) if _check_name(top, name)]
+    found: dict[str, dict[str, Any]] = {name: {} for name in named}
+    kwargs, key = top.tracker_kwargs, "tracker_kwargs"
+    if not kwargs or not named:
         return found
-    if all(key in names_of_trackers() or _users_own(key) for key in kwargs):
+    taking = [name for name in named if _takes_arguments(name)]
+    if all(_is_name(name) for name in kwargs):
         for name, args in kwargs.items():
-            key = f"tracker_kwargs.{name}"
             if args is not None and not isinstance(args, dict):
-                diagnostics.problem(key, f"expected the arguments of tracker {name}, got {args!r}")
+                top.tell.problem(f"{key}.{name}", f"expected the arguments of tracker {name}, got {args!r}")
             elif name in found:
-                found[name] = ({key: value for key, value in (args or {}).items() if value is not None}, key)
+                found[name] = _checked(top, f"{key}.{name}", name, args or {})
             else:
-                diagnostics.warn(f"{key} has no effect: track_with does not name {name}")
-        return found
-    taking = [name for name in names if _takes_arguments(name)]
-    if len(taking) > 1:
-        diagnostics.problem(
-            "tracker_kwargs",
+                top.tell.warn(f"{key}.{name} has no effect: track_with does not name {name}")
+    elif len(taking) > 1:
+        top.tell.problem(
+            key,
             f"with several trackers it maps each to its arguments, such as {taking[0]}: {{...}};"
             f" {', '.join(map(repr, kwargs))} could be meant for any of {', '.join(taking)}",
         )
     elif taking:
-        found[taking[0]] = ({key: value for key, value in kwargs.items() if value is not None}, "tracker_kwargs")
+        found[taking[0]] = _checked(top, key, taking[0], kwargs)
     else:
-        diagnostics.warn(f"tracker_kwargs has no effect: {', '.join(names)} takes no arguments")
+        top.tell.warn(f"{key} has no effect: {', '.join(named)} takes no arguments")
     return found
 
 
-def _check(name: str, args: dict[str, Any], path: str, diagnostics: Diagnostics) -> dict[str, Any]:
+def _is_name(name: str) -> bool:
+    """Whether a text may name a tracker: one of ours, or a class of the user's own."""
+    return name in TRACKERS.builtin or name in TRACKERS.elsewhere or DOTTED.fullmatch(name) is not None
+
+
+def _check_name(top: Run, name: str) -> bool:
+    if not _is_name(name):
+        reason = "is not available here" if name in TRACKERS_OF_ROLL else "is not a known tracker"
+        known = ", ".join((*TRACKERS.builtin, *TRACKERS.elsewhere))
+        top.tell.problem(
+            "track_with", f"{name!r} {reason}; use one or more of {known}, or the dotted path of your own class"
+        )
+    return _is_name(name)
+
+
+def _checked(top: Run, key: str, name: str, written: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a tracker, checked; those of a user's own class are its own business."""
+    args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
             told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
-            diagnostics.problem(f"{path}.{argument}", told.replace("argument;", f"argument of tracker {name};"))
+            top.tell.problem(f"{key}.{argument}", told.replace("argument;", f"argument of tracker {name};"))
     for argument in args if name in TRACKERS.elsewhere else ():
-        diagnostics.problem(f"{path}.{argument}", f"unknown argument; {name} takes none")
+        top.tell.problem(f"{key}.{argument}", f"unknown argument; {name} takes none")
     return args
 
 
 def _takes_arguments(name: str) -> bool:
-    return _users_own(name) or (name in TRACKERS.builtin and bool(arguments(TRACKERS.find(name), GIVEN_BY_US)))
+    return "." in name or (name in TRACKERS.builtin and bool(arguments(TRACKERS.find(name), GIVEN_BY_US)))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import PG_VARIANTS, PG_WORKER
 from roll_opd.config.read import MIXED_ROLES, PURE_ROLES
 from roll_opd.config.schema import Top, Worker
@@ -24,7 +23,7 @@ class Variant:
         return "." in self.key
 
 
-def read_variant(top: Top, workers: Mapping[str, Worker | None], diagnostics: Diagnostics) -> Variant | None:
+def read_variant(top: Top, workers: Mapping[str, Worker | None]) -> Variant | None:
     """Return the loss that a `pg_variant` names, None where none does.
 
     ROLL reads the one of the role that learns, and only where its worker_cls is an ActorPGWorker. At the top it is the
@@ -33,62 +32,59 @@ def read_variant(top: Top, workers: Mapping[str, Worker | None], diagnostics: Di
     learner = next((name for name in (PURE_ROLES[0], MIXED_ROLES[0]) if workers.get(name) is not None), "")
     for path, worker in workers.items():
         if worker is not None:
-            _check_class(path, worker, path == learner, diagnostics)
+            _check_class(worker, path == learner)
     role = workers.get(learner)
     if role is None or (role.worker_cls is None and role.pg_variant is None):
-        if top.pg_variant is None or not _is_known("pg_variant", top.pg_variant, diagnostics):
+        if top.pg_variant is None or not _is_known(top, top.pg_variant):
             return None
-        diagnostics.say(
+        top.tell.say(
             "pg_variant",
             f"{top.pg_variant} is the policy loss; ROLL reads a pg_variant in actor_train alone, beside the worker_cls"
             " of an ActorPGWorker",
         )
         return Variant("pg_variant", top.pg_variant, PG_VARIANTS[top.pg_variant])
-    found = _of_role(learner, role, diagnostics)
+    found = _of_role(role)
     if top.pg_variant not in (None, found.name if found else None):
-        diagnostics.say(
-            "pg_variant", f"{top.pg_variant} has no effect, as in ROLL, where it is a variable of the YAML's"
-        )
+        top.tell.say("pg_variant", f"{top.pg_variant} has no effect, as in ROLL, where it is a variable of the YAML's")
     return found
 
 
-def _of_role(path: str, worker: Worker, diagnostics: Diagnostics) -> Variant | None:
-    key, name = f"{path}.pg_variant", worker.pg_variant
+def _of_role(worker: Worker) -> Variant | None:
+    name = worker.pg_variant
     weights = {"positive_weight": worker.topr_positive_weight, "negative_weight": worker.topr_negative_weight}
     if name != "topr":
-        for unread in sorted({"topr_positive_weight", "topr_negative_weight"} & worker.written):
-            diagnostics.ignore(f"{path}.{unread}")
+        worker.tell.ignore(*{"topr_positive_weight", "topr_negative_weight"} & worker.written)
     if PG_WORKER not in (worker.worker_cls or ""):
         if name is not None:
-            diagnostics.say(
-                key,
+            worker.tell.say(
+                "pg_variant",
                 f"{name} has no effect, as in ROLL, where only worker_cls"
                 " roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker reads it; the loss is that of the other keys",
             )
         return None
     if name is None:
-        diagnostics.problem(key, f"is missing; ROLL's ActorPGWorker needs one of {', '.join(PG_VARIANTS)}")
+        worker.tell.problem("pg_variant", f"is missing; ROLL's ActorPGWorker needs one of {', '.join(PG_VARIANTS)}")
         return None
-    if not _is_known(key, name, diagnostics):
+    if not _is_known(worker, name):
         return None
-    return Variant(key, name, {**PG_VARIANTS[name], **(weights if name == "topr" else {})})
+    return Variant(worker.tell.at("pg_variant"), name, {**PG_VARIANTS[name], **(weights if name == "topr" else {})})
 
 
-def _is_known(key: str, name: str, diagnostics: Diagnostics) -> bool:
+def _is_known(section: Top | Worker, name: str) -> bool:
     if name not in PG_VARIANTS:
-        diagnostics.problem(key, f"{name!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
+        section.tell.problem("pg_variant", f"{name!r} is unknown; use one of {', '.join(PG_VARIANTS)}")
     return name in PG_VARIANTS
 
 
-def _check_class(path: str, worker: Worker, learns: bool, diagnostics: Diagnostics) -> None:
+def _check_class(worker: Worker, learns: bool) -> None:
     """Refuse a worker class that is not ROLL's own, and note what of ROLL's is not read."""
     if worker.worker_cls is not None and not worker.worker_cls.startswith("roll."):
-        diagnostics.block(
-            f"{path}.worker_cls",
+        worker.tell.block(
+            "worker_cls",
             f"{worker.worker_cls} is no class of ROLL's, and worker classes of one's own are not run here; write a"
             " policy_loss_fn, an advantage_fn or a pipeline of your own (docs/extending.md), and remove the key",
         )
     elif worker.worker_cls is not None and not (learns and PG_WORKER in worker.worker_cls):
-        diagnostics.ignore(f"{path}.worker_cls")
+        worker.tell.ignore("worker_cls")
     if not learns and worker.pg_variant is not None:
-        diagnostics.ignore(f"{path}.pg_variant")
+        worker.tell.ignore("pg_variant")

@@ -1,13 +1,28 @@
-"""Which Hugging Face models the Megatron engine runs: one table, read before anything starts. No torch, no Megatron."""
+"""Which Hugging Face models the Megatron engine runs, and how; read before anything starts. No torch, no Megatron."""
 
 import json
 from pathlib import Path
 
+from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.hf.model_info import MODEL_TYPES, RUN
 
 ROPE_TYPES = ("default", "linear", "llama3")
 # a key of config.json -> the only value whose numerics are proven
 PROVEN_VALUES = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}
+
+
+def not_yet(role: MegatronPlan) -> list[str]:
+    """Return a sentence for each thing about a role that the engine cannot run yet."""
+    later = {
+        "context parallelism is not available yet (context_parallel_size {}); use 1": role.layout.cp,
+        "expert parallelism is not available yet (expert_model_parallel_size {}); use 1": role.layout.ep,
+        "virtual pipeline stages are not available yet; remove the key": role.layout.vpp or 1,
+    }
+    sentences = unsupported(Path(role.model.path))
+    sentences += [sentence.format(size) for sentence, size in later.items() if size > 1]
+    if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
+        sentences.append("training in fp16 is not available; use bf16 or fp32")
+    return [f"{role.name}: {sentence}" for sentence in sentences]
 
 
 def unsupported(path: Path) -> list[str]:
