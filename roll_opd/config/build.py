@@ -11,9 +11,8 @@ from typing import Any
 
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
-from roll_opd.config import check_files, check_layouts, check_objective, check_values, parts
+from roll_opd.config import check_devices, check_files, check_objective, check_values, parts
 from roll_opd.config.check_packages import gpu_memory_gb, unavailable
-from roll_opd.config.check_samples import check_samples
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -116,12 +115,14 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
             raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
     if pure is not None:
         return None
-    by_role = {keys.role: keys for keys in SUPERVISED.values() if keys.role not in (*PURE_ROLES, *MIXED_ROLES)}
-    for keys in (*[by_role[role] for role in by_role if role in values], *SUPERVISED.values()):
-        is_meant = values.get("algorithm_type") == keys.algorithm or not keys.own_keys.isdisjoint(values)
-        if is_meant or (keys.role in by_role and keys.role in values):
-            return keys
-    return None
+    own_roles = values.keys() - {*PURE_ROLES, *MIXED_ROLES}
+    by_role = [keys for keys in SUPERVISED.values() if keys.role in own_roles]
+    by_keys = [
+        keys
+        for keys in SUPERVISED.values()
+        if values.get("algorithm_type") == keys.algorithm or not keys.own_keys.isdisjoint(values)
+    ]
+    return next(iter(by_role + by_keys), None)
 
 
 def _rolled_out(loaded: LoadedConfig, pure: bool | None, diagnostics: Diagnostics) -> RunPlan | None:
@@ -142,10 +143,10 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, diagnostics: Diagnostic
         top = check_values.turn_lengths(top, roles.infer)
     check_objective.check_objective(top, mode, agentic)
     check_objective.check_topk(top, roles.shared_vocabulary)
-    check_layouts.check_devices(roles.placed(), top)
+    check_devices.check_devices(roles.placed(), top)
     sizes = check_values.read_sizes(top, roles, agentic)
     if not agentic:
-        check_samples(top, sizes.n, bool(sections.rewards))
+        check_objective.check_samples(top, sizes.n, bool(sections.rewards))
     rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n)
     if mode != "pure":
         check_objective.check_groups(top, sizes.n, agentic)
@@ -222,7 +223,7 @@ def _supervised(loaded: LoadedConfig, keys: type[Supervised], diagnostics: Diagn
     if not isinstance(top, Supervised) or train is None:
         return None
     check_files.compare_models(roles, top)
-    check_layouts.check_devices(roles.placed(), top)
+    check_devices.check_devices(roles.placed(), top)
     longest = top.sequence_length
     check_values.check_positions(top, roles.all(), longest, str(longest), "sequence_length")
     args, validation = train.worker.data_args, None
@@ -271,7 +272,7 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
         "eval_steps": top.eval_steps if validates else 0,
         "output_dir": output_dir,
         "exp_name": exp_name,
-        "num_nodes": check_layouts.nodes(roles.placed(), top),
+        "num_nodes": check_devices.nodes(roles.placed(), top),
         "devices_per_node": top.num_gpus_per_node,
         "checkpoint": CheckpointPlan(**shared(CheckpointKeys, top), resume=resume),
         "trackers": tuple(trackers),
@@ -289,7 +290,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
         memory=FrozenDict(estimate_memory(plan, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )
-    check_layouts.check_memory(finished, top.tell)
+    check_devices.check_memory(finished, top.tell)
     return finished
 
 

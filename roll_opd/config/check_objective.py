@@ -105,6 +105,24 @@ def _check_reward_part(top: Top) -> None:
             )
 
 
+def check_samples(top: Top, responses: int, has_rewards: bool) -> None:
+    """Say where a mask of samples leaves nothing, or has nothing to decide by. `responses` are those of a prompt."""
+    if not has_rewards:
+        for key in ("difficulty_mask", "error_max_len_clip"):
+            if getattr(top, key):
+                top.tell.problem(key, "true decides by rewards, and there are none; remove it, or write rewards")
+    if top.difficulty_mask and responses == 1:
+        top.tell.say("difficulty_mask", "true has no effect with one response a prompt, as in ROLL")
+    if top.difficulty_mask and top.difficulty_low_threshold >= top.difficulty_high_threshold:
+        top.tell.problem(
+            "difficulty_low_threshold",
+            f"{top.difficulty_low_threshold:g} is not below difficulty_high_threshold"
+            f" {top.difficulty_high_threshold:g}, so that no prompt is learned from; lower it",
+        )
+    if top.rl_loss_coef == 0:
+        top.tell.say("rl_loss_coef", "0 takes the policy loss away, and with it all that rewards and advantages teach")
+
+
 def clip_range(top: Top) -> tuple[float, float]:
     """Return how far a ratio may be below and above 1: pg_clip, or the two keys for each side where they count.
 

@@ -1,21 +1,24 @@
 """Shows a `RunPlan`: a text for people and a dict for programs. Used by `roll-opd plan`."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.plan import CorrectionPlan, FilterPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
+from roll_opd.config.plan import CorrectionPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
 from roll_opd.frozen import thaw
 from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
 from roll_opd.terminal import table, wrapped
 
+T = TypeVar("T")
 SHOWN = {  # keys of the objective that its formulas show
     *keys_of(DistillationKeys),
     *("gamma", "lambd", "whiten_rewards", "whiten_advantages", "norm_mean_type", "norm_std_type", "reward_clip"),
     *("advantage_clip", "pg_clip", "pg_clip_low", "pg_clip_high", "opd_kl_discount"),
 }
+SIZES = ("tp", "pp", "cp", "ep", "dp")
 OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 
 
@@ -52,15 +55,11 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
     roles: dict[str, dict[str, Any]] = {}
     teachers = {teacher.worker.name: teacher for teacher in plan.teachers}
     for name, role in plan.roles().items():
-        layout = role.layout
-        if isinstance(role, RolloutPlan):
-            strategy = "vllm"
-        else:
-            strategy = "megatron_train" if isinstance(role, TrainPlan) else "megatron_infer"
+        megatron = "megatron_train" if isinstance(role, TrainPlan) else "megatron_infer"
         teacher = teachers.get(name)
         roles[name] = {
-            "strategy": strategy,
-            **{size: getattr(layout, size) for size in ("tp", "pp", "cp", "ep", "dp")},
+            "strategy": "vllm" if isinstance(role, RolloutPlan) else megatron,
+            **{size: getattr(role.layout, size) for size in SIZES},
             "model": role.model.path,
             "dtype": role.model.dtype,
             "devices": list(role.devices),
@@ -74,14 +73,14 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
 
 
 def _reward(reward: RewardPlan) -> dict[str, Any]:
+    filters = {"query_filter": reward.query_filter, "response_filter": reward.response_filter}
     return {
         "worker": reward.terms[0].worker,
         "terms": {term.name: {"worker": term.worker, "weight": term.weight} for term in reward.terms},
         "tags": thaw(reward.tags),
         "world_size": reward.world_size,
         "on_error": reward.on_error,
-        "query_filter": _filter(reward.query_filter),
-        "response_filter": _filter(reward.response_filter),
+        **{key: found and {"type": found.type, **found.args} for key, found in filters.items()},
     }
 
 
@@ -96,10 +95,6 @@ def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
             "rewards": [reward.domain for reward in plan.rewards if reward.accepts(tag)],
         }
     return routes if routed else {}
-
-
-def _filter(plan: FilterPlan | None) -> dict[str, Any] | None:
-    return None if plan is None else {"type": plan.type, **plan.args}
 
 
 def _batch(plan: RunPlan) -> dict[str, int | None]:
@@ -127,33 +122,33 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
     Lines are broken where they are longer than `width`; None: nowhere.
     """
     content = to_json(plan)
-    sections = [
-        f"{plan.exp_name}: {plan.title}, {plan.pipeline} pipeline, {plan.num_nodes} node(s) x"
-        f" {plan.devices_per_node} devices",
-        _role_table(content["roles"], width or sys.maxsize),
-        "Devices\n" + "\n".join(_sharing(content["roles"])),
-        *_routing_section(plan, content),
-        "Batch\n" + "\n".join(_batch_lines(plan, content["batch"])),
-        "Memory a rank (estimate)\n" + "\n".join([*_memory_lines(plan), *_device_lines(plan)]),
-        "Objective\n" + "\n".join(_objective_lines(plan)),
-    ]
-    if plan.warnings:
-        sections.append("Warnings\n" + "\n".join(f"  - {text}" for text in plan.warnings))
-    text = "\n\n".join(sections)
+    nodes = f"{plan.num_nodes} node(s) x {plan.devices_per_node} devices"
+    sections = {
+        f"{plan.exp_name}: {plan.title}, {plan.pipeline} pipeline, {nodes}\n": _role_lines(
+            content["roles"], width or sys.maxsize
+        ),
+        "Devices": _sharing(content["roles"]),
+        "Routing": _routing_lines(plan, content),
+        "Batch": _batch_lines(plan, content["batch"]),
+        "Memory a rank (estimate)": [*_memory_lines(plan), *_device_lines(plan)],
+        "Objective": _objective_lines(plan),
+        "Warnings": [f"  - {text}" for text in plan.warnings],
+    }
+    text = "\n\n".join("\n".join([title, *lines]) for title, lines in sections.items() if lines)
     return wrapped(text, width) if width else text
 
 
-def _role_table(roles: dict[str, dict[str, Any]], width: int) -> str:
-    head = ["role", "strategy", "model", "dtype", "devices", "tp", "pp", "cp", "ep", "dp", "coef", "tags"]
+def _role_lines(roles: dict[str, dict[str, Any]], width: int) -> list[str]:
+    head = ["role", "strategy", "model", "dtype", "devices", *SIZES, "coef", "tags"]
     rows = []
     for name, role in roles.items():
-        sizes = [str(role[key]) for key in ("tp", "pp", "cp", "ep", "dp")]
+        sizes = [str(role[key]) for key in SIZES]
         coefficient = "" if role["opd_kl_coef"] is None else f"{role['opd_kl_coef']:g}"
         tags = ", ".join(role["tags"] or []) or ("all" if role["opd_kl_coef"] is not None else "")
         model = "/".join(role["model"].split("/")[-2:])
         devices = short_devices(role["devices"])
         rows.append([name, role["strategy"], model, role["dtype"], devices, *sizes, coefficient, tags])
-    return "\n".join(table([head, *rows], width))
+    return table([head, *rows], width)
 
 
 def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
@@ -162,13 +157,17 @@ def _sharing(roles: dict[str, dict[str, Any]]) -> list[str]:
     for name, role in roles.items():
         for device in role["devices"]:
             owners.setdefault(device, []).append(name)
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for device, names in sorted(owners.items()):
-        groups.setdefault(tuple(names), []).append(device)
-    return [
-        f"  {short_devices(devices)}: {', '.join(names)}" + (" (take turns)" if len(names) > 1 else "")
-        for names, devices in groups.items()
-    ]
+    groups = _alike({device: tuple(names) for device, names in sorted(owners.items())})
+    turns = {names: " (take turns)" if len(names) > 1 else "" for names in groups}
+    return [f"  {devices}: {', '.join(names)}{turns[names]}" for names, devices in groups.items()]
+
+
+def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
+    """Return each value with the devices that have it, written in short."""
+    groups: dict[T, list[int]] = {}
+    for device, value in of_devices.items():
+        groups.setdefault(value, []).append(device)
+    return {value: short_devices(devices) for value, devices in groups.items()}
 
 
 def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
@@ -198,7 +197,7 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
     return lines
 
 
-def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
+def _routing_lines(plan: RunPlan, content: dict[str, Any]) -> list[str]:
     lines = []
     for tag, route in content["routing"].items():
         shown = "every other tag" if tag == OTHER_TAGS and len(content["routing"]) > 1 else tag
@@ -217,7 +216,7 @@ def _routing_section(plan: RunPlan, content: dict[str, Any]) -> list[str]:
             for term in reward["terms"].values()
         )
         lines.append(f"  rewards.{domain}: {terms} x {reward['world_size']}" + "".join(f", {f}" for f in filters))
-    return ["Routing\n" + "\n".join(lines)] if lines else []
+    return lines
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
@@ -240,10 +239,7 @@ def _device_lines(plan: RunPlan) -> list[str]:
     limit = int(plan.device_memory_gb * 2**30) if plan.device_memory_gb else None
     needs = device_memory(plan, limit)
     of = f" of {plan.device_memory_gb:g} GiB" if plan.device_memory_gb else ""
-    devices: dict[int, list[int]] = {}
-    for device, size in needs.items():
-        devices.setdefault(size, []).append(device)
-    lines = [f"    {short_devices(those)}: {readable_bytes(size)}{of}" for size, those in devices.items()]
+    lines = [f"    {devices}: {readable_bytes(size)}{of}" for size, devices in _alike(needs).items()]
     return ["  a device (all weights, states and caches stay; activations of one role at a time):", *lines]
 
 
@@ -297,11 +293,9 @@ def _advantage(plan: RunPlan) -> str:
         "whitened" if objective.whiten_rewards else "",
     ]
     reward = ", ".join(["reward", *filter(None, steps)])
-    after = [
-        "whitened" if objective.whiten_advantages else "",
-    ]
+    whitened = ", whitened" if objective.whiten_advantages else ""
     discounts = f"gamma {objective.gamma:g}" + (f", lambda {objective.lambd:g}" if plan.critic else "")
-    shaped = ", ".join([f"{objective.adv_estimator}({reward}; {discounts})", *filter(None, after)])
+    shaped = f"{objective.adv_estimator}({reward}; {discounts}){whitened}"
     by_domain = " of each reward domain" if len(plan.rewards) > 1 else ""
     return f"{shaped}{by_domain} {teachers}".rstrip() + clip
 

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -92,13 +92,14 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
         absent = places.missing if places else []
         hint = f"; hydra.searchpath names {_listed(absent)}, which is no directory" if absent else ""
         raise ConfigError([f"{file}: {_one_line(error)}{hint}"]) from None
-    origins.update({key: COMMAND_LINE for override in parsed for key in _override_keys(override)})
-    diagnostics = Diagnostics(origins)
+    for override in parsed:
+        origins.update(dict.fromkeys(_keys_below(override.key_or_group, override.value()), COMMAND_LINE))
     if not config:
         raise ConfigError([f"{file} is empty; write at least the roles of a run, or copy an example"])
-    values = _resolve(config, "", diagnostics)
-    if diagnostics.problems:
-        raise ConfigError(diagnostics.problems)
+    tell = Diagnostics(origins)
+    values = _resolve(config, tell)
+    if tell.problems:
+        raise ConfigError(tell.problems)
     variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
     return LoadedConfig(name, directory, values, origins, variables)
 
@@ -201,39 +202,31 @@ def _key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
     return lines
 
 
-def _override_keys(override: Override) -> list[str]:
-    """Return the dotted keys an override sets, down into a value that is a mapping."""
-    keys = [override.key_or_group]
-
-    def visit(value: Any, prefix: str) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                keys.append(f"{prefix}.{key}")
-                visit(item, keys[-1])
-
-    visit(override.value() if override.value() is not None else None, override.key_or_group)
-    return keys
+def _keys_below(key: str, value: Any) -> Iterator[str]:
+    """Yield a dotted key and, where its value is a mapping, those in it."""
+    yield key
+    for name, item in value.items() if isinstance(value, dict) else ():
+        yield from _keys_below(f"{key}.{name}", item)
 
 
-def _resolve(node: DictConfig | ListConfig, prefix: str, diagnostics: Diagnostics) -> Any:
+def _resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
     """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
     for key in keys:
-        path = f"{prefix}.{key!s}" if prefix else str(key)
         try:
             value = node[cast(Any, key)]
         except MissingMandatoryValue:
-            diagnostics.problem(path, "has no value yet (???); give one, here or on the command line")
+            tell.problem(str(key), "has no value yet (???); give one, here or on the command line")
             continue
         except (OmegaConfBaseException, RecursionError) as error:
-            diagnostics.problem(path, _unresolved(_one_line(error)))
+            tell.problem(str(key), _unresolved(_one_line(error)))
             continue
         for text in (key, value):
             if wrong := value_problem(text):
-                diagnostics.problem(path, wrong)
+                tell.problem(str(key), wrong)
         if isinstance(value, DictConfig | ListConfig):
-            value = _resolve(value, path, diagnostics)
+            value = _resolve(value, tell.below(str(key)))
         resolved[key] = value
     return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
 

@@ -5,6 +5,7 @@ ROLL's form is one tracker and its arguments. Several trackers take a mapping of
 
 from typing import Any
 
+from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import DOTTED
 from roll_opd.config.schema import Run
 from roll_opd.extensions import argument_problems, arguments
@@ -19,28 +20,28 @@ def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
     """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
     named = [name for name in dict.fromkeys(top.track_with) if _check_name(top, name)]
     found: dict[str, dict[str, Any]] = {name: {} for name in named}
-    kwargs, key = top.tracker_kwargs, "tracker_kwargs"
+    kwargs, tell = top.tracker_kwargs, top.tell.below("tracker_kwargs")
     if not kwargs or not named:
         return found
     taking = [name for name in named if _takes_arguments(name)]
     if all(_is_name(name) for name in kwargs):
         for name, args in kwargs.items():
             if args is not None and not isinstance(args, dict):
-                top.tell.problem(f"{key}.{name}", f"expected the arguments of tracker {name}, got {args!r}")
+                tell.problem(name, f"expected the arguments of tracker {name}, got {args!r}")
             elif name in found:
-                found[name] = _checked(top, f"{key}.{name}", name, args or {})
+                found[name] = _checked(name, args or {}, tell.below(name))
             else:
-                top.tell.warn(f"{key}.{name} has no effect: track_with does not name {name}")
+                tell.warn(f"{tell.at(name)} has no effect: track_with does not name {name}")
     elif len(taking) > 1:
-        top.tell.problem(
-            key,
+        tell.problem(
+            "",
             f"with several trackers it maps each to its arguments, such as {taking[0]}: {{...}};"
             f" {', '.join(map(repr, kwargs))} could be meant for any of {', '.join(taking)}",
         )
     elif taking:
-        found[taking[0]] = _checked(top, key, taking[0], kwargs)
+        found[taking[0]] = _checked(taking[0], kwargs, tell)
     else:
-        top.tell.warn(f"{key} has no effect: {', '.join(named)} takes no arguments")
+        tell.warn(f"{tell.path} has no effect: {', '.join(named)} takes no arguments")
     return found
 
 
@@ -59,15 +60,15 @@ def _check_name(top: Run, name: str) -> bool:
     return _is_name(name)
 
 
-def _checked(top: Run, key: str, name: str, written: dict[str, Any]) -> dict[str, Any]:
+def _checked(name: str, written: dict[str, Any], tell: Diagnostics) -> dict[str, Any]:
     """Return the arguments of a tracker, checked; those of a user's own class are its own business."""
     args = {argument: value for argument, value in written.items() if value is not None}
     if name in TRACKERS.builtin:
         for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
             told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
-            top.tell.problem(f"{key}.{argument}", told.replace("argument;", f"argument of tracker {name};"))
+            tell.problem(argument, told.replace("argument;", f"argument of tracker {name};"))
     for argument in args if name in TRACKERS.elsewhere else ():
-        top.tell.problem(f"{key}.{argument}", f"unknown argument; {name} takes none")
+        tell.problem(argument, f"unknown argument; {name} takes none")
     return args
 
 
