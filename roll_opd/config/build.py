@@ -12,7 +12,6 @@ from typing import Any
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
 from roll_opd.config import check_devices, check_files, check_objective, check_values, parts
-from roll_opd.config.check_packages import gpu_memory_gb, unavailable
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -49,7 +48,9 @@ from roll_opd.data.rows import DataError
 from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
+from roll_opd.megatron.supported import not_yet
 from roll_opd.paths import looking_beside
+from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
 
 TITLES = {
@@ -97,7 +98,8 @@ def plan_config(
     if plan is None or diagnostics.problems:
         found = [*diagnostics.problems, *(diagnostics.blockers if runnable else ())]
         raise ConfigError(found or ["the configuration could not be read"])
-    sentences = [*diagnostics.blockers, *unavailable(plan)]
+    sentences = [*diagnostics.blockers, *lacking(plan.trackers)]
+    sentences += [sentence for role in plan.megatron_roles().values() for sentence in not_yet(role)]
     if sentences and runnable:
         raise ConfigError(sentences)
     return replace(plan, warnings=(*diagnostics.warnings, *sentences))
@@ -286,7 +288,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
     models = {role.path: role.info for role in roles.placed() if role.info}
     finished = replace(
         plan,
-        device_memory_gb=top.device_memory_gb or gpu_memory_gb(),
+        device_memory_gb=top.device_memory_gb or check_devices.gpu_memory_gb(),
         memory=FrozenDict(estimate_memory(plan, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )

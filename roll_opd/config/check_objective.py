@@ -27,6 +27,12 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     for key, harmless in LATER.items():
         if getattr(top, key) not in harmless:
             top.tell.block(key, f"{as_yaml(getattr(top, key))} is not available yet; remove the key")
+    if agentic:
+        text = "use prompts and rewards (start_rlvr_pipeline.py, or pure_opd_pipeline_type rlvr)"
+        top.tell.block("custom_envs", f"the agentic pipeline is not available yet; {text}")
+    if top.async_generation_ratio:
+        ahead = f"{top.async_generation_ratio:g} (generation ahead of training)"
+        top.tell.block("async_generation_ratio", f"{ahead} is not available yet; use 0")
     if top.kl_loss_fn is not None:
         top.tell.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
     top.tell.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))
@@ -87,6 +93,12 @@ def _check_reward_part(top: Top) -> None:
             "adv_estimator",
             "'on_policy_distill' is what pure distillation sets itself; write reinforce or grpo for the reward",
         )
+    if top.adv_estimator in ADVANTAGES.elsewhere:
+        known = " or ".join(name for name in ADVANTAGES.builtin if name != "on_policy_distill")
+        top.tell.block("adv_estimator", f"{top.adv_estimator!r} is not available yet; use {known}")
+    if (top.use_kl_loss or top.add_token_level_kl) and top.kl_penalty in KL_PENALTIES_LATER:
+        known = ", ".join(dict.fromkeys(KL_PENALTIES.values()))
+        top.tell.block("kl_penalty", f"{top.kl_penalty!r} is not available yet; use one of {known}")
     is_rolls_grpo = top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
     for key in NORMS:
         value = getattr(top, key)
@@ -180,9 +192,16 @@ def _check_functions(top: Top, mode: str) -> None:
     """Say what is empty or wrong about this loss, these advantages and this KL loss together."""
     advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator
     measures_kl = top.use_kl_loss and mode != "pure"
+    facts = loss_facts(top.policy_loss)
+    if facts.needs == "pairs":
+        top.tell.block(
+            "policy_loss",
+            f"{top.policy_loss!r} reads pairs, which no rollout gives; run it with start_dpo_pipeline.py, or use"
+            " another loss",
+        )
     for sentence in check_combination(
         policy_loss=top.policy_loss or "",
-        advantage=advantage if loss_facts(top.policy_loss).reads_advantages else None,
+        advantage=advantage if facts.reads_advantages else None,
         kl_loss=(top.kl_loss_fn or "low_var_kl") if measures_kl else None,
         # whether there is a reference policy or a critic has checks of its own
         reference=True,

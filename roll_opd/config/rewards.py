@@ -84,9 +84,14 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
                 "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
             )
         found.append((section, term))
-    # what built-in rewards say when they are made; a user's own are made in the run
     for section, term in found if len(problems) == before else ():
-        if term.worker in REWARDS.builtin:
+        if term.worker.startswith("roll."):
+            section.tell.block(
+                "",
+                f"the reward worker {term.worker!r} is not available yet; use {', '.join(REWARDS.builtin)}, or the"
+                " dotted path of a class of your own",
+            )
+        elif term.worker in REWARDS.builtin:  # what they say when they are made; a user's own are made in the run
             try:
                 check(term.worker, dict(term.args))
             except RewardError as error:
