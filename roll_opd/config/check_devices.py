@@ -17,14 +17,14 @@ DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
 
 def nodes(roles: list[Role], top: Run) -> int:
     """Return num_nodes, or the nodes that the device mappings reach over where those are more, as ROLL does."""
-    last = max((max(role.devices) for role in roles if role.devices), default=0)
+    last = max((max(role.strategy.devices) for role in roles if role.strategy.devices), default=0)
     return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
 
 
 def check_devices(roles: list[Role], top: Run) -> None:
     """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
     total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
-    known = [(role, set(role.devices)) for role in roles if role.devices]
+    known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
     for role, devices in known:
         if max(devices) >= total:
             role.worker.tell.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
@@ -33,10 +33,11 @@ def check_devices(roles: list[Role], top: Run) -> None:
                 f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
                 " or change the mapping",
             )
-        if role.vllm is not None and role.vllm.tp > top.num_gpus_per_node:
+        layout = role.strategy.layout
+        if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
             role.worker.tell.problem(
                 f"{OPTIONS}.tensor_parallel_size",
-                f"an engine of {role.vllm.tp} devices does not fit into one node of {top.num_gpus_per_node};"
+                f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
                 " use a smaller one",
             )
     for (one, mine), (other, theirs) in combinations(known, 2):

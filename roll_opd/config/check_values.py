@@ -127,7 +127,7 @@ def _check_lengths(top: Top, roles: Roles, response: int, held_out: int | None) 
             what = f"prompt_length {top.prompt_length} + {new} new tokens"
             check_positions(top, roles.all(), top.prompt_length + new, what, its_key)
     needed = top.prompt_length + max(response, held_out or 0)
-    length = infer.vllm.max_model_len if infer and infer.vllm else None
+    length = infer.strategy.max_model_len if infer else None
     if infer is None or length is None:
         return
     key = f"{OPTIONS}.max_model_len"
@@ -187,9 +187,9 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
     `share` of them are demonstrations, and the step's samples fill the rest. Agentic runs do not know how many samples
     their trajectories give, so there a remainder is only a warning.
     """
-    if train.megatron is None or train.megatron.layout is None:
+    if train.strategy.layout is None:
         return None
-    args, dp = train.worker.training_args, train.megatron.layout.dp
+    args, dp = train.worker.training_args, train.strategy.layout.dp
     mini, arithmetic = _per_update(args, dp)
     sequences = top.rollout_batch_size * n
     if sequences > MOST_SEQUENCES:
@@ -228,7 +228,7 @@ def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0
 
 def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
     """Return the rows of a step and those behind one optimizer update, of a run over rows with answers."""
-    dp = train.megatron.layout.dp if train.megatron and train.megatron.layout else 1
+    dp = train.strategy.layout.dp if train.strategy.layout else 1
     update, arithmetic = _per_update(train.worker.training_args, dp)
     rows = top.train_batch_size or update
     if rows % update:

@@ -45,15 +45,15 @@ def environment(top: Run, worker: Worker | None = None) -> FrozenDict:
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:
     """Return what every Megatron role has; a wider frozen model gives the log-probs of the tokens of `student`."""
-    assert role.info and role.megatron and role.megatron.devices and role.megatron.layout
+    assert role.info and role.strategy.devices and role.strategy.layout
     vocabulary = student.info.vocab if student and student.info else role.info.vocab
     return MegatronPlan(
         name=role.path,
         model=ModelPlan(str(role.info.path), role.dtype),
-        devices=role.megatron.devices,
-        layout=role.megatron.layout,
+        devices=role.strategy.devices,
+        layout=role.strategy.layout,
         forward_limits=micro_batch(role.worker, False),
-        megatron_args=FrozenDict(role.megatron.args),
+        megatron_args=FrozenDict(role.strategy.args),
         env=environment(top, role.worker),
         vocab_size=vocabulary if vocabulary < role.info.vocab else None,
     )
@@ -67,14 +67,13 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
         total: updates of the run.
         answers: sequences that stay together in a micro-batch, whose limit counts them as one.
     """
-    assert role.megatron is not None
     args, limits = role.worker.training_args, micro_batch(role.worker, True)
     if limits.sequences:
         limits = replace(limits, sequences=limits.sequences * answers)
     optimizer = OptimizerPlan(
         **{**shared(OptimizerKeys, args), **read_schedule(args, total)},
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
-        use_distributed_optimizer=role.megatron.use_distributed_optimizer,
+        use_distributed_optimizer=role.strategy.use_distributed_optimizer,
     )
     plan = megatron_plan(role, top)
     return TrainPlan(**vars(plan), train_limits=limits, mini_batch_sequences=mini_batch, optimizer=optimizer)
@@ -114,16 +113,16 @@ def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:
 
 
 def _engines(role: Role, top: Top, sampling: SamplingPlan, max_model_len: int) -> RolloutPlan:
-    assert role.info and role.vllm and role.vllm.devices
+    assert role.info and role.strategy.devices and role.strategy.layout
     return RolloutPlan(
         name=role.path,
         model=ModelPlan(str(role.info.path), role.dtype),
-        devices=role.vllm.devices,
-        tp=role.vllm.tp,
-        engines=len(role.vllm.devices) // role.vllm.tp,
+        devices=role.strategy.devices,
+        tp=role.strategy.layout.tp,
+        engines=role.strategy.layout.dp,
         sampling=sampling,
-        max_model_len=role.vllm.max_model_len or max_model_len,
-        engine_args=FrozenDict(role.vllm.args),
+        max_model_len=role.strategy.max_model_len or max_model_len,
+        engine_args=FrozenDict(role.strategy.args),
         env=environment(top, role.worker),
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.schema import Dtype, Supervised, Top, Worker
-from roll_opd.config.strategies import OPTIONS, Megatron, Vllm, read_megatron, read_vllm
+from roll_opd.config.strategies import OPTIONS, Strategy, read_megatron, read_vllm
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
 from roll_opd.hf.weight_files import holds_decoder, weight_problems
@@ -23,26 +23,20 @@ ADAPTER_KEYS = ("lora_target", "lora_rank", "adapter_name_or_path", "freeze_modu
 Job = Literal["train", "frozen", "rollout"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Role:
     """One role and its section; what could not be read is None."""
 
     job: Job
     worker: Worker
+    strategy: Strategy
     info: ModelInfo | None = None
     dtype: Dtype = "bf16"
-    megatron: Megatron | None = None
-    vllm: Vllm | None = None
 
     @property
     def path(self) -> str:
         """The dotted key of its section."""
         return self.worker.tell.path
-
-    @property
-    def devices(self) -> tuple[int, ...] | None:
-        strategy = self.megatron or self.vllm
-        return strategy.devices if strategy else None
 
 
 @dataclass
@@ -188,30 +182,26 @@ class RoleReader:
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype) -> Role:
         """Return a role of vLLM's; `model` and `dtype` are what it has where none is written."""
-        role = Role("rollout", worker, self._model(worker, model), worker.model_args.dtype or dtype)
-        role.vllm = read_vllm(worker, self._strict)
-        if role.info and role.vllm:
+        strategy, info = read_vllm(worker, self._strict), self._model(worker, model)
+        if info and strategy.layout:
             key = worker.tell.at(f"{OPTIONS}.tensor_parallel_size")
-            check_tensor_parallel(role.info, role.vllm.tp, key, self._diagnostics, copies_kv_heads=True)
-        return role
+            check_tensor_parallel(info, strategy.layout.tp, key, self._diagnostics, copies_kv_heads=True)
+        return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
 
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
         """Return a role of Megatron's; `model` is what it has where none is written."""
-        trained = self._roles.train.megatron if self._roles.train else None
-        megatron = read_megatron(worker, job, self._strict, trained)
-        role = Role(job, worker, self._model(worker, model), megatron=megatron)
-        self._check_weights(role)
-        if role.info and megatron and megatron.layout:
-            check_layout(role.info, megatron.layout, megatron.args, worker.tell.at(OPTIONS), self._diagnostics)
-        written = worker.model_args.dtype
-        from_strategy = megatron.dtype if megatron else None
+        trained = self._roles.train.strategy if self._roles.train else None
+        strategy, info = read_megatron(worker, job, self._strict, trained), self._model(worker, model)
+        self._check_weights(worker, info)
+        if info and strategy.layout:
+            check_layout(info, strategy.layout, strategy.args, worker.tell.at(OPTIONS), self._diagnostics)
+        written, from_strategy = worker.model_args.dtype, strategy.dtype
         if written and from_strategy and written != from_strategy:
             worker.tell.problem(
                 f"{OPTIONS}.{from_strategy}",
-                f"true contradicts {role.path}.model_args.dtype {written}; keep one of them",
+                f"true contradicts {worker.tell.path}.model_args.dtype {written}; keep one of them",
             )
-        role.dtype = written or from_strategy or "bf16"
-        return role
+        return Role(job, worker, strategy, info, written or from_strategy or "bf16")
 
     def _refuse_adapters(self) -> None:
         """Refuse what would train something else than the user asked for, in one sentence for all roles."""
@@ -230,14 +220,14 @@ class RoleReader:
                 f" key to train them{also}",
             )
 
-    def _check_weights(self, role: Role) -> None:
+    def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
         """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""
-        if role.info is None or role.info.path in self._checked:
+        if info is None or info.path in self._checked:
             return
-        self._checked.add(role.info.path)
-        with role.worker.tell.about(MODEL, ModelFilesError):
-            for problem in weight_problems(role.info, needs_head=role.path != CRITIC):
-                role.worker.tell.problem(MODEL, problem)
+        self._checked.add(info.path)
+        with worker.tell.about(MODEL, ModelFilesError):
+            for problem in weight_problems(info, needs_head=worker.tell.path != CRITIC):
+                worker.tell.problem(MODEL, problem)
 
     def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
         """Return what the files of a role's own model say, else of `model`; told where that cannot be run."""

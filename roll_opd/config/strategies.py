@@ -5,7 +5,7 @@ A strategy of ROLL's that does not exist here becomes its nearest, said in a war
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.config.device_mapping import parse_device_mapping, short_devices
@@ -36,24 +36,15 @@ SGLANG = {
 
 
 @dataclass(frozen=True)
-class Megatron:
-    """A Megatron role's strategy. `layout` is None where devices and sizes do not fit together."""
+class Strategy:
+    """How a role is spread over devices, and what its engine takes; what is wrong about it is None."""
 
-    devices: tuple[int, ...] | None
-    layout: Layout | None
-    dtype: Dtype | None  # from bf16/fp16
-    use_distributed_optimizer: bool
-    args: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Vllm:
-    """The rollout role's strategy."""
-
-    devices: tuple[int, ...] | None
-    tp: int
-    max_model_len: int | None
-    args: dict[str, Any]
+    devices: tuple[int, ...] | None = None
+    layout: Layout | None = None  # None too where devices and sizes do not fit together; vLLM's engines are copies
+    args: dict[str, Any] = field(default_factory=dict)
+    dtype: Dtype | None = None  # of Megatron: from bf16/fp16
+    use_distributed_optimizer: bool = True
+    max_model_len: int | None = None  # of vLLM, as it is written
 
 
 def read_devices(worker: Worker) -> tuple[int, ...] | None:
@@ -116,8 +107,8 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
     return {"tensor_parallel_size": size, **found} if size != 1 else found
 
 
-def read_megatron(worker: Worker, job: str, strict: bool, student: Megatron | None = None) -> Megatron | None:
-    """Return the layout and pass-through arguments of a Megatron role, None if its strategy is wrong.
+def read_megatron(worker: Worker, job: str, strict: bool, student: Strategy | None = None) -> Strategy:
+    """Return how a Megatron role is spread over its devices.
 
     A role beside the student may leave its devices out, as ROLL's documents do for those that score: it then takes
     turns with `student`, in the student's layout unless it writes one of its own.
@@ -125,21 +116,21 @@ def read_megatron(worker: Worker, job: str, strict: bool, student: Megatron | No
     if worker.device_mapping is None and student is not None:
         devices = student.devices
         if devices is None:
-            return None  # told of the student
+            return Strategy()  # told of the student
         worker.tell.remark("device_mapping", f"is not written; it shares the student's {short_devices(devices)}")
         if worker.strategy_args is None and student.layout is not None:
-            return Megatron(devices, student.layout, None, True, {})
+            return Strategy(devices, student.layout)
     else:
         devices = read_devices(worker)
     config = read_strategy(worker, job, strict)
     if config is None:
-        return None
+        return Strategy()
     before, layout = len(worker.tell.problems), None
     sizes, switches, args = _sort_settings(config, worker.tell.below(OPTIONS))
     if devices is not None and len(worker.tell.problems) == before:
         layout = _layout(worker, sizes, switches.get("sequence_parallel"), devices)
     dtype: Dtype | None = "bf16" if switches.get("bf16") else "fp16" if switches.get("fp16") else None
-    return Megatron(devices, layout, dtype, switches.get("use_distributed_optimizer", True), args)
+    return Strategy(devices, layout, args, dtype, switches.get("use_distributed_optimizer", True))
 
 
 def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
@@ -206,19 +197,19 @@ def _layout(
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 
-def read_vllm(worker: Worker, strict: bool) -> Vllm | None:
-    """Return the rollout role's engines, None if its strategy is wrong."""
+def read_vllm(worker: Worker, strict: bool) -> Strategy:
+    """Return how a role's engines are spread over its devices."""
     devices = read_devices(worker)
     config = read_strategy(worker, "rollout", strict)
     if config is None:
-        return None
+        return Strategy()
     tell = worker.tell.below(OPTIONS)
     tell.ignore(*IGNORED_VLLM & config.keys())
     given = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
     tp, length = given.pop("tensor_parallel_size", 1), given.pop("max_model_len", None)
     for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
         if size is not None and not _is_positive(key, size, tell):
-            return None
+            return Strategy()
     for key in ("pipeline_parallel_size", "data_parallel_size"):
         if given.pop(key, 1) != 1:
             tell.problem(key, "only 1 is possible here; spread the engine with tensor_parallel_size")
@@ -228,4 +219,5 @@ def read_vllm(worker: Worker, strict: bool) -> Vllm | None:
             f"{len(devices)} devices cannot hold whole engines of tensor_parallel_size {tp}; give a multiple of {tp}",
         )
         devices = None
-    return Vllm(devices, tp, length, {key: value for key, value in given.items() if _counts("vLLM", key, value, tell)})
+    args = {key: value for key, value in given.items() if _counts("vLLM", key, value, tell)}
+    return Strategy(devices, Layout(tp=tp, dp=len(devices or ()) // tp), args, max_model_len=length)
