@@ -27,7 +27,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
     known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
     for role, devices in known:
         if max(devices) >= total:
-            role.worker.tell.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
+            role.tell.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
                 "device_mapping",
                 f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
                 f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
@@ -35,7 +35,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
             )
         layout = role.strategy.layout
         if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
-            role.worker.tell.problem(
+            role.tell.problem(
                 f"{OPTIONS}.tensor_parallel_size",
                 f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
                 " use a smaller one",
@@ -44,7 +44,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
         shared = mine & theirs
         if shared and shared != mine and shared != theirs:
             here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
-            other.worker.tell.problem(
+            other.tell.problem(
                 "device_mapping",
                 f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
                 " devices, lie one inside the other or keep apart, but not overlap in part",

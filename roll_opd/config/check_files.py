@@ -232,23 +232,23 @@ def check_tags(
             " has them"
         )
     validation_tags = first_tags(validation)[0] if validation else set()
+    present = all_tags | validation_tags
+    unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
             diagnostics.problem(
                 "teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there"
             )
-        if rewards and not any(reward.accepts(tag) for reward in rewards):
+        if tag in unscored:
             text = f"no reward has tag {tag!r} of the training data in its tag_included"
             if roles.mode == "pure":
                 diagnostics.warn(f"rewards: {text}; its reward is not monitored")
             else:
                 domains = ", ".join(reward.domain for reward in rewards)
                 diagnostics.problem("rewards", f"{text}; add it to one of {domains}")
-    for tag in sorted(validation_tags):
-        if rewards and not any(reward.accepts(tag) for reward in rewards):
-            text = f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
-            diagnostics.block("rewards", text)
-    present = all_tags | validation_tags
+    for tag in sorted(validation_tags & unscored):
+        text = f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
+        diagnostics.block("rewards", text)
     for path, tags in chosen.items():
         if tags and present and not present.intersection(tags):
             diagnostics.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
@@ -261,7 +261,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         return
     _check_vocabulary(train)
     if infer is not None and infer.info is not None and infer.info.path != train.info.path:
-        infer.worker.tell.problem(
+        infer.tell.problem(
             MODEL,
             f"{infer.info.path} is not the model that {train.path} trains ({train.info.path}); leave it out",
         )
@@ -274,10 +274,10 @@ def compare_models(roles: Roles, top: Run | None) -> None:
         if role.info is None:
             continue
         if not may_be_itself:
-            with role.worker.tell.about(MODEL):
+            with role.tell.about(MODEL):
                 if same_weights(train.info, role.info):
                     same = "path" if train.info.path == role.info.path else "weights"
-                    role.worker.tell.problem(
+                    role.tell.problem(
                         MODEL,
                         f"the teacher has the student's {same} ({role.info.path}), so there is nothing to learn from"
                         " it; give another model, or set allow_self_teacher: true",
@@ -286,7 +286,7 @@ def compare_models(roles: Roles, top: Run | None) -> None:
             continue
         _check_vocabulary(role)
         if role.info.vocab < train.info.vocab:
-            role.worker.tell.remark(
+            role.tell.remark(
                 "",
                 f"the teacher has {role.info.vocab} token ids, the student {train.info.vocab}; the ids between are"
                 " padding that the student must not sample; opd_objective: sampled compares log-probs that count what"
@@ -303,18 +303,18 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         return False
     if not (has_tokenizer(role.info.path) and has_tokenizer(train.info.path)):
         return False  # told by the roles
-    with role.worker.tell.about(MODEL, ModelFilesError):
+    with role.tell.about(MODEL, ModelFilesError):
         found = compare_tokenizers(train.info.path, role.info.path, what)
         sentence = f"the tokenizers of student and {what} differ: {found.conflict}"
         if found.conflict and refuses:
             way_out = ", or set teacher_tokenizer_check: warn to go on" if what == "teacher" else ""
-            role.worker.tell.problem(
+            role.tell.problem(
                 MODEL, f"{sentence}; a {what} can only score tokens that it has, so give a model of one family{way_out}"
             )
         elif found.conflict:
-            role.worker.tell.remark(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
+            role.tell.remark(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
         if found.differences:
-            role.worker.tell.remark(
+            role.tell.remark(
                 "",
                 f"the tokenizers of student and {what} differ in what no token id depends on:"
                 f" {'; '.join(found.differences)}; the student's tokenizer and template count",
@@ -324,10 +324,10 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
 
 
 def _check_vocabulary(role: Role) -> None:
-    with role.worker.tell.about(MODEL, ModelFilesError):
+    with role.tell.about(MODEL, ModelFilesError):
         largest = largest_token_id(role.info.path) if role.info else None
         if role.info and largest is not None and largest >= role.info.vocab:
-            role.worker.tell.problem(
+            role.tell.problem(
                 MODEL,
                 f"the tokenizer uses token id {largest}, but the model has only {role.info.vocab} (vocab_size); give"
                 " model and tokenizer of the same release",

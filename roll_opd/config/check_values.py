@@ -132,13 +132,9 @@ def _check_lengths(top: Top, roles: Roles, response: int, held_out: int | None) 
         return
     key = f"{OPTIONS}.max_model_len"
     if length < needed:
-        infer.worker.tell.problem(
-            key, f"{length} would cut sequences of up to {needed} tokens; leave it out or raise it"
-        )
+        infer.tell.problem(key, f"{length} would cut sequences of up to {needed} tokens; leave it out or raise it")
     if infer.info is not None and length > infer.info.max_positions:
-        infer.worker.tell.problem(
-            key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it"
-        )
+        infer.tell.problem(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
 
 
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:

@@ -37,10 +37,9 @@ from roll_opd.frozen import FrozenDict
 JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
 
 
-def environment(top: Run, worker: Worker | None = None) -> FrozenDict:
-    """Return the environment variables of all processes, with a role's own over them."""
-    both = {**top.system_envs, **(worker.system_envs if worker else {})}
-    return FrozenDict({name: str(value) for name, value in both.items()})
+def environment(*sections: Run | Worker) -> FrozenDict:
+    """Return the environment variables that sections say, those of a later one over those before it."""
+    return FrozenDict({name: str(value) for section in sections for name, value in section.system_envs.items()})
 
 
 def megatron_plan(role: Role, top: Run, student: Role | None = None) -> MegatronPlan:

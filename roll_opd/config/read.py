@@ -142,7 +142,7 @@ def _read_teachers(value: Any, sections: Sections, diagnostics: Diagnostics) -> 
     mapping = _mapping(value, "teacher", diagnostics)
     keys = {*keys_of(Worker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
-    misspelt = [key for key, data in mapping.items() if _near(str(key), keys) and not _is_worker(data, keys)]
+    misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not _is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
         sections.teachers["teacher"] = read_section(Worker, mapping, diagnostics.below("teacher"))
         return
@@ -192,8 +192,8 @@ def _with_free_keys(data: Any, tell: Diagnostics, model: type[Term] = Reward) ->
     for key, value in data.items():
         if key in known:
             continue
-        near = _near(str(key), known | REWARD_KEYS_OF_ROLL) if key not in REWARD_KEYS_OF_ROLL else None
-        if near:
+        near = nearest(str(key), known | REWARD_KEYS_OF_ROLL, SAME_WORD)
+        if near and key not in REWARD_KEYS_OF_ROLL:
             tell.problem(str(key), f"unknown key; did you mean {near!r}?")
         else:
             args[str(key)] = value
@@ -203,10 +203,6 @@ def _with_free_keys(data: Any, tell: Diagnostics, model: type[Term] = Reward) ->
             for name, term in kept["terms"].items()
         }
     return {**kept, "args": args}
-
-
-def _near(key: str, known: set[str]) -> str | None:
-    return nearest(key, known, SAME_WORD)
 
 
 def _mapping(value: Any, path: str, diagnostics: Diagnostics) -> dict[str, Any]:

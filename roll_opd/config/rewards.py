@@ -13,7 +13,7 @@ from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
 from roll_opd.hints import nearest
 from roll_opd.rewards.interface import RewardError
-from roll_opd.rewards.registry import REWARDS, check, reward_arguments
+from roll_opd.rewards.registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
@@ -45,7 +45,7 @@ def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int
             domain=domain,
             terms=terms,
             tags=tags,
-            max_concurrency=reward.max_concurrency or _calls(terms[0].worker),
+            max_concurrency=reward.max_concurrency or _facts(terms[0].worker).max_concurrency or MOST_REWARD_CALLS,
             batch_size=reward.infer_batch_size,
             query_filter=query,
             response_filter=response,
@@ -68,11 +68,11 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
         args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
         reward = changed(reward, {"args": args})
     main = _term(reward, domain, None)
-    if reward.args.get("judge_model_type") == LOCAL_JUDGE and main.worker == "llm_judge":
-        reward.tell.ignore(*REWARDS.facts(main.worker).endpoint_arguments & main.args.keys())
-    elif reward.args.get("judge_model_type") == LOCAL_JUDGE and main.worker in REWARDS.builtin:
-        text = f"{main.worker} asks no judge, and would have engines for nothing; remove it"
-        reward.tell.problem("judge_model_type", text)
+    if reward.args.get("judge_model_type") == LOCAL_JUDGE:
+        reward.tell.ignore(*_facts(main.worker).endpoint_arguments & main.args.keys())
+        if main.worker in REWARDS.builtin and main.worker != "llm_judge":
+            text = f"{main.worker} asks no judge, and would have engines for nothing; remove it"
+            reward.tell.problem("judge_model_type", text)
     if main.name in reward.terms:
         reward.tell.problem(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
     found: list[tuple[Term, RewardTerm]] = [(reward, main)]
@@ -101,18 +101,17 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
 
 def _term(section: Term, default: str, name: str | None) -> RewardTerm:
     worker = _worker(section, section.worker_cls or default)
-    builtin = worker in REWARDS.builtin
     args, timeout = _arguments(section, worker), section.timeout
     if timeout is None:
-        timeout = None if builtin and REWARDS.facts(worker).keeps_time else REWARD_SECONDS
-    elif builtin and "timeout" in reward_arguments(worker):
+        timeout = None if _facts(worker).keeps_time else REWARD_SECONDS
+    elif worker in REWARDS.builtin and "timeout" in reward_arguments(worker):
         args, timeout = {**args, "timeout": timeout}, None
     return RewardTerm(name or worker.rpartition(".")[2], worker, FrozenDict(args), section.weight, timeout)
 
 
-def _calls(worker: str) -> int:
-    known = REWARDS.facts(worker).max_concurrency if worker in REWARDS.builtin else None
-    return known or MOST_REWARD_CALLS
+def _facts(worker: str) -> RewardFacts:
+    """Return what is known of a reward; a user's own is not imported for that."""
+    return REWARDS.facts(worker) if worker in REWARDS.builtin else RewardFacts()
 
 
 def _worker(section: Term, name: str) -> str:

@@ -34,9 +34,14 @@ class Role:
     dtype: Dtype = "bf16"
 
     @property
+    def tell(self) -> Diagnostics:
+        """Where what is wrong with its section is told."""
+        return self.worker.tell
+
+    @property
     def path(self) -> str:
         """The dotted key of its section."""
-        return self.worker.tell.path
+        return self.tell.path
 
 
 @dataclass
