@@ -127,17 +127,17 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
     return next(iter(by_role + by_keys), None)
 
 
-def _rolled_out(loaded: LoadedConfig, pure: bool | None, diagnostics: Diagnostics) -> RunPlan | None:
+def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> RunPlan | None:
     """Return the plan of a run that rolls out; None, or with problems reported, where it cannot be one."""
     values, agentic = loaded.values, is_agentic(loaded.values)
-    if hopeless := pipeline_problem(values, diagnostics) or (agentic and rollout_only_problem(values)):
+    if hopeless := pipeline_problem(values, tell) or (agentic and rollout_only_problem(values)):
         raise ConfigError([hopeless])
-    sections = read_sections(values, loaded.variables, None, diagnostics)
-    mode = choose_mode(values, sections, pure, diagnostics)
+    sections = read_sections(values, loaded.variables, None, tell)
+    mode = choose_mode(values, sections, pure, tell)
     if isinstance(sections.top, Top):
         sections.top = expand(sections.top, sections.workers, mode)
     top = sections.top
-    roles = RoleReader(sections, mode, diagnostics).rolled_out()
+    roles = RoleReader(sections, mode, tell).rolled_out()
     check_files.compare_models(roles, top)
     if not isinstance(top, Top):
         return None
@@ -160,7 +160,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, diagnostics: Diagnostic
     rows = _prompts(top, roles, sections, rewards, agentic)
     given = _demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
     common = _common(loaded, top, roles, agentic or rows[1] is not None)
-    if diagnostics.problems:
+    if tell.problems:
         return None
     agentic_sections = FrozenDict({key: getattr(top, key) for key in AGENTIC_SECTIONS}) if agentic else None
     plan = _assembled(top, roles, sizes, (*rows, given), agentic=agentic_sections, **common)
@@ -216,11 +216,11 @@ def _assembled(
     )
 
 
-def _supervised(loaded: LoadedConfig, keys: type[Supervised], diagnostics: Diagnostics) -> RunPlan | None:
+def _supervised(loaded: LoadedConfig, keys: type[Supervised], tell: Diagnostics) -> RunPlan | None:
     """Return the plan of a run over rows with answers: no rollout, no reward."""
-    sections = read_sections(loaded.values, loaded.variables, keys, diagnostics)
+    sections = read_sections(loaded.values, loaded.variables, keys, tell)
     top = sections.top
-    roles = RoleReader(sections, keys.pipeline, diagnostics).supervised(keys)
+    roles = RoleReader(sections, keys.pipeline, tell).supervised(keys)
     train = roles.train
     if not isinstance(top, Supervised) or train is None:
         return None
@@ -240,7 +240,7 @@ def _supervised(loaded: LoadedConfig, keys: type[Supervised], diagnostics: Diagn
     check_values.check_micro_batches(roles.all(), longest, answers=keys.answers)
     rows, update = check_values.rows_per_step(top, train)
     steps, epochs = _steps(top, train, data, rows)
-    if diagnostics.problems or data is None:
+    if tell.problems or data is None:
         return None
     own = sorted(keys_of(keys).keys() - keys_of(Supervised))
     plan = RunPlan(

@@ -51,7 +51,7 @@ def check_devices(roles: list[Role], top: Run) -> None:
             )
 
 
-def check_memory(plan: RunPlan, diagnostics: Diagnostics) -> None:
+def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
     """Warn of the devices whose roles together need more than a device has."""
     if plan.device_memory_gb is None:
         return
@@ -60,7 +60,7 @@ def check_memory(plan: RunPlan, diagnostics: Diagnostics) -> None:
     if full:
         most = max(full, key=needs.__getitem__)
         names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
-        diagnostics.warn(
+        tell.warn(
             f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
             f" {readable_bytes(needs[most])} for {names}, all of which stay in memory; give roles devices of their own,"
             " split them further, or lower gpu_memory_utilization or the tokens of a micro-batch"

@@ -217,7 +217,7 @@ def check_tags(
     rewards: tuple[RewardPlan, ...],
     data: DataPlan | None,
     validation: DataPlan | None,
-    diagnostics: Diagnostics,
+    tell: Diagnostics,
 ) -> None:
     """Check that every tag in the data has a teacher (in training), and a reward worker where rewards count."""
     teacher_tags = {role.path: role.worker.tag_included or None for role in roles.teachers.values()}
@@ -227,7 +227,7 @@ def check_tags(
     all_tags = first_tags(data)[0] if data else set()
     train_tags = {tag for tag in all_tags if data and data.draws(tag)}
     if never := sorted(all_tags - train_tags):
-        diagnostics.warn(
+        tell.warn(
             f"rows with tag {', '.join(never)} are never drawn: no domain of domain_interleave_probs with a share"
             " has them"
         )
@@ -236,22 +236,22 @@ def check_tags(
     unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
     for tag in sorted(train_tags):
         if teacher_tags and not any(tags is None or tag in tags for tags in teacher_tags.values()):
-            diagnostics.problem(
+            tell.problem(
                 "teacher", f"no teacher has tag {tag!r} of the training data in its tag_included; add it there"
             )
         if tag in unscored:
             text = f"no reward has tag {tag!r} of the training data in its tag_included"
             if roles.mode == "pure":
-                diagnostics.warn(f"rewards: {text}; its reward is not monitored")
+                tell.warn(f"rewards: {text}; its reward is not monitored")
             else:
                 domains = ", ".join(reward.domain for reward in rewards)
-                diagnostics.problem("rewards", f"{text}; add it to one of {domains}")
+                tell.problem("rewards", f"{text}; add it to one of {domains}")
     for tag in sorted(validation_tags & unscored):
         text = f"no reward has tag {tag!r} of the validation data in its tag_included; add it"
-        diagnostics.block("rewards", text)
+        tell.block("rewards", text)
     for path, tags in chosen.items():
         if tags and present and not present.intersection(tags):
-            diagnostics.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
+            tell.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:

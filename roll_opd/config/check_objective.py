@@ -9,7 +9,7 @@ from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, LATER, PURE_FIXED
+from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, PURE_FIXED
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.read import as_yaml
 from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, SampleKeys, Top, keys_of
@@ -24,9 +24,8 @@ NORMS = ("norm_mean_type", "norm_std_type")
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
     """Say what contradicts the mode, what has no effect in it, and what cannot be computed yet."""
     top.tell.ignore(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
-    for key, harmless in LATER.items():
-        if getattr(top, key) not in harmless:
-            top.tell.block(key, f"{as_yaml(getattr(top, key))} is not available yet; remove the key")
+    if top.importance_sampling not in (None, "token", "seq"):
+        top.tell.block("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
     if agentic:
         text = "use prompts and rewards (start_rlvr_pipeline.py, or pure_opd_pipeline_type rlvr)"
         top.tell.block("custom_envs", f"the agentic pipeline is not available yet; {text}")

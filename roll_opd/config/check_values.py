@@ -35,7 +35,7 @@ def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
     if roles.infer:
         _check_sampling(args)
     if response is not None:
-        _check_lengths(top, roles, response, held_out)
+        _check_lengths(top, roles, args, response, held_out)
         check_micro_batches(roles.all(), top.prompt_length + response)
     share = top.expert_data_ratio or 0.0
     mini = _mini_batch(top, roles.train, n, agentic, share) if roles.train else None
@@ -116,11 +116,9 @@ def _held_out_length(top: Top) -> int | None:
     return both - prompt
 
 
-def _check_lengths(top: Top, roles: Roles, response: int, held_out: int | None) -> None:
+def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
     """Check the tokens of a response, and those of `held_out` answers, against the models and a max_model_len."""
-    infer = roles.infer
-    written = infer is not None and infer.worker.generating_args.max_new_tokens
-    key = infer.worker.generating_args.tell.at("max_new_tokens") if infer and written else "response_length"
+    infer, key = roles.infer, args.tell.at("max_new_tokens") if args.max_new_tokens else "response_length"
     its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
     for new, its_key in ((response, key), (held_out, its_own)):
         if new:

@@ -22,7 +22,7 @@ from roll_opd.extensions import Registry, argument_problems
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
 
 
-def pipeline_problem(values: Mapping[str, Any], diagnostics: Diagnostics) -> str | None:
+def pipeline_problem(values: Mapping[str, Any], tell: Diagnostics) -> str | None:
     """Say that `algorithm_type` learns from rows with answers, which has a pipeline of its own; None: it rolls out."""
     name = values.get("algorithm_type")
     try:
@@ -33,7 +33,7 @@ def pipeline_problem(values: Mapping[str, Any], diagnostics: Diagnostics) -> str
         return None
     return (
         f"algorithm_type: {name} learns from rows of schema {schema}, not from rollouts; run it with"
-        f" start_{schema}_pipeline.py{diagnostics.where('algorithm_type')}"
+        f" start_{schema}_pipeline.py{tell.where('algorithm_type')}"
     )
 
 

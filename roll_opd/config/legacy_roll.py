@@ -189,5 +189,3 @@ PURE_FIXED: dict[str, tuple[object, ...]] = {
     "init_kl_coef": (0,),
     "critic_warmup": (0,),
 }
-# keys that change what is learned and that nothing here computes yet -> the values that change nothing
-LATER: dict[str, tuple[object, ...]] = {"importance_sampling": (None, "token", "seq")}

@@ -30,7 +30,7 @@ from roll_opd.config.schema import (
     TrainingArgs,
     Worker,
     keys_of,
-    place,
+    settle,
 )
 from roll_opd.hints import nearest
 
@@ -69,9 +69,9 @@ class Sections:
 
 
 def read_sections(
-    values: dict[str, Any], variables: frozenset[str], pipeline: type[Supervised] | None, diagnostics: Diagnostics
+    values: dict[str, Any], variables: frozenset[str], pipeline: type[Supervised] | None, tell: Diagnostics
 ) -> Sections:
-    """Validate `values`; problems and warnings go to `diagnostics`.
+    """Validate `values`; problems and warnings go to `tell`.
 
     `variables` are top-level keys that other values refer to (`${name}`): where they mean nothing by themselves, they
     are the user's own, whatever their names. Others that nobody knows are dropped with a word (see `_variables`).
@@ -85,17 +85,17 @@ def read_sections(
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
     known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model") if pipeline is None else ())}
-    left_out = _variables(values, known, keys.ignored, variables, diagnostics)
+    left_out = _variables(values, known, keys.ignored, variables, tell)
     rest = {key: value for key, value in values.items() if key not in left_out}
     if pipeline is not None and pipeline.has_reference:
         rest.setdefault(REFERENCE, {})
     for role, worker in roles.items():
         if role in rest:
-            sections.workers[role] = read_section(worker, rest.pop(role), diagnostics.below(role))
+            sections.workers[role] = read_section(worker, rest.pop(role), tell.below(role))
     if pipeline is None:
-        _read_teachers(rest.pop("teacher", None), sections, diagnostics)
-        _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, diagnostics)
-    sections.top = read_section(keys, rest, diagnostics, known)
+        _read_teachers(rest.pop("teacher", None), sections, tell)
+        _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, tell)
+    sections.top = read_section(keys, rest, tell, known)
     return sections
 
 
@@ -104,7 +104,7 @@ def _variables(
     known: set[str],
     ignored: frozenset[str],
     variables: frozenset[str],
-    diagnostics: Diagnostics,
+    tell: Diagnostics,
 ) -> set[str]:
     """Return the top-level keys that are the file's own; those that no value refers to are noted as dropped.
 
@@ -117,11 +117,11 @@ def _variables(
             continue
         if key in variables:
             own.add(key)
-        elif key in ignored or diagnostics.origins.get(str(key)) == COMMAND_LINE:
+        elif key in ignored or tell.origins.get(str(key)) == COMMAND_LINE:
             continue  # nobody writes a variable there that no file refers to
         elif not _typing_error("", str(key), value, {*known, *ignored}):
             own.add(key)
-            diagnostics.dropped.add(str(key))
+            tell.dropped.add(str(key))
     return own
 
 
@@ -137,39 +137,39 @@ def _typing_error(path: str, key: str, value: Any, known: set[str]) -> str | Non
     return None
 
 
-def _read_teachers(value: Any, sections: Sections, diagnostics: Diagnostics) -> None:
+def _read_teachers(value: Any, sections: Sections, tell: Diagnostics) -> None:
     """Read the teachers; a section with a worker's keys is the one teacher "teacher"."""
-    mapping = _mapping(value, "teacher", diagnostics)
+    mapping = _mapping(value, "teacher", tell)
     keys = {*keys_of(Worker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not _is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
-        sections.teachers["teacher"] = read_section(Worker, mapping, diagnostics.below("teacher"))
+        sections.teachers["teacher"] = read_section(Worker, mapping, tell.below("teacher"))
         return
     for name, data in mapping.items():
-        sections.teachers[str(name)] = read_section(Worker, data, diagnostics.below(f"teacher.{name}"))
+        sections.teachers[str(name)] = read_section(Worker, data, tell.below(f"teacher.{name}"))
 
 
 def _is_worker(data: Any, keys: set[str]) -> bool:
     return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
-def _read_rewards(value: Any, shared: Any, sections: Sections, diagnostics: Diagnostics) -> None:
+def _read_rewards(value: Any, shared: Any, sections: Sections, tell: Diagnostics) -> None:
     """Read the rewards, and the engines of judges that run here.
 
     A judge has its engine in its own section; the first that asks for it has the one of `reward_model`, `shared`.
     """
-    for domain, data in _mapping(value, "rewards", diagnostics).items():
-        tell, judge, engine = diagnostics.below(f"rewards.{domain}"), _judge_type(data), data
+    for domain, data in _mapping(value, "rewards", tell).items():
+        place, judge, engine = tell.below(f"rewards.{domain}"), _judge_type(data), data
         if judge == SHARED_JUDGE and isinstance(shared, dict):
             judge, engine, shared = LOCAL_JUDGE, shared, None
         if judge == LOCAL_JUDGE:
             of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
-            sections.judges[domain] = read_section(Worker, of_engine, tell)
+            sections.judges[domain] = read_section(Worker, of_engine, place)
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS} | {"judge_model_type": judge}
-        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, tell), tell)
+        sections.rewards[domain] = read_section(Reward, _with_free_keys(data, place), place)
     if shared is not None:
-        diagnostics.ignore("reward_model")
+        tell.ignore("reward_model")
 
 
 def _judge_type(reward: Any) -> Any:
@@ -205,10 +205,10 @@ def _with_free_keys(data: Any, tell: Diagnostics, model: type[Term] = Reward) ->
     return {**kept, "args": args}
 
 
-def _mapping(value: Any, path: str, diagnostics: Diagnostics) -> dict[str, Any]:
+def _mapping(value: Any, path: str, tell: Diagnostics) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    diagnostics.problem(path, f"expected a mapping of names to sections, got {value!r}")
+    tell.problem(path, f"expected a mapping of names to sections, got {value!r}")
     return {}
 
 
@@ -226,7 +226,7 @@ def read_section(model: type[S], data: Any, tell: Diagnostics, also_known: Set[s
     except ValidationError as error:
         _report(error, tell)
         return None
-    _place(section, cleaned, tell)
+    _settle(section, cleaned, tell)
     return section
 
 
@@ -240,17 +240,17 @@ def _reader(model: type[Section]) -> TypeAdapter[Any]:
 _READERS: dict[type[Section], TypeAdapter[Any]] = {}
 
 
-def _place(section: Section, data: Mapping[str, Any], tell: Diagnostics) -> None:
+def _settle(section: Section, data: Mapping[str, Any], tell: Diagnostics) -> None:
     """Let a section, and those inside it, know where they stand and what of them was written."""
-    place(section, tell, frozenset(data))
+    settle(section, tell, frozenset(data))
     for key in keys_of(type(section)):
         inside, written = getattr(section, key), data.get(key)
         if isinstance(inside, Section):
-            _place(inside, written or {}, tell.below(key))
+            _settle(inside, written or {}, tell.below(key))
         elif isinstance(inside, tuple | dict) and written is not None:
             for name, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
                 if isinstance(item, Section):
-                    _place(item, written[name], tell.below(f"{key}.{name}"))
+                    _settle(item, written[name], tell.below(f"{key}.{name}"))
 
 
 def _known_keys(

@@ -78,12 +78,12 @@ def is_agentic(values: Mapping[str, Any]) -> bool:
     return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in environments)
 
 
-def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, diagnostics: Diagnostics) -> str:
+def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, tell: Diagnostics) -> str:
     """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
     # the written values, since a wrong value elsewhere at the top must not change the mode
     is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
     if mixed and (is_pure or pure):
-        diagnostics.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
+        tell.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
     if pure is None:
         pure = not mixed and any(role in sections.workers for role in PURE_ROLES)
     if is_pure or pure:
@@ -94,8 +94,8 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
 class RoleReader:
     """Reads the roles of one configuration; each model directory is read once."""
 
-    def __init__(self, sections: Sections, mode: str, diagnostics: Diagnostics) -> None:
-        self._sections, self._mode, self._diagnostics = sections, mode, diagnostics
+    def __init__(self, sections: Sections, mode: str, tell: Diagnostics) -> None:
+        self._sections, self._mode, self._tell = sections, mode, tell
         self._strict = bool(sections.top and sections.top.strict_strategies)
         self._models: dict[str, ModelInfo | None] = {}
         self._checked: set[Path] = set()  # models whose weights were held against config.json
@@ -113,17 +113,17 @@ class RoleReader:
 
     def rolled_out(self) -> Roles:
         """Return the roles of a run that rolls out, as its mode has them."""
-        sections, roles, diagnostics = self._sections, self._roles, self._diagnostics
+        sections, roles, tell = self._sections, self._roles, self._tell
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
         infer = self._section(infer_name)
         if infer is not None:
             roles.infer = self._engine(infer, self._student, roles.train.dtype if roles.train else "bf16")
         if self._mode == "rl" and sections.teachers:
-            diagnostics.warn("teacher: is written but not used; set use_opd: true to distil from it")
+            tell.warn("teacher: is written but not used; set use_opd: true to distil from it")
         elif self._mode != "rl":
             if not sections.teachers:
-                diagnostics.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
+                tell.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
             for name, worker in sections.teachers.items():
                 if worker is not None:
                     roles.teachers[name] = self._megatron("frozen", worker, None)
@@ -165,7 +165,7 @@ class RoleReader:
     def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
         """Return the section of a role that is used, None where it is not written; warn of one that is not used."""
         if not is_used and name in self._sections.workers:
-            self._diagnostics.warn(f"{name}: is written but not used; only {use}, so it is not loaded")
+            self._tell.warn(f"{name}: is written but not used; only {use}, so it is not loaded")
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
@@ -177,20 +177,20 @@ class RoleReader:
         mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
         for found, expected in zip(wrong, right, strict=True):
             if found in written:
-                self._diagnostics.problem(found, f"{mode_name} names this role {expected!r}; rename it")
+                self._tell.problem(found, f"{mode_name} names this role {expected!r}; rename it")
         return right
 
     def _section(self, name: str) -> Worker | None:
         if name not in self._sections.workers:
-            self._diagnostics.problem(name, "is missing; write this role's section")
+            self._tell.problem(name, "is missing; write this role's section")
         return self._sections.workers.get(name)
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype) -> Role:
         """Return a role of vLLM's; `model` and `dtype` are what it has where none is written."""
         strategy, info = read_vllm(worker, self._strict), self._model(worker, model)
         if info and strategy.layout:
-            key = worker.tell.at(f"{OPTIONS}.tensor_parallel_size")
-            check_tensor_parallel(info, strategy.layout.tp, key, self._diagnostics, copies_kv_heads=True)
+            tell, tp = worker.tell.below(OPTIONS), strategy.layout.tp
+            check_tensor_parallel(info, tp, "tensor_parallel_size", tell, copies_kv_heads=True)
         return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
 
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
@@ -199,7 +199,7 @@ class RoleReader:
         strategy, info = read_megatron(worker, job, self._strict, trained), self._model(worker, model)
         self._check_weights(worker, info)
         if info and strategy.layout:
-            check_layout(info, strategy.layout, strategy.args, worker.tell.at(OPTIONS), self._diagnostics)
+            check_layout(info, strategy.layout, strategy.args, worker.tell.below(OPTIONS))
         written, from_strategy = worker.model_args.dtype, strategy.dtype
         if written and from_strategy and written != from_strategy:
             worker.tell.problem(
@@ -219,7 +219,7 @@ class RoleReader:
         ]
         if found:
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
-            self._diagnostics.block(
+            self._tell.block(
                 found[0],
                 "LoRA adapters and frozen modules are not available yet, and all weights would be trained; remove the"
                 f" key to train them{also}",

@@ -84,7 +84,7 @@ class Section:
     written: ClassVar[frozenset[str]] = frozenset()
 
 
-def place(section: Section, tell: Diagnostics, written: frozenset[str]) -> None:
+def settle(section: Section, tell: Diagnostics, written: frozenset[str]) -> None:
     """Let `section` know where it stands and what of it was written."""
     vars(section).update(tell=tell, written=written)
 
@@ -92,7 +92,7 @@ def place(section: Section, tell: Diagnostics, written: frozenset[str]) -> None:
 def changed(section: S, values: Mapping[str, Any]) -> S:
     """Return `section` with other values, in the same place."""
     new = replace(section, **values)
-    place(new, section.tell, section.written)
+    settle(new, section.tell, section.written)
     return new
 
 

@@ -19,13 +19,11 @@ UNEVEN_STAGES = (
 COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def check_layout(
-    info: ModelInfo, layout: Layout, args: Mapping[str, object], prefix: str, diagnostics: Diagnostics
-) -> None:
-    """Check that a model can be cut as `layout` and other options, `args`, say; `prefix` is the key they are under."""
-    check_tensor_parallel(info, layout.tp, f"{prefix}.tensor_model_parallel_size", diagnostics)
-    _check_pipeline(info, layout, prefix, args, diagnostics)
-    _check_experts(info, layout, f"{prefix}.expert_model_parallel_size", args, diagnostics)
+def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
+    """Check that a model can be cut as `layout` and the other options, `args`, say; `diagnostics` are theirs."""
+    check_tensor_parallel(info, layout.tp, "tensor_model_parallel_size", diagnostics)
+    _check_pipeline(info, layout, args, diagnostics)
+    _check_experts(info, layout, args, diagnostics)
 
 
 def check_tensor_parallel(
@@ -57,16 +55,14 @@ def check_tensor_parallel(
         )
 
 
-def _check_pipeline(
-    info: ModelInfo, layout: Layout, prefix: str, args: Mapping[str, object], diagnostics: Diagnostics
-) -> None:
-    key = f"{prefix}.pipeline_model_parallel_size"
+def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
+    key = "pipeline_model_parallel_size"
     vpp = layout.vpp or 1
     uneven = any(name in args for name in UNEVEN_STAGES)
     more = sum(bool(args.get(name)) for name in COUNTED_AS_LAYERS)
     if layout.vpp and layout.pp == 1:
         diagnostics.problem(
-            f"{prefix}.virtual_pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
             f"{layout.vpp} needs pipeline_model_parallel_size of at least 2; raise that or remove this key",
         )
     elif info.layers < layout.pp * vpp:
@@ -81,9 +77,8 @@ def _check_pipeline(
         )
 
 
-def _check_experts(
-    info: ModelInfo, layout: Layout, key: str, args: Mapping[str, object], diagnostics: Diagnostics
-) -> None:
+def _check_experts(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
+    key = "expert_model_parallel_size"
     if layout.ep == 1:
         return
     if not info.experts:
