@@ -129,8 +129,12 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
     if infer is None or length is None:
         return
     key = f"{OPTIONS}.max_model_len"
-    if length < needed:
-        infer.tell.problem(key, f"{length} would cut sequences of up to {needed} tokens; leave it out or raise it")
+    if length <= top.prompt_length:
+        text = f"{length} leaves no token for the response to a prompt of {top.prompt_length}; leave it out or raise it"
+        infer.tell.problem(key, text)
+    elif length < needed:
+        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: a response has what its prompt leaves"
+        infer.tell.say(key, text)
     if infer.info is not None and length > infer.info.max_positions:
         infer.tell.problem(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
 

@@ -236,6 +236,14 @@ def test_validation(plan: Plan, root: Any) -> None:
     assert run.eval_steps == 10
 
 
+def test_an_engine_may_cut_sequences(plan: Plan) -> None:
+    key = "student_infer.strategy_args.strategy_config.max_model_len"
+    run = plan({key: 79})
+    assert run.rollout.max_model_len == 79
+    [warning] = run.warnings
+    assert warning.startswith(f"{key}: cuts sequences of up to 80 tokens at 79, as in ROLL: a response has what its")
+
+
 def test_mode_follows_the_entry_and_the_configuration(plan: Plan, values: dict[str, Any]) -> None:
     assert plan(pure=None).mode == "pure"
     assert plan({"is_pure_opd": True}, pure=False).mode == "pure"
