@@ -62,7 +62,18 @@ def _end_without_tidying() -> None:
 
         ending: Any = core
         if current_platform.is_cpu():
-            ending.cleanup_dist_env_and_memory = lambda *_, **__: None
+            ending.cleanup_dist_env_and_memory = lambda *_, **__: leave_no_meeting_place()
+
+
+def leave_no_meeting_place() -> None:
+    """Remove the file at which this process met the others of its group, as closing the group would."""
+    from torch.distributed import distributed_c10d
+
+    with suppress(ValueError, AttributeError, OSError):  # there is no group, or it did not meet at a file
+        store: Any = distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        os.unlink(store.path)
 
 
 def _follow_parent() -> None:

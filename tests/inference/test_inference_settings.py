@@ -1,6 +1,8 @@
 """What a user may and may not pass to vLLM, and the plugin that vLLM loads in every process."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,19 @@ def test_the_entry_point_is_installed_and_registering_twice_is_harmless() -> Non
     plugin.register()
     plugin.register()
     assert plugin.BACKEND in WeightTransferEngineFactory._registry
+
+
+def test_a_core_that_ends_leaves_no_file(tmp_path: Path) -> None:
+    """In a process of its own, with a group that has met at a file as an engine core of one process does."""
+    script = (
+        "import os, sys, torch.distributed as dist\n"
+        "from roll_opd.inference.plugin import leave_no_meeting_place as leave\n"
+        "leave()\n"
+        "dist.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=0, world_size=1)\n"
+        "dist.barrier()\n"
+        "assert os.path.exists(sys.argv[1])\n"
+        "leave(), leave()\n"
+        "sys.exit(os.path.exists(sys.argv[1]))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "meeting")]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
