@@ -25,6 +25,7 @@ MODEL_TYPES = {
     "qwen2_moe": False,
     "qwen3": True,
     "qwen3_moe": False,
+    "qwen3_next": False,
     "mixtral": False,
     "deepseek_v3": False,
     "glm4_moe": False,
