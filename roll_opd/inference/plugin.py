@@ -12,6 +12,7 @@ from typing import Any
 
 from roll_opd.inference.failure import listen
 from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE
+from roll_opd.inference.whole_outputs import sends_whole_outputs
 
 PLUGIN_NAME = "roll_opd"
 BACKEND = "shared_memory"
@@ -30,6 +31,7 @@ def register() -> None:
         _follow_parent()
         _leave_no_semaphore()
         _end_without_tidying()
+        _send_whole_outputs()
 
 
 def _register_backend() -> None:
@@ -63,6 +65,15 @@ def _end_without_tidying() -> None:
         ending: Any = core
         if current_platform.is_cpu():
             ending.cleanup_dist_env_and_memory = lambda *_, **__: leave_no_meeting_place()
+
+
+def _send_whole_outputs() -> None:
+    with suppress(ImportError):
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        if not hasattr(Scheduler.update_from_output, "__wrapped__"):
+            scheduler: Any = Scheduler
+            scheduler.update_from_output = sends_whole_outputs(Scheduler.update_from_output)
 
 
 def leave_no_meeting_place() -> None:

@@ -91,7 +91,7 @@ class MegatronCritic(MegatronLearner):
     plan: CriticPlan
 
     def _build(self) -> tuple[Sequence[torch.nn.Module], Bridge]:
-        chunks, bridge = build_model(self.plan, TokenValueModel, trainable=True)
+        chunks, bridge = build_model(self.plan, TokenValueModel, trainable=True, exact=self._exact)
         for model in map(unwrapped, chunks):
             assert isinstance(model, TokenValueModel)
             if model.post_process:

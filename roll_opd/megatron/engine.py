@@ -37,9 +37,13 @@ class MegatronEngine:
     trainable = False
     chunks: Sequence[torch.nn.Module]
 
-    def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = False) -> None:
-        """Join the process group and load the weights. Raises ValueError for a model that cannot run here."""
-        self.plan = plan
+    def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
+        """Join the process group and load the weights. Raises ValueError for a model that cannot run here.
+
+        With `deterministic`, every run gives the same bits, and in f32 every layout does (see `exact`); without, at less
+        cost, layouts differ by rounding.
+        """
+        self.plan, self._exact = plan, deterministic
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         self.chunks, self.bridge = self._build()
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
@@ -48,7 +52,7 @@ class MegatronEngine:
         self.on_micro_batch: Callable[[int, int], None] = lambda begun, total: None
 
     def _build(self) -> tuple[Sequence[torch.nn.Module], Bridge]:
-        return build_model(self.plan, trainable=self.trainable)
+        return build_model(self.plan, trainable=self.trainable, exact=self._exact)
 
     def compute_logprobs(
         self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float

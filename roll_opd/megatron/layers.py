@@ -124,15 +124,16 @@ def _rows(packed: Tensor, index: Tensor, rows: int, longest: int) -> Tensor:
     return packed[index].view(rows, longest, *packed.shape[1:]).transpose(1, 2)
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return Transformer Engine's layers where they can run, else the local ones."""
+def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool) -> Any:
+    """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`."""
     if torch.cuda.is_available() and transformer_engine_installed():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.self_attention.submodules
-    attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
+    if exact:
+        attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm

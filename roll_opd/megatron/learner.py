@@ -50,7 +50,7 @@ class MegatronLearner(MegatronEngine):
     plan: TrainPlan
     chunks: Sequence[DistributedDataParallel]
 
-    def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = False) -> None:
+    def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = True) -> None:
         super().__init__(plan, seed=seed, deterministic=deterministic)
         config = self.bridge.config
         half = plan.model.dtype != "fp32"

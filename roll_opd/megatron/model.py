@@ -98,14 +98,16 @@ class HeadModel(PackedModel):
 
 
 def build_model(
-    plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, trainable: bool
+    plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, trainable: bool, exact: bool
 ) -> tuple[Sequence[torch.nn.Module], Bridge]:
     """Build this rank's model chunks (one, or one a virtual pipeline stage) with the weights of `plan.model`.
 
-    Collective. `trainable` False freezes the weights and leaves out whatever only training needs.
+    Collective. `trainable` False freezes the weights and leaves out whatever only training needs. With `exact`, f32
+    results do not depend on the layout (see `megatron.exact`).
     """
     hf_config = AutoConfig.from_pretrained(plan.model.path)
     dtype = DTYPES[plan.model.dtype]
+    exact = exact and dtype is torch.float32
     overrides = {
         **thaw(plan.megatron_args),
         # the log-probs and the one global denominator of the losses rest on these: no user may change them
@@ -115,11 +117,12 @@ def build_model(
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "fp16": dtype is torch.float16,
-        **({"activation_func": exact_silu(hf_config)} if dtype is torch.float32 else {}),
+        **({"activation_func": exact_silu(hf_config)} if exact else {}),
     }
     bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
     chunks: list[torch.nn.Module] = [
-        _build_chunk(model_class, bridge, hf_config, stage, plan.vocab_size) for stage in range(plan.layout.vpp or 1)
+        _build_chunk(model_class, bridge, hf_config, stage, plan.vocab_size, exact)
+        for stage in range(plan.layout.vpp or 1)
     ]
     bridge.load_weights(chunks, plan.model.path)
     if dtype is not torch.float32:
@@ -130,13 +133,18 @@ def build_model(
 
 
 def _build_chunk(
-    model_class: type[PackedModel], bridge: Any, hf_config: PretrainedConfig, stage: int, vocab_size: int | None
+    model_class: type[PackedModel],
+    bridge: Any,
+    hf_config: PretrainedConfig,
+    stage: int,
+    vocab_size: int | None,
+    exact: bool,
 ) -> PackedModel:
     virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
     model = model_class(
         config=bridge.config,
-        transformer_layer_spec=layer_spec(bridge.config, vp_stage),
+        transformer_layer_spec=layer_spec(bridge.config, vp_stage, exact=exact),
         vocab_size=bridge.padded_vocab_size,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),

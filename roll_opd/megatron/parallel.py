@@ -17,7 +17,7 @@ from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
 
 
-def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.device:
+def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.device:
     """Join the process group, build Megatron's groups for `layout`, and return this rank's device.
 
     Raises:
@@ -37,9 +37,9 @@ def initialize(layout: Layout, seed: int, deterministic: bool = False) -> torch.
     else:
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
+    torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
-        torch.use_deterministic_algorithms(True)
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     with groups:
         parallel_state.initialize_model_parallel(

@@ -34,7 +34,7 @@ from roll_opd.megatron.model import HeadModel, unwrapped
 class MegatronTrainer(MegatronLearner):
     """A policy that is trained."""
 
-    def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = False) -> None:
+    def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = True) -> None:
         super().__init__(plan, seed=seed, deterministic=deterministic)
         self.teacher_heads: dict[str, TeacherHead] = {}
 

@@ -382,8 +382,8 @@ def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
 def _jobs_of(world: int) -> list[dict[str, Any]]:
     jobs: list[dict[str, Any]] = []
     for layout in (name for name in FROZEN_LAYOUTS if LAYOUTS[name].world_size == world):
-        for model in (*MODELS, *demo_models(layout)):
-            jobs.append({"op": "frozen", "name": f"frozen-{model}-{layout}", "model": model, "layout": layout})
+        jobs += [_frozen_job(layout, model, "frozen") for model in (*MODELS, *demo_models(layout))]
+        jobs += [_frozen_job(layout, model, "ordinary") for model in demo_models(layout)]
     for layout in (name for name in TRAIN_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs += [_train_job(layout, *variant) for variant in train_variants(layout)]
         if world < 4:
@@ -406,6 +406,11 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
         for layout, value in POISON.items():
             jobs.append({"op": "poison", "name": f"poison-{layout}", "layout": layout, "value": value})
     return jobs
+
+
+def _frozen_job(layout: str, model: str, kind: str) -> dict[str, Any]:
+    name = f"{kind}-{model}-{layout}"
+    return {"op": "frozen", "name": name, "model": model, "layout": layout, "deterministic": kind != "ordinary"}
 
 
 def _train_job(layout: str, model: str, distributed: bool, tokens: int | None) -> dict[str, Any]:

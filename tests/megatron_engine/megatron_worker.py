@@ -49,7 +49,7 @@ def frozen(job: Job, root: Path) -> None:
     layout = cases.LAYOUTS[job["layout"]]
     path = cases.model_path(root, job["model"])
     plan = MegatronPlan("frozen", ModelPlan(path), tuple(range(layout.world_size)), layout, MicroBatchLimits())
-    engine = MegatronEngine(plan, seed=0)
+    engine = MegatronEngine(plan, seed=0, deterministic=job["deterministic"])
     sequences = cases.sequences_for(job["model"])
     for name, (rows, tokens, temperature) in cases.PASSES.items():
         engine.plan = replace(plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))
