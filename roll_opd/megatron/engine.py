@@ -40,8 +40,8 @@ class MegatronEngine:
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
         """Join the process group and load the weights. Raises ValueError for a model that cannot run here.
 
-        With `deterministic`, every run gives the same bits, and in f32 every layout does (see `exact`); without, at less
-        cost, layouts differ by rounding.
+        With `deterministic`, every run gives the same bits, and in f32 every layout does (see `exact`); without, at
+        less cost, layouts differ by rounding.
         """
         self.plan, self._exact = plan, deterministic
         self.device = parallel.initialize(plan.layout, seed, deterministic)
