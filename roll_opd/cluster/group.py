@@ -56,7 +56,7 @@ class WorkerGroup(ActorGroup):
         ranks = []
         for rank, device in enumerate(plan.devices):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
-            options = placement.options((device,), {**env, **plan.env, **variables})
+            options = placement.options((device,), plan.devices, {**env, **plan.env, **variables})
             ranks.append(actor.options(**options).remote())
         super().__init__(ranks)
 

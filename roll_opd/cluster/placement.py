@@ -1,7 +1,8 @@
 """Where each device is: from the numbers in `device_mapping` to bundles of Ray placement groups.
 
 Device d is device d % devices_per_node of node d // devices_per_node. Roles that name the same number share that
-device; roles that do not, do not. On a machine without GPUs a device is a slot: an equal share of its cores.
+device; roles that do not, do not. On a machine without GPUs a device is a slot, and a role has all cores of its node:
+roles take turns for most of a step.
 """
 
 import math
@@ -26,16 +27,24 @@ class Device:
 
     group: PlacementGroup
     bundle: int
-    threads: int  # CPU threads that go with it
+    node: int
+    cores: int  # of the node
     gpu: str | None  # as CUDA_VISIBLE_DEVICES names it on its node
 
 
 class Placement:
     """All devices of a run, reserved. Whoever starts something there says so to `starting`."""
 
-    def __init__(self, num_nodes: int, devices_per_node: int, starting: StartUp | None = None) -> None:
-        """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few."""
+    def __init__(
+        self, num_nodes: int, devices_per_node: int, starting: StartUp | None = None, *, deterministic: bool = True
+    ) -> None:
+        """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few.
+
+        With `deterministic`, a process has the threads of its own device, whichever role it belongs to: with others,
+        sums would be cut otherwise.
+        """
         self.starting = starting or StartUp()
+        self._per_node, self._deterministic = devices_per_node, deterministic
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT
         # a cluster that is large enough but busy is waited for, one that is too small is not
@@ -60,15 +69,15 @@ class Placement:
                     f"{ray.cluster_resources()}. Lower num_gpus_per_node / num_nodes, or free the devices"
                 )
         self._devices = [
-            self._probe(group, bundle, devices_per_node, on_gpu)
-            for group in self._groups
+            self._probe(group, node, bundle, on_gpu)
+            for node, group in enumerate(self._groups)
             for bundle in range(devices_per_node)
         ]
 
-    def options(self, devices: tuple[int, ...], env: dict[str, str]) -> dict:
-        """Ray options for a process that lives on the first of `devices` and sees all of them."""
+    def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
+        """Ray options for a process that lives on the first of `devices`, sees all of them, and is part of a `role`."""
         home = self._devices[devices[0]]
-        variables = {"OMP_NUM_THREADS": str(home.threads), **env}
+        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **env}
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
             variables |= {
@@ -86,9 +95,16 @@ class Placement:
             "runtime_env": {"env_vars": variables | warm_start.variables()},
         }
 
-    def _probe(self, group: PlacementGroup, bundle: int, devices_per_node: int, on_gpu: bool) -> Device:
+    def _threads(self, home: Device, role: tuple[int, ...]) -> int:
+        """CPU threads of each process of a role that has a part at `home`."""
+        shared_by = self._per_node
+        if home.gpu is None and not self._deterministic:
+            shared_by = sum(self._devices[number].node == home.node for number in role)
+        return max(1, home.cores // shared_by)
+
+    def _probe(self, group: PlacementGroup, node: int, bundle: int, on_gpu: bool) -> Device:
         if not on_gpu and not os.environ.get("RAY_ADDRESS"):  # this machine
-            return Device(group, bundle, max(1, len(os.sched_getaffinity(0)) // devices_per_node), None)
+            return Device(group, bundle, node, len(os.sched_getaffinity(0)), None)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         claim = {"num_gpus": SHARE} if on_gpu else {"resources": {SLOT: SHARE}}
         seen = _look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote()
@@ -98,7 +114,7 @@ class Placement:
                 cores, gpus = ray.get(seen, timeout=patience)
             except ray.exceptions.GetTimeoutError:
                 raise ClusterError(f"the first process of Ray's {self.starting.too_late()}") from None
-        return Device(group, bundle, max(1, cores // devices_per_node), gpus[0] if on_gpu else None)
+        return Device(group, bundle, node, cores, gpus[0] if on_gpu else None)
 
 
 @ray.remote

@@ -151,7 +151,9 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
     try:
         with ending.before_the_loop(), runtime.ray_cluster(plan.devices_per_node, starting):
             ending.listen()
-            devices = placement.Placement(plan.num_nodes, plan.devices_per_node, starting)
+            devices = placement.Placement(
+                plan.num_nodes, plan.devices_per_node, starting, deterministic=plan.deterministic
+            )
             opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, ending)
             live = recording.show_live if recording.is_live else None
             with shown_while_long(logger.under_way, logger.note, live):

@@ -130,7 +130,7 @@ async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placemen
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
-        actors.append(actor_class.options(**placement.options(devices, env)).remote())
+        actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
     setups = asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
     await placement.starting.of(f"{rollout.name} (vLLM)", setups)
     return Sampler(ActorGroup(actors))

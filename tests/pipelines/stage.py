@@ -157,7 +157,7 @@ def open_stage(place: Path) -> Iterator[Stage]:
             patch.setattr(server, "serve", lambda plan: None)
             patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
             patch.setattr(loop.asyncio, "run", events.run_until_complete)
-            patch.setattr(placement, "Placement", lambda *nodes: stage.placement)
+            patch.setattr(placement, "Placement", lambda *_, **__: stage.placement)
             patch.setattr(rlvr, "start_reward_pools", stage.reward_pools)
             patch.setattr(rlvr, "start_workers", stage.workers)
             patch.setattr(RunWorkers, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
