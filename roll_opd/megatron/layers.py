@@ -82,10 +82,12 @@ class PackedAttention(torch.nn.Module):
             longest = -(-max(lengths[row] for row in block) // VECTOR) * VECTOR
             index, valid = _padded_index(block, boundaries, lengths, longest, query_NHD.device)
             q, k, v = (_rows(t, index, len(block), longest) for t in (query_NHD, key_NGD, value_NGD))
+            if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
+                q, k, v = q.float(), k.float(), v.float()
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
-            pieces.append(out.transpose(1, 2).flatten(0, 1)[valid])
+            pieces.append(out.transpose(1, 2).flatten(0, 1)[valid].to(query_NHD.dtype))
             indices.append(index[valid])
         out_NHD = out_NHD.index_copy(0, torch.cat(indices), torch.cat(pieces))
         return out_NHD.flatten(1)
