@@ -39,6 +39,7 @@ PROMPTS, ANSWERS, LENGTH, SEQUENCES = 8, 4, 64, 8  # of factor 1; sequences of a
 MORE_PROMPTS = 32  # along the ranks, so that each of them has some
 MOST_RANKS = 4
 SUPERLINEAR = 1.1
+NOISE = 0.02  # that an exponent of counted work may be off by, as lengths differ
 FLAT = 1.05  # memory that grows by less from first to last does not grow
 POWERS = [step / 20 for step in range(1, 61)]  # 0.05 to 3
 
@@ -48,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended
     is_there = options.json and options.json.is_file()
-    results = json.loads(options.json.read_text())["axes"] if is_there else {}
+    before = json.loads(options.json.read_text())["axes"] if is_there else {}
+    results = {axis: {"points": old["points"], **fitted(old["points"], axis)} for axis, old in before.items()}
+    if not options.axis:
+        print("\n".join(table(axis, result) for axis, result in results.items()))
     for axis in options.axis:
         factors = [factor for factor in options.factors if axis != "ranks" or factor <= MOST_RANKS]
         points = []
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends with exit code 2 where there would be nothing to fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--axis", nargs="*", choices=AXES, default=list(AXES), help="none: only draw what was measured")
+    parser.add_argument("--axis", nargs="*", choices=AXES, default=list(AXES), help="none: show what was measured")
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 2, 4, 8], help="ranks: those up to 4")
     parser.add_argument("--config_path", default="demo", metavar="DIR", help="of a configuration with the demo's roles")
     parser.add_argument("--config_name", default="onpolicy_distill", metavar="NAME")
@@ -113,7 +117,7 @@ def settings_of(axis: str, factor: int) -> list[str]:
 
 
 def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Run one point: seconds and work of each phase, medians over steps, and the largest process of each role."""
+    """Run one point: seconds of each phase in its fastest step, its work, and the largest process of each role."""
     larger = factor if axis == "model" else 1
     overrides = made_models(directory, options.student * larger, options.teacher * larger)
     overrides += [*settings_of(axis, factor), f"max_steps={options.steps}", *options.overrides]
@@ -129,14 +133,14 @@ def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path
     return {
         "phases": {
             name: {
-                "seconds": median(row[name] for row in seconds),
+                "seconds": min(row[name] for row in seconds),
                 "flops": median(work[name].flops for work in works),
                 "bytes": median(work[name].bytes for work in works),
                 "against": {"model": sizes[name], "ranks": factor}.get(axis, tokens),
             }
             for name in works[0]
         },
-        "step_seconds": median(row["step"] for row in seconds),
+        "step_seconds": min(row["step"] for row in seconds),
         "peak_bytes": memory.by_role(),
         "all_gib": max(row["system/memory_gib"] for row in rows),
         "device_gib": device,
@@ -177,6 +181,15 @@ def growing_exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
     return min(POWERS, key=error)
 
 
+def last_growth(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """The same k of the last three points alone, which are powers of one number; None where y did not grow twice.
+
+    A start-up that held more than the first steps do lifts the first points, not the last.
+    """
+    before, after = (y[place] - y[place - 1] for place in (-2, -1)) if len(y) > 2 else (0.0, 0.0)
+    return float(np.log(after / before) / np.log(x[-1] / x[-2])) if min(before, after) > 0 else None
+
+
 def fitted(points: Sequence[Mapping[str, Any]], axis: str) -> dict[str, Any]:
     """The exponents of every phase's time and of its work, and of every role's memory."""
     phases = {}
@@ -190,20 +203,23 @@ def fitted(points: Sequence[Mapping[str, Any]], axis: str) -> dict[str, Any]:
             "of_work": exponent(x, [row[kind] for row in rows]),
         }
     factors = [point["factor"] for point in points]
-    roles = {
-        role: {"exponent": growing_exponent(factors, [point["peak_bytes"][role] for point in points])}
-        for role in points[0]["peak_bytes"]
-    }
+    roles = {}
+    for role in points[0]["peak_bytes"]:
+        peaks = [point["peak_bytes"][role] for point in points]
+        roles[role] = {"exponent": growing_exponent(factors, peaks), "last": last_growth(factors, peaks)}
     return {"against": WORK[axis], "phases": phases, "roles": roles}
 
 
-def verdict(fit: Mapping[str, float]) -> str:
-    """What the exponents of a phase say, in a word."""
+def verdict(fit: Mapping[str, float], axis: str) -> str:
+    """What the exponents of a phase say, in a word; along the ranks its time should fall."""
+    if axis == "ranks":
+        return "grows" if fit["exponent"] > SUPERLINEAR - 1 else ""
+    by_nature = fit["of_work"] > 1 + NOISE and fit["exponent"] <= fit["of_work"] + SUPERLINEAR - 1
     if fit["exponent"] > SUPERLINEAR:
-        return "superlinear, as its work is" if fit["of_work"] > SUPERLINEAR else "SUPERLINEAR"
-    if fit["last"] > SUPERLINEAR:
-        return "superlinear at the end"
-    return ""
+        return "superlinear, as its work is" if by_nature else "SUPERLINEAR"
+    return (
+        "superlinear at the end" if fit["last"] > fit["of_work"] + SUPERLINEAR - 1 and fit["last"] > SUPERLINEAR else ""
+    )
 
 
 def table(axis: str, result: Mapping[str, Any]) -> str:
@@ -215,14 +231,20 @@ def table(axis: str, result: Mapping[str, Any]) -> str:
     for name, fit in result["phases"].items():
         cells = "".join(f"{point['phases'][name]['seconds']:>8.3f}s" for point in points)
         numbers = f"{fit['exponent']:>10.2f}{fit['last']:>7.2f}{fit['of_work']:>9.2f}"
-        lines.append(f"{name:<14}{cells}{numbers}   {verdict(fit)}".rstrip())
+        lines.append(f"{name:<14}{cells}{numbers}   {verdict(fit, axis)}".rstrip())
     lines.append(f"{'step':<14}" + "".join(f"{point['step_seconds']:>8.3f}s" for point in points))
     lines.append("-" * len(head))
     for role, fit in result["roles"].items():
         cells = "".join(f"{point['peak_bytes'][role] / 2**20:>6.0f}MiB" for point in points)
-        power = fit["exponent"]
-        more = "SUPERLINEAR" if power and power > SUPERLINEAR else ""
-        lines.append(f"{role:<14}{cells}{'flat' if power is None else f'{power:.2f}':>10}{'':16}   {more}".rstrip())
+        power, last = (fit[name] for name in ("exponent", "last"))
+        falls = points[-1]["peak_bytes"][role] * FLAT < points[0]["peak_bytes"][role]
+        shown = (
+            f"{'falls' if falls else 'flat':>10}"
+            if power is None
+            else f"{power:>10.2f}" + (f"{last:>7.2f}" if last else "")
+        )
+        more = "SUPERLINEAR" if power and last and min(power, last) > SUPERLINEAR else ""
+        lines.append(f"{role:<14}{cells}{shown:<26}   {more}".rstrip())
     lines.append(f"{'all':<14}" + "".join(f"{point['all_gib'] * 1024:>6.0f}MiB" for point in points))
     if points[0]["device_gib"] is not None:
         lines.append(f"{'fullest GPU':<14}" + "".join(f"{point['device_gib'] * 1024:>6.0f}MiB" for point in points))
