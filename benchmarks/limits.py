@@ -3,8 +3,8 @@
 Runs the real pipeline, counts what each phase has to compute and to move at the least (`work.py`), measures the rates
 of the devices that the phase may use (`machine_rates.py`), and divides. README.md says how to read the table.
 
-    python benchmarks/limits.py [--cases configured larger] [--steps N] [--warmup N] [--student 20e6] [--teacher 80e6]
-        [--config_path DIR] [--config_name NAME] [--json OUT] [key=value ...]
+    python benchmarks/limits.py [key=value ...] [--cases configured larger] [--steps N] [--warmup N] [--student 20e6]
+        [--teacher 80e6] [--config_path DIR] [--config_name NAME] [--json OUT]
 """
 
 import argparse

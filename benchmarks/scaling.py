@@ -3,8 +3,8 @@
 One axis grows at a time: the batch, the answers' length, the models' parameters, or the ranks of every role. Every
 point is a run of the real pipeline with models made on the spot. README.md says how to read the table.
 
-    python benchmarks/scaling.py [--axis batch length model ranks] [--factors 1 2 4 8] [--steps N] [--warmup N]
-        [--student 2.5e6] [--teacher 10e6] [--json OUT] [--plot OUT.svg] [key=value ...]
+    python benchmarks/scaling.py [key=value ...] [--axis batch length model ranks] [--factors 1 2 4 8] [--steps N]
+        [--warmup N] [--student 2.5e6] [--teacher 10e6] [--json OUT] [--plot OUT.svg]
 """
 
 import argparse
