@@ -8,10 +8,7 @@ pipeline: one part at a time, same prompts, seeds, weights, layouts and threads.
 
 import argparse
 import json
-import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,15 +17,9 @@ from statistics import median
 from typing import Any
 
 from bare_parts import BareError, run_bare
+from pipeline_run import ONLY_STEPS, machine, pipeline_row, run_pipeline
 
 from roll_opd.config.build import load_plan
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-ENTRY = REPOSITORY / "examples" / "start_onpolicy_distill_pipeline.py"
-# nothing but steps: what is left of a checkpoint and a validation is subtracted
-OVERRIDES = ("++validation=null", "++save_steps=0", "++eval_steps=0", "exp_name=step_overhead")
-NOT_A_STEP = ("validate", "checkpoint")
-STOP_SECONDS = 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pipeline: list[dict[str, float]] = []
     bare: list[dict[str, float]] = []
     for number in range(options.rounds):
-        sides = [("the pipeline", run_pipeline, pipeline), ("the parts alone", run_parts, bare)]
+        sides = [("the pipeline", run_steps, pipeline), ("the parts alone", run_parts, bare)]
         for name, run, rows in sides if number % 2 == 0 else reversed(sides):  # in turns: a machine's speed drifts
             print(f"Round {number + 1} of {options.rounds}: {name} ...", flush=True)
             with tempfile.TemporaryDirectory(prefix="step_overhead-") as directory:
-                overrides = [*OVERRIDES, f"output_dir={directory}", f"max_steps={options.steps}", *options.overrides]
+                overrides = [f"max_steps={options.steps}", *options.overrides]
                 rows += run(options, overrides, Path(directory))[options.warmup :]
     result = {**compare(pipeline, bare), "settings": vars(options), "machine": machine()}
     print(table(result))
@@ -112,51 +103,21 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """Where this was measured."""
-    from importlib.metadata import version
-
-    versions = {name: version(name) for name in ("torch", "megatron-core", "ray")}
-    cores = len(os.sched_getaffinity(0))
-    return {"cores": cores, "load": os.getloadavg(), "python": platform.python_version(), "versions": versions}
-
-
-def run_pipeline(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
-    """Run the entry script as a user would and read each step from its metrics.jsonl."""
-    config = ["--config_path", options.config_path, "--config_name", options.config_name]
-    log = directory / "log"
-    with log.open("w") as output:
-        command = [sys.executable, str(ENTRY), *config, *overrides]
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        try:
-            code = process.wait()
-        finally:
-            if process.poll() is None:  # we are interrupted: let it end its own processes first
-                process.send_signal(signal.SIGINT)
-                process.wait(STOP_SECONDS)
-    if code:
-        sys.exit(f"the pipeline ended with exit code {code}:\n{log.read_text()[-4000:]}")
-    lines = (directory / "step_overhead" / "latest" / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["step"] > 0]  # step 0 is the start
+def run_steps(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
+    """The seconds of each step of the pipeline."""
+    rows = run_pipeline(options.config_path, options.config_name, overrides, directory)
     return [pipeline_row(row) for row in rows]
 
 
 def run_parts(options: argparse.Namespace, overrides: Sequence[str], directory: Path) -> list[dict[str, float]]:
     """The same steps of the same plan, each part alone."""
     log = directory / "parts.log"
-    plan = load_plan(options.config_path, options.config_name, tuple(overrides), pure=True)
+    settings = (*ONLY_STEPS, f"output_dir={directory}", *overrides)
+    plan = load_plan(options.config_path, options.config_name, settings, pure=True)
     try:
         return run_bare(plan, log)
     except BareError as error:
         sys.exit(f"{error}\n{log.read_text()[-4000:] if log.exists() else ''}")
-
-
-def pipeline_row(metrics: dict[str, float]) -> dict[str, float]:
-    """One line of metrics.jsonl as seconds; what is no step (validation, checkpoint) is taken out of the whole."""
-    timed = {name: value for name, value in metrics.items() if name.startswith("time/") and name.count("/") == 1}
-    seconds = {name.removeprefix("time/"): value for name, value in timed.items()}
-    beside = sum(seconds.pop(name, 0.0) for name in NOT_A_STEP)
-    return {**seconds, "step": seconds["step"] - beside, "tokens": metrics["rollout/generated_tokens"]}
 
 
 if __name__ == "__main__":

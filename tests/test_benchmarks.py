@@ -23,7 +23,7 @@ def logprob_memory(monkeypatch: pytest.MonkeyPatch):
 def step_overhead(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("step_overhead")
-    for name in ("step_overhead", "bare_parts"):
+    for name in ("step_overhead", "bare_parts", "pipeline_run"):
         sys.modules.pop(name, None)
 
 

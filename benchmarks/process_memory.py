@@ -1,0 +1,84 @@
+"""Peak resident memory of every process of a run, and the roles that they belong to. Linux alone."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+TITLES = {"ray::TrainWorker": "student", "ray::LogprobWorker": "teacher", "ray::RolloutWorker": "rollout"}
+ENGINE, DRIVER = "engine", "driver"
+
+
+@dataclass
+class Seen:
+    """One process as far as it was seen."""
+
+    parent: int
+    title: str
+    peak: int  # bytes; the kernel's own high-water mark
+
+
+class PeakMemory:
+    """Looks at a run's processes again and again; what is gone by the end is remembered."""
+
+    def __init__(self) -> None:
+        self._root = 0
+        self._seen: dict[int, Seen] = {}
+
+    def look(self, root: int) -> None:
+        """Note the processes that `root` started, and itself."""
+        self._root = root
+        try:
+            process = psutil.Process(root)
+            found = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            return
+        for one in found:
+            try:
+                title = Path(f"/proc/{one.pid}/cmdline").read_text().replace("\0", " ").strip()
+                peak = high_water(Path(f"/proc/{one.pid}/status").read_text())
+                seen = self._seen.setdefault(one.pid, Seen(one.ppid(), title, 0))
+            except (OSError, psutil.Error):
+                continue  # it has ended meanwhile
+            seen.peak = max(seen.peak, peak)
+            if title.startswith(tuple(TITLES)):  # the title of a worker is that of its actor only while it is one
+                seen.title = title
+
+    def by_role(self) -> dict[str, int]:
+        """Return the peak of the largest process of every role, in bytes."""
+        roles = role_of(self._seen, self._root)
+        names = [DRIVER, *TITLES.values(), ENGINE]
+        peaks = {name: [self._seen[pid].peak for pid, role in roles.items() if role == name] for name in names}
+        return {name: max(found) for name, found in peaks.items() if found}
+
+
+def high_water(status: str) -> int:
+    """Return VmHWM of /proc/PID/status in bytes; 0 of a process that has ended."""
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+    return int(line.split()[1]) * 1024
+
+
+def role_of(seen: Mapping[int, Seen], root: int) -> dict[int, str]:
+    """Say which processes belong to a role.
+
+    An engine core is what a rollout worker starts, or, where a warm server forks both, the worker's sibling without a
+    title.
+    """
+    titled = {pid: role for pid, one in seen.items() for title, role in TITLES.items() if one.title.startswith(title)}
+    workers = {pid for pid, role in titled.items() if role == "rollout"}
+    servers = {seen[pid].parent for pid in workers}
+    roles = {root: DRIVER, **titled}
+    for pid, one in seen.items():
+        untitled = "ray::" not in one.title and not _has_actors(pid, seen)
+        if pid not in roles and (one.parent in workers or (one.parent in servers and untitled)):
+            roles[pid] = ENGINE
+    return roles
+
+
+def _has_actors(pid: int, seen: Mapping[int, Seen]) -> bool:
+    return any(one.parent == pid for one in _actors(seen.values()))
+
+
+def _actors(seen: Iterable[Seen]) -> list[Seen]:
+    return [one for one in seen if one.title.startswith("ray::")]

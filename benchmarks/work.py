@@ -1,0 +1,123 @@
+"""What the phases of a step have to compute and to move, whatever the engines do: model FLOPs, and bytes at the least.
+
+Counted from config.json and the token counts of a step's metrics. A product of an [m, k] and a [k, n] matrix has 2mkn
+FLOPs. Counted are the layers' matrices at every token, attention over the keys that a token sees (causal), and the
+output head where a token is predicted. Not counted are the embedding's look-up, norms, activations, softmax, the
+optimizer, and whatever is computed again. A backward pass has twice the FLOPs of its forward pass.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_opd.config.plan import RunPlan
+from roll_opd.hf.model_info import ModelInfo, read_model
+
+TRAINED = 3  # FLOPs of forward and backward passes over those of the forward passes
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+CONCURRENT = 256  # sequences at once of an engine that is told nothing
+GRADIENT, STATE = 8, 24  # bytes a parameter and update: f32 gradient, and f32 weight and moments; written and read
+
+
+class UncountedError(ValueError):
+    """What such a run computes is not counted here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one phase of one step, over all devices."""
+
+    flops: float
+    bytes: float  # the least that has to come from memory or go there
+
+
+def matrix_parameters(model: ModelInfo) -> int:
+    """Parameters of the matrices that every token passes: all layers', without embedding, head and norms."""
+    attention = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
+    return model.layers * (attention + 3 * model.hidden * model.intermediate)
+
+
+def keys_seen(first: float, end: float) -> float:
+    """Keys that the tokens at positions `first` to `end` - 1 of a sequence see, together: each sees itself, too."""
+    return (end * (end + 1) - first * (first + 1)) / 2
+
+
+def forward_flops(model: ModelInfo, tokens: float, keys: float, predicted: float) -> float:
+    """FLOPs of forward passes: `tokens` through the layers, `keys` seen by them, `predicted` through the head."""
+    attention = 4 * model.layers * model.heads * model.head_dim * keys  # scores, and the sum of values
+    return 2 * matrix_parameters(model) * tokens + attention + 2 * model.hidden * model.vocab * predicted
+
+
+def check_counted(plan: RunPlan) -> None:
+    """Raise UncountedError for a run whose phases hold more than `phase_work` counts."""
+    if len(plan.teachers) != 1 or plan.num_nodes != 1 or plan.rollout is None:
+        raise UncountedError("only one teacher on one node can be measured; choose such a configuration")
+    if plan.objective.opd_objective != "sampled" or plan.reference or plan.critic or plan.demonstrations:
+        raise UncountedError("only pure distillation with opd_objective: sampled can be measured")
+
+
+def phase_work(plan: RunPlan, row: Mapping[str, float]) -> dict[str, Work]:
+    """Return the work of each phase of the step that `row` is the metrics of. Call `check_counted` before.
+
+    Lengths are the step's means, so that attention counts a little too low where they differ. Generation counts a
+    prompt once, however many answers it has, and as few token steps as the engines' limits allow.
+    """
+    assert plan.rollout is not None
+    student, teacher = (read_model(Path(worker.model.path)) for worker in (plan.student, plan.teachers[0].worker))
+    sequences = plan.sequences_per_step
+    prompt, response = row["tokens/prompt_length/mean"], row["tokens/response_length/mean"]
+    length = prompt + response
+    read = (sequences * length, sequences * keys_seen(0, length), sequences * response)
+    work = {"generate": _generate(plan, student, prompt, response, row["tokens/response_length/max"])}
+    for name, model, worker in (("teacher", teacher, plan.teachers[0].worker), ("old_logprobs", student, plan.student)):
+        copies = worker.layout.dp * worker.layout.cp
+        work[name] = Work(forward_flops(model, *read), copies * _weight_bytes(model, worker.model.dtype))
+    if not plan.objective.recompute_old_logprobs:
+        del work["old_logprobs"]
+    epochs, copies = plan.objective.ppo_epochs, plan.student.layout.dp * plan.student.layout.cp
+    updates = epochs * math.ceil(sequences / plan.student.mini_batch_sequences)
+    weights = _weight_bytes(student, plan.student.model.dtype)
+    each_update = copies * (2 * weights + GRADIENT * student.parameters) + STATE * student.parameters
+    work["train"] = Work(epochs * TRAINED * forward_flops(student, *read), updates * each_update)
+    sent = DTYPE_BYTES[plan.student.model.dtype] * student.parameters
+    work["weight_sync"] = Work(0.0, sent * (1 + plan.rollout.engines))  # read once, written by every engine
+    return work
+
+
+def _generate(plan: RunPlan, model: ModelInfo, prompt: float, response: float, longest: float) -> Work:
+    rollout = plan.rollout
+    assert rollout is not None
+    prompts, sequences = plan.rollout_batch_size, plan.sequences_per_step
+    later = response - 1  # tokens of an answer that are read: not the last one
+    decoded_keys = sequences * keys_seen(prompt, prompt + later)
+    flops = forward_flops(
+        model,
+        prompts * prompt + sequences * later,
+        prompts * keys_seen(0, prompt) + decoded_keys,
+        prompts + sequences * later,
+    )
+    of_each = math.ceil(sequences / rollout.engines)
+    at_once = min(of_each, rollout.engine_args.get("max_num_seqs") or CONCURRENT)
+    steps = max(longest, of_each * response / at_once)
+    size = DTYPE_BYTES[rollout.model.dtype]
+    key_bytes = 2 * model.layers * model.kv_heads * model.head_dim * size
+    return Work(flops, rollout.engines * steps * _weight_bytes(model, rollout.model.dtype) + decoded_keys * key_bytes)
+
+
+def _weight_bytes(model: ModelInfo, dtype: str) -> float:
+    """What a forward pass reads of the weights."""
+    return DTYPE_BYTES[dtype] * (matrix_parameters(model) + model.hidden * model.vocab)
+
+
+def phase_devices(plan: RunPlan) -> dict[str, tuple[set[int], str]]:
+    """Return the devices that each phase may use, and the dtype that it computes in."""
+    assert plan.rollout is not None
+    student, teacher, rollout = plan.student, plan.teachers[0].worker, plan.rollout
+    return {
+        "generate": (set(rollout.devices), rollout.model.dtype),
+        "teacher": (set(teacher.devices), teacher.model.dtype),
+        "old_logprobs": (set(student.devices), student.model.dtype),
+        "train": (set(student.devices), student.model.dtype),
+        "weight_sync": ({*student.devices, *rollout.devices}, student.model.dtype),
+    }
