@@ -77,7 +77,7 @@ class Placement:
     def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
         """Ray options for a process that lives on the first of `devices`, sees all of them, and is part of a `role`."""
         home = self._devices[devices[0]]
-        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **env}
+        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **warm_start.openmp(), **env}
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
             variables |= {

@@ -86,7 +86,8 @@ def _started() -> Iterator[WarmServer]:
         facts = {"path": sys.path, "driver": os.getpid(), "listener": listener.fileno(), "alive": alive_r}
         server = subprocess.Popen(
             [sys.executable, "-c", _SERVE.format(**facts)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # of libraries that have read it for good; torch has not
+            # of libraries that have read it for good, before a worker is forked; torch has not
+            env={**openmp(), **os.environ, "OMP_NUM_THREADS": "1"},
             pass_fds=(listener.fileno(), alive_r),
             stdin=subprocess.PIPE,
             stdout=said,
@@ -102,6 +103,11 @@ def _started() -> Iterator[WarmServer]:
             os.close(alive_w)
             server.kill()  # it may still import
             server.wait()
+
+
+def openmp() -> dict[str, str]:
+    """Return how threads wait for each other: briefly awake, then asleep, since those of other roles want the cores."""
+    return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
 
 
 def is_open() -> bool:
