@@ -68,6 +68,8 @@ def _end_without_tidying() -> None:
 
 
 def _send_whole_outputs() -> None:
+    if multiprocessing.parent_process() is None:  # the front, which schedules nothing
+        return
     with suppress(ImportError):
         from vllm.v1.core.sched.scheduler import Scheduler
 
