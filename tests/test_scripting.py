@@ -1,9 +1,11 @@
 """`roll_opd.run`: what it makes of its arguments and of a run's end. tests/pipelines/test_runs.py trains with it."""
 
 import asyncio
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,15 @@ def test_a_refusal_is_raised_inside_a_running_loop(tmp_path: Path, capsys: pytes
 PUTS_AWAY = "import time\nprint('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('put away')"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal, also where a shell started the tests in the background and so made them deaf to it."""
+    outer = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, outer)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_run_as_in_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     import _thread
 
