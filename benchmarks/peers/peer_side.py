@@ -65,7 +65,13 @@ class Rows:
     def write(self, step: int, **figures: Any) -> None:
         """The step has ended; the next one begins."""
         whole = time.perf_counter() - self._began - self._seconds.pop("validate", 0.0)
-        row = {"step": step, "seconds": whole, "parts": self._seconds, **figures}
+        row = {"step": step, "seconds": whole, "parts": self._seconds, "peak_gib": peak_gib(), **figures}
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._seconds, self._began = {}, time.perf_counter()
+
+
+def peak_gib() -> float:
+    """The most memory that this process has had resident."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 2**20

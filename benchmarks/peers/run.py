@@ -1,7 +1,7 @@
 """Peers in one command: TRL, a plain Hugging Face loop and we do the same work, in turns, on this machine.
 
     python benchmarks/peers/run.py [--work demo ...] [--sides trl hf ours] [--rounds N] [--json OUT] [--append]
-        [--variant NAME key=value ...]
+        [--steps N] [--variant NAME key=value ...]
 
 The first run makes an environment for the peers, benchmarks/peers/.venv, from requirements.txt beside this file.
 README.md says what is measured and how to read the table.
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ LAUNCHER = REPOSITORY / "examples" / "start_onpolicy_distill_pipeline.py"
 TRAINER = "ray::TrainWorker"  # the title of the student's process in our run
 STOP_SECONDS = 30
 POLL_SECONDS = 0.02
-MEMORY_SECONDS = 0.5  # between two looks at the memory of all processes
+MEMORY_SECONDS = 5  # between two looks at the memory of all processes, which stop a large one for a moment
 GIB = 2**30
 
 
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = json.loads(options.json.read_text())
     for name in options.work:
         runs = result["works"].setdefault(name, {})
-        for side, figures in measure(works.WORKS[name], options, python):
+        work = works.WORKS[name]
+        work = replace(work, steps=options.steps or work.steps)
+        for side, figures in measure(work, options, python):
             runs.setdefault(side, []).append(figures)
             if options.json:  # now already: what is measured is not lost when a later run fails
                 options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", nargs="+", choices=works.WORKS, default=list(works.WORKS))
     parser.add_argument("--sides", nargs="+", choices=[*PEERS, "ours"], default=[*PEERS, "ours"])
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of each side, in turns (%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of a round; without it as many as the work says")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every step here")
     parser.add_argument("--append", action="store_true", help="add the rounds to those that OUT has")
     parser.add_argument(
@@ -99,12 +103,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.rounds < 1 or (options.append and not options.json):
         parser.error("--rounds must be at least 1, and --append needs --json")
+    if options.steps is not None and any(options.steps <= works.WORKS[name].warmup for name in options.work):
+        parser.error("--steps must be more than the steps that do not count")
     return options
 
 
 def run(work: works.Work, command: Sequence[str], rows: Path, log: Path, described: Path) -> dict[str, Any]:
     """Run one side until it has made its steps, or reached the accuracy; return what was seen, from outside."""
     seen: list[dict[str, Any]] = []
+    done = False
     truths = json.loads(described.read_text())["truths"]
     memory = {"trainer_gib": 0.0, "all_gib": 0.0}
     with log.open("w") as output:
@@ -112,15 +119,17 @@ def run(work: works.Work, command: Sequence[str], rows: Path, log: Path, describ
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=REPOSITORY, start_new_session=True)
         try:
             for line in follow(rows, process, memory if work.memory else None):
-                row = read_row(line, truths)
-                seen.append({**row, "at": time.monotonic() - began})
-                reached = work.target is not None and (row["accuracy"] or 0.0) >= work.target
-                if reached or row["step"] == work.steps:
+                seen.append({**read_row(line, truths), "at": time.monotonic() - began})
+                memory["trainer_gib"] = max(memory["trainer_gib"], line.get("peak_gib", 0.0))
+                done = seen[-1]["step"] == work.steps
+                done |= work.target is not None and (seen[-1]["accuracy"] or 0.0) >= work.target
+                if done:
                     break
         finally:
             end(process)
-    if not seen or seen[-1]["step"] == 0:
+    if not done:
         sys.exit(f"{' '.join(command)}\nended with exit code {process.returncode}:\n{log.read_text()[-4000:]}")
+    memory["all_gib"] = max(memory.values())  # between two looks it may have been more
     return {"rows": seen, "warmup": work.warmup, **(memory if work.memory else {})}
 
 
@@ -129,12 +138,12 @@ def follow(path: Path, process: subprocess.Popen, memory: dict[str, float] | Non
     read, looked = 0, 0.0
     while True:
         ended = process.poll() is not None
-        if memory is not None and not ended and time.monotonic() - looked > MEMORY_SECONDS:
-            look_at_memory(process.pid, memory)
-            looked = time.monotonic()
         text = path.read_text() if path.exists() else ""
         lines = text[read : text.rfind("\n") + 1]
         read += len(lines)
+        if memory is not None and not ended and (lines or time.monotonic() - looked > MEMORY_SECONDS):
+            look_at_memory(process.pid, memory)
+            looked = time.monotonic()
         yield from map(json.loads, lines.splitlines())
         if ended:
             return
@@ -142,29 +151,22 @@ def follow(path: Path, process: subprocess.Popen, memory: dict[str, float] | Non
 
 
 def look_at_memory(pid: int, memory: dict[str, float]) -> None:
-    """Raise `memory` to what is seen now: the trainer's high-water mark, and the sum of all processes.
+    """Raise `memory` to what is seen now: the sum of all processes, and the high-water mark of our trainer.
 
-    The trainer is the peer itself; of our run, the student's Megatron process. The sum shares out what several
-    processes share.
+    What several processes share is shared out in the sum. A peer, which is one process, tells its own high-water mark.
     """
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
+        trainers = [process.pid for process in processes if "".join(process.cmdline()[:1]).startswith(TRAINER)]
+    except psutil.Error:  # one has just ended
         return
-    whole, trainer = 0, processes[0]
-    for process in processes:
-        whole += kilobytes(process.pid, "smaps_rollup", "Pss:") * 1024
-        try:
-            title = process.cmdline()
-        except psutil.Error:
-            continue
-        if title and title[0].startswith(TRAINER):
-            trainer = process
-    memory["all_gib"] = max(memory["all_gib"], whole / GIB)
-    memory["trainer_gib"] = max(memory["trainer_gib"], kilobytes(trainer.pid, "status", "VmHWM:") * 1024 / GIB)
+    whole = sum(kibibytes(process.pid, "smaps_rollup", "Pss:") for process in processes)
+    peak = max((kibibytes(trainer, "status", "VmHWM:") for trainer in trainers), default=0)
+    memory["all_gib"] = max(memory["all_gib"], whole * 1024 / GIB)
+    memory["trainer_gib"] = max(memory["trainer_gib"], peak * 1024 / GIB)
 
 
-def kilobytes(pid: int, file: str, name: str) -> int:
+def kibibytes(pid: int, file: str, name: str) -> int:
     """A figure of /proc; 0 where the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()

@@ -91,7 +91,7 @@ WORKS = {
             "student_train.max_tokens_per_microbatch_in_train=8192",
         ),
         micro_batch=32,
-        steps=2,
+        steps=1,
         warmup=0,
         models=VOCABULARY,
         memory=True,
