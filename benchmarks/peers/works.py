@@ -60,7 +60,7 @@ LARGER = RandomModels(
 VOCABULARY = RandomModels(
     vocabulary=151_936,
     student=shape(4, 256, 768, heads=4, key_value_heads=2, tied=True),
-    teacher=shape(4, 512, 1536, heads=8, key_value_heads=4, tied=True),
+    teacher=shape(6, 256, 768, heads=4, key_value_heads=2, tied=True),
 )
 WORKS = {
     "demo": Work("demo", UNMEASURED, micro_batch=64, steps=18, warmup=3),
@@ -154,7 +154,7 @@ def make_model(shape: dict[str, Any], vocabulary: int, directory: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = demo_tokenizer(vocabulary)
-    torch.manual_seed(len(shape) + shape["hidden_size"])
+    torch.manual_seed(shape["num_hidden_layers"])  # another one for the teacher than for the student
     config = Qwen3Config(
         vocab_size=vocabulary,
         max_position_embeddings=2048,
