@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path.relative_to(ROOT)
     for path in (*ROOT.glob("*.md"), *(page for top in ROOT.glob("[!.]*/") for page in top.rglob("*.md")))
-    if not {"output", "build", "dist"} & set(path.relative_to(ROOT).parts)
+    if not {"output", "build", "dist", ".venv"} & set(path.relative_to(ROOT).parts)
 )
 PAST = Path("CHANGELOG.md")  # names what is gone, too
 

@@ -1,0 +1,77 @@
+"""What both peers share: the work that they read, their optimizer, greedy answers, and rows of figures."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Work = dict[str, Any]
+
+
+def read_work(path: str) -> Work:
+    """What `works.py` has written."""
+    return json.loads(Path(path).read_text())
+
+
+def optimizer_of(work: Work, model: Any) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW whose learning rate rises to its peak over the warm-up, then falls to 0 over all updates."""
+    warmup, total = work["warmup_steps"], work["total_steps"]
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=work["learning_rate"],
+        betas=tuple(work["betas"]),
+        eps=work["epsilon"],
+        weight_decay=work["weight_decay"],
+    )
+
+    def rate(done: int) -> float:
+        update = done + 1  # the first update has a rate above 0
+        return update / warmup if update <= warmup else (total - update) / (total - warmup)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+@torch.no_grad()
+def greedy_answers(work: Work, model: Any, tokenizer: Any) -> list[str]:
+    """The answers to the held-out prompts, which have one length."""
+    prompts_BP = torch.tensor(work["held_out"])
+    tokens_BT = model.generate(
+        prompts_BP,
+        attention_mask=torch.ones_like(prompts_BP),
+        do_sample=False,
+        max_new_tokens=work["max_new_tokens"],
+    )
+    return tokenizer.batch_decode(tokens_BT[:, prompts_BP.shape[1] :], skip_special_tokens=True)
+
+
+class Rows:
+    """Writes a line a step; what is timed by `part` goes into it, and validation is no part of a step."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def write(self, step: int, **figures: Any) -> None:
+        """The step has ended; the next one begins."""
+        whole = time.perf_counter() - self._began - self._seconds.pop("validate", 0.0)
+        row = {"step": step, "seconds": whole, "parts": self._seconds, "peak_gib": peak_gib(), **figures}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self._seconds, self._began = {}, time.perf_counter()
+
+
+def peak_gib() -> float:
+    """The most memory that this process has had resident."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 2**20
