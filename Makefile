@@ -4,8 +4,7 @@ PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
 # sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
-SESSIONS := test-rooms test-launches test-engines test-rewards test-megatron test-config
-OTHERS := pipelines megatron_engine inference config rewards workers
+SESSIONS := test-rooms test-launches test-megatron test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
 PYTEST := $(PYTHON_IN_VENV) -u -m pytest
 SHOWN = | sed -u 's/^/$(@:test-%=%): /' # whole lines, each with its session's name
@@ -41,10 +40,7 @@ test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style
 
 test-rooms:
-	@$(PYTEST) -q $(OTHERS:%=--ignore=tests/%) $(SHOWN)
-
-test-rewards:
-	@$(PYTEST) -q tests/rewards tests/workers $(SHOWN)
+	@$(PYTEST) -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)
 
 test-launches:
 	@$(PYTEST) -v tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)

@@ -171,7 +171,7 @@ def test_time_limits(start, loop, worker: str) -> None:
         began = time.monotonic()
         found = results(loop, pool, samples)
         assert rewards(found) == [None if n in (2, 6) else float(n) for n in range(8)]
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60  # two workers begin anew; they would hang for 1000 s
         assert pool.drain_metrics()["reward/code/timeouts"] == 2
     assert rewards(results(loop, pool, [sample(9)])) == [9.0]
 
