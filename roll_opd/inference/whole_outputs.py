@@ -1,9 +1,9 @@
 """One output a request, from vLLM's engine core to the process that waits for it, instead of one a token.
 
 Whoever asks for a final output only (`RequestOutputKind.FINAL_ONLY`) reads nothing before it, yet vLLM sends each token
-with its log-prob on its own, and packing, sending, unpacking and filing them is a quarter of what a small model's token
-costs. Here they wait in the engine core until the request ends. Requests with stop strings are left alone: the process
-that waits looks for those, token by token.
+with its log-prob on its own, and to unpack and file them is half of what an engine's front does for a small model. Here
+they wait in the engine core until the request ends. Requests with stop strings are left alone: the process that waits
+looks for those, token by token.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Rotary embeddings of packed sequences on a CPU: the bits of megatron-core's, in a third of its passes over memory.
+"""Rotary embeddings of packed sequences on a CPU: the bits of megatron-core's, in half of its passes over memory.
 
 megatron-core computes cosines and sines again in each layer, for queries and for keys, and joins halves twice. Here a
 pack's are computed once, and the rotation's gradient is the rotation back.

@@ -5,14 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from roll_opd.inference.whole_outputs import sends_whole_outputs
-
-pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
+
+from roll_opd.inference.whole_outputs import sends_whole_outputs
 
 WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 SEARCHED = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=True, stop=["x"])
