@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=works.WORKS, default=list(works.WORKS))
-    parser.add_argument("--sides", nargs="+", choices=[*PEERS, "ours"], default=[*PEERS, "ours"])
+    parser.add_argument("--sides", nargs="*", choices=[*PEERS, "ours"], default=[*PEERS, "ours"])
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of each side, in turns (%(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="of a round; without it as many as the work says")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every step here")

@@ -11,7 +11,7 @@ from typing import Any
 
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
-from roll_opd.config import check_devices, check_files, check_objective, check_values, parts
+from roll_opd.config import check_devices, check_files, check_objective, check_values, machine, parts
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -288,7 +288,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
     models = {role.path: role.info for role in roles.placed() if role.info}
     finished = replace(
         plan,
-        device_memory_gb=top.device_memory_gb or check_devices.gpu_memory_gb(),
+        device_memory_gb=top.device_memory_gb or machine.gpu_memory_gb(),
         memory=FrozenDict(estimate_memory(plan, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )

@@ -1,7 +1,5 @@
 """Checks of devices: whether they exist, who shares them, and their memory."""
 
-import shutil
-import subprocess
 from itertools import combinations
 
 from roll_opd.config.device_mapping import short_devices
@@ -11,8 +9,6 @@ from roll_opd.config.roles import Role
 from roll_opd.config.schema import Run
 from roll_opd.config.strategies import OPTIONS
 from roll_opd.megatron.memory import device_memory, readable_bytes
-
-DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
 
 
 def nodes(roles: list[Role], top: Run) -> int:
@@ -65,16 +61,3 @@ def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
             f" {readable_bytes(needs[most])} for {names}, all of which stay in memory; give roles devices of their own,"
             " split them further, or lower gpu_memory_utilization or the tokens of a micro-batch"
         )
-
-
-def gpu_memory_gb() -> float | None:
-    """Return the GiB of this machine's smallest NVIDIA GPU; None where the driver's tool is missing or sees none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, a line each
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
-        return min(int(line) for line in done.stdout.split()) / 1024
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None

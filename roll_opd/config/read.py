@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from roll_opd.config import machine
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
 from roll_opd.config.load import COMMAND_LINE
@@ -29,6 +30,7 @@ from roll_opd.config.schema import (
     Top,
     TrainingArgs,
     Worker,
+    changed,
     keys_of,
     settle,
 )
@@ -95,8 +97,17 @@ def read_sections(
     if pipeline is None:
         _read_teachers(rest.pop("teacher", None), sections, tell)
         _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, tell)
-    sections.top = read_section(keys, rest, tell, known)
+    sections.top = _with_devices(read_section(keys, rest, tell, known), sections)
     return sections
+
+
+def _with_devices(top: Run | None, sections: Sections) -> Run | None:
+    """Let a node have what this machine has, where neither its number nor any role's devices are written."""
+    workers = (*sections.workers.values(), *sections.teachers.values(), *sections.judges.values())
+    written = any(worker is not None and worker.device_mapping is not None for worker in workers)
+    if top is None or written or "num_gpus_per_node" in top.written:
+        return top
+    return changed(top, {"num_gpus_per_node": machine.devices()})
 
 
 def _variables(

@@ -96,7 +96,11 @@ class RoleReader:
 
     def __init__(self, sections: Sections, mode: str, tell: Diagnostics) -> None:
         self._sections, self._mode, self._tell = sections, mode, tell
-        self._strict = bool(sections.top and sections.top.strict_strategies)
+        top = sections.top
+        self._strict = bool(top and top.strict_strategies)
+        self._devices = (
+            (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
+        )  # 1: what is wrong is told of the top
         self._models: dict[str, ModelInfo | None] = {}
         self._checked: set[Path] = set()  # models whose weights were held against config.json
         self._roles = Roles(mode)
@@ -118,7 +122,8 @@ class RoleReader:
         self._read_student(train_name)
         infer = self._section(infer_name)
         if infer is not None:
-            roles.infer = self._engine(infer, self._student, roles.train.dtype if roles.train else "bf16")
+            dtype: Dtype = roles.train.dtype if roles.train else "bf16"
+            roles.infer = self._engine(infer, self._student, dtype, roles.train.strategy if roles.train else None)
         if self._mode == "rl" and sections.teachers:
             tell.warn("teacher: is written but not used; set use_opd: true to distil from it")
         elif self._mode != "rl":
@@ -185,9 +190,9 @@ class RoleReader:
             self._tell.problem(name, "is missing; write this role's section")
         return self._sections.workers.get(name)
 
-    def _engine(self, worker: Worker, model: str | None, dtype: Dtype) -> Role:
-        """Return a role of vLLM's; `model` and `dtype` are what it has where none is written."""
-        strategy, info = read_vllm(worker, self._strict), self._model(worker, model)
+    def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
+        """Return a role of vLLM's; `model`, `dtype` and `student`'s devices are what it has where none is written."""
+        strategy, info = read_vllm(worker, self._strict, student), self._model(worker, model)
         if info and strategy.layout:
             tell, tp = worker.tell.below(OPTIONS), strategy.layout.tp
             check_tensor_parallel(info, tp, "tensor_parallel_size", tell, copies_kv_heads=True)
@@ -196,7 +201,8 @@ class RoleReader:
     def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
         """Return a role of Megatron's; `model` is what it has where none is written."""
         trained = self._roles.train.strategy if self._roles.train else None
-        strategy, info = read_megatron(worker, job, self._strict, trained), self._model(worker, model)
+        strategy = read_megatron(worker, job, self._strict, trained, every=self._devices)
+        info = self._model(worker, model)
         self._check_weights(worker, info)
         if info and strategy.layout:
             check_layout(info, strategy.layout, strategy.args, worker.tell.below(OPTIONS))

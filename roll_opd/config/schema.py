@@ -241,7 +241,9 @@ class Worker(Section):
     generating_args: GeneratingArgs = key(GeneratingArgs(), "of roles that generate")
     strategy_args: StrategyArgs | None = key(None, "the engine, and how the model is spread over devices")
     device_mapping: str | int | tuple[int, ...] | None = key(
-        None, 'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores'
+        None,
+        'devices, such as "list(range(0,8))"; without GPUs devices are slots that share the cores. Without it the'
+        " student has all devices, and the other roles the student's",
     )
     num_gpus_per_worker: Count | None = key(None, "of sglang and hf_infer: devices of an engine")
     worker_cls: str | None = key(None, "ROLL's class of the role: an ActorPGWorker of the student reads pg_variant")
@@ -407,7 +409,9 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     tracker_kwargs: dict[str, Any] = key({}, "arguments of the tracker; of several, by name")
     num_nodes: Many | None = key(None, "without it as many as the device mappings reach over")
     num_gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = key(
-        8, "devices of a node; without GPUs, slots that share its cores"
+        8,
+        "devices of a node; without GPUs, slots that share its cores. Where no role says device_mapping either: this"
+        " machine's GPUs, or two slots",
     )
     max_steps: Positive | None = key(500, "steps of the run")
     resume_from_checkpoint: bool | str = key(False, "true: the experiment's newest checkpoint; or a run or checkpoint")

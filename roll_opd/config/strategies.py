@@ -47,9 +47,22 @@ class Strategy:
     max_model_len: int | None = None  # of vLLM, as it is written
 
 
-def read_devices(worker: Worker) -> tuple[int, ...] | None:
-    """Return the devices that are written for a role, or None with a problem reported."""
+def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
+    """Return the devices that are written for a role, or None with a problem reported.
+
+    A student that leaves them out has all of the run, `every` of them. A role beside the student may leave them out
+    too, as ROLL's documents do for those that score: it then takes turns with `student`.
+    """
     if worker.device_mapping is None:
+        if student is not None:
+            if student.devices is not None:  # else told of the student
+                text = f"is not written; it shares the student's {short_devices(student.devices)}"
+                worker.tell.remark("device_mapping", text)
+            return student.devices
+        if every:
+            text = f"is not written; the role has all devices, {short_devices(tuple(range(every)))}"
+            worker.tell.remark("device_mapping", text)
+            return tuple(range(every))
         text = 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"'
         worker.tell.problem("device_mapping", text)
         return None
@@ -107,21 +120,18 @@ def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
     return {"tensor_parallel_size": size, **found} if size != 1 else found
 
 
-def read_megatron(worker: Worker, job: str, strict: bool, student: Strategy | None = None) -> Strategy:
-    """Return how a Megatron role is spread over its devices.
+def read_megatron(
+    worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
+) -> Strategy:
+    """Return how a Megatron role is spread over its devices; `student` and `every` as for `read_devices`.
 
-    A role beside the student may leave its devices out, as ROLL's documents do for those that score: it then takes
-    turns with `student`, in the student's layout unless it writes one of its own.
+    A role that takes turns with the student is in its layout unless it writes one of its own.
     """
-    if worker.device_mapping is None and student is not None:
-        devices = student.devices
-        if devices is None:
-            return Strategy()  # told of the student
-        worker.tell.remark("device_mapping", f"is not written; it shares the student's {short_devices(devices)}")
-        if worker.strategy_args is None and student.layout is not None:
-            return Strategy(devices, student.layout)
-    else:
-        devices = read_devices(worker)
+    devices = read_devices(worker, student, every)
+    if devices is None and worker.device_mapping is None:
+        return Strategy()
+    if worker.device_mapping is None and worker.strategy_args is None and student is not None and student.layout:
+        return Strategy(devices, student.layout)
     config = read_strategy(worker, job, strict)
     if config is None:
         return Strategy()
@@ -197,9 +207,9 @@ def _layout(
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 
-def read_vllm(worker: Worker, strict: bool) -> Strategy:
-    """Return how a role's engines are spread over its devices."""
-    devices = read_devices(worker)
+def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None) -> Strategy:
+    """Return how a role's engines are spread over its devices, which are `student`'s where none are written."""
+    devices = read_devices(worker, student, every=0)
     config = read_strategy(worker, "rollout", strict)
     if config is None:
         return Strategy()

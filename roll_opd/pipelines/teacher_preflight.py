@@ -24,7 +24,9 @@ from roll_opd.workers.errors import RunError
 from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
-RESPONSE_TOKENS, ALL_TOKENS = 512, 32768  # of each response, and of all samples together
+RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # of each response, and of all samples together
+FEWEST = 4  # samples, however long
+REPEATED = 8  # texts that the teacher reads a second time: what changes from call to call does so in any
 TOPK = 16
 ANSWERS = ("response", "completion", "output", "solution", "answer")  # columns in which rows may bring an answer
 
@@ -65,12 +67,15 @@ class TeacherPreflight:
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
         texts = [replace(e, prompt_length=1) for e in (*chosen, *answers)]
 
-        async def read(role: Student | FrozenModel, **wanted: Any) -> list[dict[str, np.ndarray]]:
+        async def read(
+            texts: Sequence[Experience], role: Student | FrozenModel, **wanted: Any
+        ) -> list[dict[str, np.ndarray]]:
             return await gathered(
                 role.group, "compute_targets", texts, temperature, topk=min(TOPK, shared), vocab_size=shared, **wanted
             )
 
-        by_student, by_teacher, again = await read(self._student), await read(teacher, plain=True), await read(teacher)
+        by_student, by_teacher = await read(texts, self._student), await read(texts, teacher, plain=True)
+        again = await read(texts[:REPEATED], teacher)
         readings = Readings(
             student_logprobs=_column(by_student, "logprobs"),
             student_ids=_column(by_student, "topk_ids"),
@@ -95,7 +100,7 @@ def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
     for experience in written[:: max(1, -(-len(written) // PREFLIGHT_SAMPLES))]:
         cut = experience.prompt_length + RESPONSE_TOKENS
         tokens += min(cut, len(experience.tokens))
-        if tokens > ALL_TOKENS and chosen:
+        if tokens > ALL_TOKENS and len(chosen) >= FEWEST:
             break
         chosen.append(replace(experience, tokens=experience.tokens[:cut]))
     return chosen

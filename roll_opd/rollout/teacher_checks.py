@@ -46,7 +46,7 @@ class Readings:
     teacher_ids: np.ndarray
     teacher_topk: np.ndarray
     teacher_plain: np.ndarray  # f32 [N, K], of `teacher_ids` at temperature 1
-    again: np.ndarray  # f32 [N], the teacher's, computed once more
+    again: np.ndarray  # f32 [at most N], the teacher's of the first tokens, computed once more
     in_run: np.ndarray  # f32 [N], those that the run will learn from; NaN where nothing was sampled
     sampled: np.ndarray  # bool [N], written by the student
     prompted: np.ndarray  # bool [N], of a prompt, and no special token
@@ -107,7 +107,8 @@ def _finite(readings: Readings) -> Check:
 
 
 def _twice(readings: Readings, settings: Settings) -> Check:
-    repeated = float(np.abs(readings.teacher_logprobs - readings.again).mean(dtype=np.float64))
+    once = readings.teacher_logprobs[: len(readings.again)]
+    repeated = float(np.abs(once - readings.again).mean(dtype=np.float64))
     wrong = repeated > settings.tolerance
     return Check(
         "same sequence twice",

@@ -62,7 +62,6 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
         {"teacher.strategy_args.strategy_name": "vllm"},
         ["strategy_name: 'vllm' cannot do", "'megatron_infer'"],
     ),
-    ({"student_infer.device_mapping": ...}, ["student_infer.device_mapping: is missing"]),
     ({"teacher.device_mapping": "list(range(0,3)"}, ["teacher.device_mapping: ", "cannot be read"]),
     ({"teacher.device_mapping": [2, 2]}, ["device 2 is listed twice"]),
     ({"teacher.device_mapping": [3, 4], "num_nodes": 1}, ["device 4 does not exist", "devices 0 to 3"]),

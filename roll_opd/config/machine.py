@@ -1,0 +1,31 @@
+"""What this machine has to run on; asked only where a configuration does not say."""
+
+import os
+import shutil
+import subprocess
+
+SLOTS = 2  # of a machine without GPUs: two processes a role keep its cores busier than one, and start sooner than more
+DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
+
+
+def devices() -> int:
+    """Return how many devices a node like this one has: its GPUs; without any, slots that share the cores."""
+    return len(_gpu_mebibytes()) or min(SLOTS, len(os.sched_getaffinity(0)))
+
+
+def gpu_memory_gb() -> float | None:
+    """Return the GiB of this machine's smallest NVIDIA GPU; None where there is none."""
+    return min(_gpu_mebibytes(), default=0) / 1024 or None
+
+
+def _gpu_mebibytes() -> list[int]:
+    """Return the memory of each NVIDIA GPU, in MiB; nothing where the driver's tool is missing or sees none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, a line each
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
+        return [int(line) for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []

@@ -1,0 +1,57 @@
+"""Devices of roles that write none: the student has all, the others the student's."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_opd.config import machine
+from roll_opd.config.plan import RunPlan
+
+Plan = Callable[..., RunPlan]
+ROLES = ("student_train", "student_infer", "teacher")
+UNWRITTEN: dict[str, Any] = {f"{role}.device_mapping": ... for role in ROLES}
+UNWRITTEN["student_train.training_args.gradient_accumulation_steps"] = 1  # one update a step on up to four devices
+
+
+def devices(run: RunPlan) -> list[tuple[int, ...]]:
+    assert run.rollout is not None
+    return [run.student.devices, run.rollout.devices, run.teachers[0].worker.devices]
+
+
+@pytest.mark.parametrize("nodes, per_node", [(1, 2), (1, 4), (2, 2)])
+def test_all_roles_have_all_devices(plan: Plan, nodes: int, per_node: int) -> None:
+    run = plan({**UNWRITTEN, "num_nodes": nodes, "num_gpus_per_node": per_node})
+    every = tuple(range(nodes * per_node))
+    assert devices(run) == [every] * 3
+    assert all(f"{role}.device_mapping: is not written" in " ".join(run.warnings) for role in ROLES)
+
+
+def test_others_take_turns_with_the_student(plan: Plan) -> None:
+    run = plan({**UNWRITTEN, "student_train.device_mapping": "[2,3]"})
+    assert devices(run) == [(2, 3)] * 3
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+def test_a_node_has_what_the_machine_has(
+    plan: Plan, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nfor gpu in $(seq {gpus}); do echo 81920; done\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    # a teacher of one device a copy fits any number
+    unwritten = {**UNWRITTEN, "num_gpus_per_node": ..., "teacher.strategy_args.strategy_config": {}}
+    assert plan(unwritten).devices_per_node == (gpus or machine.SLOTS)
+    written = {"student_train.device_mapping": "[0,1]"}  # then a node is as large as ROLL's
+    assert plan({**unwritten, **written}).devices_per_node == 8
+
+
+def test_one_core_is_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    assert machine.devices() == 1
+    assert machine.gpu_memory_gb() is None
