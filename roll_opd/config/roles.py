@@ -123,7 +123,7 @@ class RoleReader:
         infer = self._section(infer_name)
         if infer is not None:
             dtype: Dtype = roles.train.dtype if roles.train else "bf16"
-            roles.infer = self._engine(infer, self._student, dtype, roles.train.strategy if roles.train else None)
+            roles.infer = self._engine(infer, self._student, dtype, roles.train.strategy if roles.train else Strategy())
         if self._mode == "rl" and sections.teachers:
             tell.warn("teacher: is written but not used; set use_opd: true to distil from it")
         elif self._mode != "rl":
@@ -192,7 +192,8 @@ class RoleReader:
 
     def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
         """Return a role of vLLM's; `model`, `dtype` and `student`'s devices are what it has where none is written."""
-        strategy, info = read_vllm(worker, self._strict, student), self._model(worker, model)
+        strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
+        info = self._model(worker, model)
         if info and strategy.layout:
             tell, tp = worker.tell.below(OPTIONS), strategy.layout.tp
             check_tensor_parallel(info, tp, "tensor_parallel_size", tell, copies_kv_heads=True)

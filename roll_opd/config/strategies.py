@@ -53,22 +53,20 @@ def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[
     A student that leaves them out has all of the run, `every` of them. A role beside the student may leave them out
     too, as ROLL's documents do for those that score: it then takes turns with `student`.
     """
-    if worker.device_mapping is None:
-        if student is not None:
-            if student.devices is not None:  # else told of the student
-                text = f"is not written; it shares the student's {short_devices(student.devices)}"
-                worker.tell.remark("device_mapping", text)
-            return student.devices
-        if every:
-            text = f"is not written; the role has all devices, {short_devices(tuple(range(every)))}"
-            worker.tell.remark("device_mapping", text)
-            return tuple(range(every))
+    if worker.device_mapping is not None:
+        with worker.tell.about("device_mapping", ValueError):
+            return parse_device_mapping(worker.device_mapping)
+        return None
+    if student is None and every:
+        return tuple(range(every))
+    if student is None:
         text = 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"'
         worker.tell.problem("device_mapping", text)
         return None
-    with worker.tell.about("device_mapping", ValueError):
-        return parse_device_mapping(worker.device_mapping)
-    return None
+    if student.devices is not None and len(student.devices) < every:
+        text = f"is not written; it shares the student's {short_devices(student.devices)}"
+        worker.tell.remark("device_mapping", text)
+    return student.devices
 
 
 def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
@@ -207,9 +205,9 @@ def _layout(
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 
-def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None) -> Strategy:
-    """Return how a role's engines are spread over its devices, which are `student`'s where none are written."""
-    devices = read_devices(worker, student, every=0)
+def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
+    """Return how a role's engines are spread over its devices; `student` and `every` as for `read_devices`."""
+    devices = read_devices(worker, student, every)
     config = read_strategy(worker, "rollout", strict)
     if config is None:
         return Strategy()

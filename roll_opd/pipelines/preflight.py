@@ -3,9 +3,10 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ from roll_opd.tracking.trackers import JSONL
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCKS = 32  # tokens, of which its blocks hold a multiple: get_supported_kernel_block_sizes
+NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
 # what a model's weights have their shapes from
 SHAPES = ("model_type", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "experts")
@@ -67,7 +69,10 @@ def preflight(plan: RunPlan) -> Inputs:
     if address := os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
         problems += cluster_problems(address)
     else:
-        problems += machine_problems(plan, torch.cuda.device_count())
+        gpus = torch.cuda.device_count()
+        problems += machine_problems(plan, gpus)
+        if not gpus and (warning := emulated_bf16(plan, torch.cpu.get_capabilities())):
+            warn(warning)
     problems += _lost_weights(plan)
     if problems:
         raise ConfigError(problems)
@@ -123,6 +128,17 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
         f"{plan.rollout.name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of"
         f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs",
     ]
+
+
+def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
+    """Say which roles compute in bf16 although a CPU of such capabilities does not multiply it; None: it does."""
+    names = [role.name for role in plan.roles().values() if role.model.dtype == "bf16"]
+    if not names or any(cpu.get(capability) for capability in NATIVE_BF16):
+        return None
+    return (
+        f"{', '.join(names)}: model_args.dtype is bf16, which this CPU has no instructions for (AMX, AVX512-BF16), so"
+        " every product converts to fp32 and back; write fp32"
+    )
 
 
 def _cpu_engine_problems(engine: RolloutPlan) -> list[str]:

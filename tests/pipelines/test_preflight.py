@@ -25,6 +25,7 @@ from roll_opd.pipelines.preflight import (
     CPU_HEAD_SIZES,
     checkpoint_problems,
     cluster_problems,
+    emulated_bf16,
     machine_problems,
     package_problems,
 )
@@ -62,6 +63,18 @@ def test_heads_that_cpus_cannot_compute(plan: RunPlan, tmp_path: Path) -> None:
     (text,) = machine_problems(small, gpus=0)
     assert "heads of size 16" in text and "use a model" in text
     assert machine_problems(small, gpus=2) == machine_problems(plan, gpus=0) == []
+
+
+def test_bf16_without_instructions_for_it(tmp_path: Path) -> None:
+    keys = [f"{role}.model_args.dtype=bf16" for role in ("student_train", "teacher")]
+    rounded = load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path}", *keys], pure=True)
+    warning = emulated_bf16(rounded, {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False, "avx2": True})
+    assert warning and warning.startswith("student_train, teacher: model_args.dtype is bf16") and "fp32" in warning
+    assert emulated_bf16(rounded, {"amx_bf16": False, "avx512_bf16": True}) is None
+
+
+def test_f32_needs_no_instructions(plan: RunPlan) -> None:
+    assert emulated_bf16(plan, {}) is None
 
 
 def test_a_cluster_that_is_not_there() -> None:
