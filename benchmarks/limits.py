@@ -28,7 +28,12 @@ from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import RunPlan
 
 # of the demo with larger models: 64 sequences of up to 75 tokens a step
-LARGER = ("rollout_batch_size=16", "response_length=64", "student_train.training_args.gradient_accumulation_steps=1")
+LARGER = (
+    "rollout_batch_size=16",
+    "response_length=64",
+    "student_train.training_args.per_device_train_batch_size=32",  # on two devices, in one update
+    "student_train.training_args.gradient_accumulation_steps=1",
+)
 CASES = ("configured", "larger")
 OVERLAPPING = ("generate", "teacher")
 Rates = Mapping[str, Mapping[str, float]]  # of each phase: flops and bytes a second of its devices

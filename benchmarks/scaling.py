@@ -38,6 +38,11 @@ WORK = {  # what the cost is fitted against
 PROMPTS, ANSWERS, LENGTH, SEQUENCES = 8, 4, 64, 8  # of factor 1; sequences of a micro-batch, before it counts tokens
 MORE_PROMPTS = 32  # along the ranks, so that each of them has some
 MOST_RANKS = 4
+SPREAD = [  # along the other axes: student and sampler beside each other, the teacher over both
+    "student_train.device_mapping=[0]",
+    "student_infer.device_mapping=[1]",
+    "parallel@teacher.strategy_args.strategy_config=tp2",
+]
 SUPERLINEAR = 1.1
 NOISE = 0.02  # that an exponent of counted work may be off by, as lengths differ
 FLAT = 1.05  # memory that grows by less from first to last does not grow
@@ -112,8 +117,8 @@ def settings_of(axis: str, factor: int) -> list[str]:
     if axis == "ranks":  # copies of every role on the same devices
         roles = ("student_train", "student_infer", "teacher")
         settings += [f"num_gpus_per_node={MOST_RANKS}", "parallel@teacher.strategy_args.strategy_config=single"]
-        settings += [f"{role}.device_mapping=list(range(0,{ranks}))" for role in roles]
-    return settings
+        return settings + [f"{role}.device_mapping=list(range(0,{ranks}))" for role in roles]
+    return settings + SPREAD
 
 
 def measure(axis: str, factor: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:

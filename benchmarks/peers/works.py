@@ -86,7 +86,7 @@ WORKS = {
             "rollout_batch_size=32",
             "num_return_sequences_in_group=1",
             "response_length=245",  # and 11 of the prompt: 256
-            "student_train.training_args.per_device_train_batch_size=32",
+            "student_train.training_args.per_device_train_batch_size=16",
             "student_train.training_args.gradient_accumulation_steps=1",
             "student_train.max_tokens_per_microbatch_in_train=8192",
         ),
