@@ -18,15 +18,18 @@ PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
 SECONDS = 400
 MARK = "ROLL_OPD_TEST_RUN"  # in the environment of everything a run starts
 
-# The demo in small: 16 prompts x 4 samples a step, nothing measured that a test does not ask for; and spread otherwise,
-# with fewer processes to start and a teacher that is tensor-parallel
+# of pure distillation: fewer processes to start than the demo's own spread has, and a teacher that is tensor-parallel
+SPREAD = (
+    "student_train.device_mapping=[0]",
+    "student_infer.device_mapping=[1]",
+    "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2",
+)
+# The demo in small: 16 prompts x 4 samples a step, nothing measured that a test does not ask for
 SMALL = (
     "deterministic=true",
     "rollout_batch_size=16",
-    "student_train.device_mapping=[0]",
+    *SPREAD,
     "student_train.training_args.gradient_accumulation_steps=1",
-    "student_infer.device_mapping=[1]",
-    "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2",
     "validation.data_args.file_name=examples/demo/data/val.jsonl",
     "validation.measure_teacher=false",
     "eval_steps=0",

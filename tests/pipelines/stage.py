@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPOSITORY, Run
+from runs import REPOSITORY, SPREAD, Run
 
 from roll_opd.cluster import placement, runtime
 from roll_opd.cluster.placement import Placement
@@ -81,7 +81,8 @@ class Stage:
     ) -> Run:
         """Launch `config`; its name for a role may be another, its settings of a worker may not."""
         place = place or self.place
-        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *overrides]
+        spread = SPREAD if config == PURE else ()
+        command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *spread, *overrides]
         code = launch.main("a run on a stage", arguments=[*command, f"exp_name={name}"])
         return Run(code, "", (place / name / "latest").resolve())
 
