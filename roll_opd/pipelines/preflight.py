@@ -71,8 +71,8 @@ def preflight(plan: RunPlan) -> Inputs:
     else:
         gpus = torch.cuda.device_count()
         problems += machine_problems(plan, gpus)
-        if not gpus and (warning := emulated_bf16(plan, torch.cpu.get_capabilities())):
-            warn(warning)
+        if not gpus and (emulated := emulated_bf16(plan, torch.cpu.get_capabilities())):
+            warn(emulated)
     problems += _lost_weights(plan)
     if problems:
         raise ConfigError(problems)
