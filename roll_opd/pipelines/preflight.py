@@ -137,7 +137,7 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"{', '.join(names)}: model_args.dtype is bf16, which this CPU has no instructions for (AMX, AVX512-BF16), so"
-        " every product converts to fp32 and back; write fp32"
+        " that it is emulated; write fp32"
     )
 
 
