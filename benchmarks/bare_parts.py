@@ -72,7 +72,7 @@ def _step(
 
 def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
     """Draw the step's prompts and answer them on the engines, spread as the pipeline spreads them."""
-    from roll_opd.rollout.batch import experience_of, sample_seed
+    from roll_opd.rollout.workflow import experience_of, sample_seed
 
     assert plan.rollout is not None
     drawn, n = source.position, plan.rollout.sampling.n

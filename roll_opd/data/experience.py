@@ -17,8 +17,8 @@ class Experience:
     A stage that learns something new about it returns `dataclasses.replace(experience, ...)`.
     """
 
-    id: str  # source row and sample index
-    group_id: str  # samples of one prompt
+    id: str  # source row, draw, run, and step where its run has several
+    group_id: str  # runs at one prompt
     tag: str
     domain: str
     tokens: np.ndarray  # int64 [T]
@@ -29,6 +29,8 @@ class Experience:
     )  # f32 [T-P], of the sampling distribution, from the engine; None: nobody sampled
     finish_reason: str  # stop | length | abort
     weights_version: int | None  # which weights sampled it
+    run: int = 0  # which of the runs at its prompt
+    step: int = 0  # which of the experiences of its run
     demonstration: bool = False  # a row that brought its answer, which nobody sampled
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
     teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]

@@ -1,9 +1,72 @@
 """Which sequence goes to which rank and micro-batch: balanced by tokens, deterministic, nothing padded."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from roll_opd.config.plan import MicroBatchLimits
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Sequences that stay in one micro-batch."""
+
+    numbers: tuple[int, ...]
+    tokens: int  # that the model reads for them
+
+
+def singles(lengths: Sequence[int]) -> list[Unit]:
+    """Return each sequence as a unit of its own."""
+    return [Unit((number,), length) for number, length in enumerate(lengths)]
+
+
+def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
+    """Return units of `size` consecutive sequences; ValueError where they are no multiple of it."""
+    if len(lengths) % size:
+        raise ValueError(f"{len(lengths)} sequences are no multiple of {size}, which belong together")
+    starts = range(0, len(lengths), size)
+    return [Unit(tuple(range(start, start + size)), sum(lengths[start : start + size])) for start in starts]
+
+
+def siblings(lengths: Sequence[int], prompts: Sequence[bytes], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
+    """Return units of sequences with equal prompts, which the model reads once a unit.
+
+    Units are as large as leaves the rank with the most tokens the fewest. `prompts` are int64 tokens, as bytes; those
+    that are empty are not shared.
+    """
+    families: dict[bytes, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        if prompt:
+            families.setdefault(prompt, []).append(number)
+    sizes = [max(map(len, families.values()), default=1)]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    alone = [Unit((number,), lengths[number]) for number, prompt in enumerate(prompts) if not prompt]
+    ways = [
+        [unit for prompt, family in families.items() for unit in _cut(family, lengths, len(prompt) // 8, size, limits)]
+        for size in sizes
+    ]
+    ways = [sorted(alone + units, key=lambda unit: unit.numbers) for units in ways]
+    return min(ways, key=lambda units: _most_tokens(units, ranks))
+
+
+def _most_tokens(units: Sequence[Unit], ranks: int) -> int:
+    tokens = [unit.tokens for unit in units]
+    return max(sum(tokens[n] for n in part) for part in split_balanced(tokens, ranks))
+
+
+def _cut(family: list[int], lengths: Sequence[int], prompt: int, size: int, limits: MicroBatchLimits) -> list[Unit]:
+    """Cut sequences that share a `prompt` of so many tokens into units of at most `size`, and within `limits`."""
+    units: list[Unit] = []
+    most_tokens = limits.tokens or sum(lengths)
+    size = min(size, limits.sequences or size)
+    for number in family:
+        own = lengths[number] - prompt
+        last = units[-1] if units else None
+        if last and len(last.numbers) < size and last.tokens + own <= most_tokens:
+            units[-1] = Unit((*last.numbers, number), last.tokens + own)
+        else:
+            units.append(Unit((number,), prompt + own))
+    return units
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
@@ -21,37 +84,34 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in bins]
 
 
-def micro_batches(lengths: Sequence[int], limits: MicroBatchLimits) -> list[list[int]]:
-    """Split sequence numbers into the fewest balanced micro-batches within `limits`.
+def micro_batches(units: Sequence[Unit], limits: MicroBatchLimits) -> list[list[Unit]]:
+    """Split units into the fewest balanced micro-batches within `limits`.
 
-    A single sequence longer than `limits.tokens` is a micro-batch of its own: it cannot be split.
+    A single unit beyond them is a micro-batch of its own: it cannot be split.
     """
-    if not lengths:
+    if not units:
         return []
-    most_sequences = limits.sequences or len(lengths)
-    most_tokens = max(limits.tokens or sum(lengths), max(lengths))
-    count = max(-(-len(lengths) // most_sequences), -(-sum(lengths) // most_tokens))
+    sequences, tokens = [len(unit.numbers) for unit in units], [unit.tokens for unit in units]
+    most_sequences = max(limits.sequences or sum(sequences), max(sequences))
+    most_tokens = max(limits.tokens or sum(tokens), max(tokens))
+    count = max(-(-sum(sequences) // most_sequences), -(-sum(tokens) // most_tokens))
     while True:
-        parts = split_balanced(lengths, count)
-        if all(len(part) <= most_sequences and sum(lengths[n] for n in part) <= most_tokens for part in parts):
-            return parts
+        parts = split_balanced(tokens, count)
+        if all(
+            sum(sequences[n] for n in part) <= most_sequences and sum(tokens[n] for n in part) <= most_tokens
+            for part in parts
+        ):
+            return [[units[n] for n in part] for part in parts]
         count += 1
 
 
-def assign(lengths: Sequence[int], ranks: int, limits: MicroBatchLimits, group_size: int = 1) -> list[list[list[int]]]:
-    """Return, for each rank, its micro-batches of sequence numbers.
-
-    `group_size` consecutive sequences are kept in one micro-batch, even where they are more than `limits` allow.
-    ValueError where the sequences are no multiple of `group_size`.
-    """
-    if len(lengths) % group_size:
-        raise ValueError(f"{len(lengths)} sequences are no multiple of {group_size}, which belong together")
-    units = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
-    if limits.sequences:
-        limits = replace(limits, sequences=max(1, limits.sequences // group_size))
-    assigned = []
-    for mine in split_balanced(units, ranks):
-        local = micro_batches([units[unit] for unit in mine], limits)
-        starts = [[mine[index] * group_size for index in part] for part in local]
-        assigned.append([[start + place for start in part for place in range(group_size)] for part in starts])
-    return assigned
+def assign(units: Sequence[Unit], ranks: int, limits: MicroBatchLimits) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches of sequence numbers."""
+    shares = split_balanced([unit.tokens for unit in units], ranks)
+    return [
+        [
+            [number for unit in part for number in unit.numbers]
+            for part in micro_batches([units[n] for n in share], limits)
+        ]
+        for share in shares
+    ]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -59,26 +58,18 @@ class TokenValueModel(PackedModel):
         if self.post_process:
             del self.output_layer
 
-    def forward(  # type: ignore[override]
-        self,
-        tokens_N: Tensor,
-        positions_N: Tensor,
-        scored_M: Tensor,
-        packed_seq_params: PackedSeqParams,
-        temperature: float,
-    ) -> Tensor:
-        """Return f32 [M] on the last pipeline stage: values of the states before tokens[scored]; else hidden states.
+    def forward(self, batch: PackedBatch, temperature: float) -> Tensor:  # type: ignore[override]
+        """Return f32 [M] on the last pipeline stage: values of the states before scored tokens; else hidden states.
 
-        `scored_M` holds positions in the pack, none of them the first of its sequence. `temperature` is of
-        distributions and not of values.
+        `temperature` is of distributions and not of values.
         """
-        hidden = self.hidden_states(tokens_N, positions_N, packed_seq_params)
+        hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
             # every rank computes the same from the whole sequence, so its slice of the gradient is complete
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self.value_head(self.before(hidden, scored_M))
+        return self.value_head(self.before(hidden, batch))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         # what GPTModel adds to this concerns the output layer

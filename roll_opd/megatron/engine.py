@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
-from roll_opd.data.packing import assign
+from roll_opd.data.packing import assign, neighbours, siblings, singles
 from roll_opd.data.tensors import as_array
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, pack
@@ -46,6 +46,7 @@ class MegatronEngine:
         self.plan, self._exact = plan, deterministic
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         self.chunks, self.bridge = self._build()
+        self.share_prompts = not deterministic  # sums over fewer tokens have other last bits
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
         # called before each micro-batch, and after the last one: how many were begun, and how many there are
@@ -151,10 +152,16 @@ class MegatronEngine:
         }
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
-        """Return this data-parallel rank's micro-batches, as sample numbers; see `data.packing.assign`."""
+        """Return this data-parallel rank's micro-batches, as sample numbers; see `data.packing`."""
         ranks = parallel_state.get_data_parallel_world_size()
         lengths = [len(sample.tokens) for sample in samples]
-        return assign(lengths, ranks, limits, group_size)[parallel_state.get_data_parallel_rank()]
+        if group_size > 1:
+            units = neighbours(lengths, group_size)
+        elif self.share_prompts:
+            units = siblings(lengths, [sample.prompt_to_share for sample in samples], ranks, limits)
+        else:
+            units = singles(lengths)
+        return assign(units, ranks, limits)[parallel_state.get_data_parallel_rank()]
 
     def _run(
         self,
@@ -171,11 +178,14 @@ class MegatronEngine:
         """
         if not micro_batches:
             return []
-        packed = [pack(samples, self.device, self._pack_multiple) for samples in micro_batches]
+        packed = [
+            pack(samples, self.device, self._pack_multiple, share_prompts=self.share_prompts)
+            for samples in micro_batches
+        ]
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch: PackedBatch = next(batches)
-            output = model(batch.tokens_N, batch.positions_N, batch.scored_M, batch.packed_seq_params, temperature)
+            output = model(batch, temperature)
 
             def finished(end: Any, non_loss_data: bool = False) -> Any:
                 if forward_only:

@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -22,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.frozen import thaw
+from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.bridge import Bridge, bridge_for
 from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead
@@ -36,25 +36,29 @@ class PackedModel(GPTModel):
     vocab_size_real: int  # columns that log-probs are normalised over; behind them is padding
 
     @staticmethod
-    def before(hidden: Tensor, scored_M: Tensor) -> Tensor:
-        """Return the states [M, E] before the scored tokens, from hidden states [N, 1, E]."""
-        # The one place that shifts by one: the state at position i - 1 predicts token i.
-        return hidden[:, 0].index_select(0, scored_M - 1)
+    def before(hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the states [M, E] before the scored tokens, which predict them, from hidden states [N, 1, E]."""
+        return hidden[:, 0].index_select(0, batch.before_M)
 
-    def hidden_states(self, tokens_N: Tensor, positions_N: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return this pipeline stage's hidden states [N, 1, E] of a pack."""
-        no_mask: Any = None  # the pack's boundaries say what attends to what
+        no_mask: Any = None  # the pack says what attends to what
         return GPTModel.forward(
-            self, tokens_N[None], positions_N[None], attention_mask=no_mask, packed_seq_params=packed_seq_params
+            self,
+            batch.tokens_N[None],
+            batch.positions_N[None],
+            attention_mask=no_mask,
+            packed_seq_params=batch.sequences,
         )
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        decoder_input, *rest = super()._preprocess(*args, **kwargs)
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        decoder_input, rotary_pos_emb, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if decoder_input is not None:
             # [N, 1, E] as a transposed [1, N, E] has a stride on which torch multiplies row by row: slower, and with
             # other last bits than a rank that received the same numbers in one piece
             decoder_input = decoder_input.flatten(0, 1)[:, None]
-        return decoder_input, *rest
+        # of each token, in place of each position: to the rotary kernels a pack is one sequence
+        return decoder_input, rotary_pos_emb[position_ids[0]], *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return hidden_states
@@ -63,19 +67,9 @@ class PackedModel(GPTModel):
 class HeadModel(PackedModel):
     """A GPT model that ends in an `OutputHead` instead of logits."""
 
-    def forward(  # type: ignore[override]
-        self,
-        tokens_N: Tensor,
-        positions_N: Tensor,
-        scored_M: Tensor,
-        packed_seq_params: PackedSeqParams,
-        temperature: float,
-    ) -> Tensor | OutputHead:
-        """Return, on the last pipeline stage, the head that predicts tokens[scored]; else hidden states.
-
-        `scored_M` holds positions in the pack, none of them the first of its sequence.
-        """
-        hidden = self.hidden_states(tokens_N, positions_N, packed_seq_params)
+    def forward(self, batch: PackedBatch, temperature: float) -> Tensor | OutputHead:  # type: ignore[override]
+        """Return, on the last pipeline stage, the head that predicts the scored tokens; else hidden states."""
+        hidden = self.hidden_states(batch)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -83,9 +77,9 @@ class HeadModel(PackedModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return OutputHead(
-            hidden_ME=self.before(hidden, scored_M),
+            hidden_ME=self.before(hidden, batch),
             weight_VE=self.output_weight(),
-            targets_M=tokens_N[scored_M],
+            targets_M=batch.tokens_N[batch.scored_M],
             temperature=temperature,
             vocab_size=self.vocab_size_real,
             group=parallel_state.get_tensor_model_parallel_group(),

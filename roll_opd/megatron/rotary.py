@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# a pack's boundaries -> the frequencies that they were read with, cosines and signed sines
+# a pack's frequencies -> cosines and signed sines
 _OF_PACK: Any = WeakTensorKeyDictionary()
 
 
@@ -23,12 +23,13 @@ def rotated(
 ) -> Tensor:
     """Return queries or keys with their positions; `megatron.core`'s `apply_rotary_pos_emb` for one context rank.
 
-    `freqs` f32 [longest, 1, 1, D] are of positions from 0 on; `cu_seqlens` int32 [sequences + 1] bounds the sequences.
+    `freqs` f32 [N, 1, 1, D] are the tokens' own; `cu_seqlens` int32 [2] bounds the one segment that they are.
     """
     usual = (
         cu_seqlens is not None
+        and len(cu_seqlens) == 2
+        and freqs.size(0) == t_NHD.size(0)
         and freqs.size(-1) == t_NHD.size(-1)
-        and freqs.size(0) != t_NHD.size(0)  # else they are megatron-core's frequencies by place instead of by position
         and not config.rotary_interleaved
         and not config.multi_latent_attention
         and config.context_parallel_size == 1
@@ -36,20 +37,16 @@ def rotated(
     )
     if not usual:
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
-    assert cu_seqlens is not None
-    known = _OF_PACK.get(cu_seqlens)
-    if known is None or known[0] is not freqs:
-        known = _OF_PACK[cu_seqlens] = (freqs, *_turns(freqs, cu_seqlens, t_NHD.dtype))
-    turned: Tensor = _Rotation.apply(t_NHD, *known[1:])
+    if freqs not in _OF_PACK:
+        _OF_PACK[freqs] = _turns(freqs[:, 0], t_NHD.dtype)
+    turned: Tensor = _Rotation.apply(t_NHD, *_OF_PACK[freqs])
     return turned
 
 
-def _turns(freqs: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _turns(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines, and sines with the signs of the half that is turned into a place, each [N, 1, D]."""
-    sizes = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    packed = torch.cat([freqs[:size, 0] for size in sizes])
-    first, second = torch.sin(packed).chunk(2, -1)
-    return torch.cos(packed).to(dtype), torch.cat([-first, second], -1).to(dtype)
+    first, second = torch.sin(freqs_N1D).chunk(2, -1)
+    return torch.cos(freqs_N1D).to(dtype), torch.cat([-first, second], -1).to(dtype)
 
 
 class _Rotation(torch.autograd.Function):

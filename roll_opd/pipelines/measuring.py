@@ -9,7 +9,8 @@ from roll_opd.pipelines.start import chunk_samples, teacher_as_sampler
 from roll_opd.rollout.batch import Rollout
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import FrozenModels, Sampler
+from roll_opd.workers.roles import FrozenModels
+from roll_opd.workers.sampler import Sampler
 
 
 @dataclass(frozen=True)

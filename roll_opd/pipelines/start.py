@@ -20,8 +20,9 @@ from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import CriticWorker, LogprobWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import FrozenModel, FrozenModels, Sampler, Student, Teacher
+from roll_opd.workers.roles import FrozenModel, FrozenModels, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
+from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.supervised import SupervisedStudent
 
 

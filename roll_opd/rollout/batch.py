@@ -1,9 +1,9 @@
-"""One step's batch: draw prompts, sample, have frozen models and rewards look at each sample, select groups.
+"""One step's batch: draw prompts, run the workflow, have frozen models and rewards look at its samples, select groups.
 
-Everything is sampled in one continuous batch, and samples are worked on while others are still being written: a reward
-is requested the moment its sample is finished, and waited for only where a filter reads it. Frozen models get samples
-in chunks, in the order in which an engine finishes them. A deterministic engine finishes them in an order of its own
-that no timing changes, so a deterministic run also packs them alike every time.
+All runs are under way at once, and samples are worked on while others are still being written: a reward is requested
+the moment its run hands it over, and waited for only where a filter reads it. Frozen models get samples in chunks, in
+the order in which the runs on an engine end. A deterministic engine finishes what it was asked together in an order of
+its own that no timing changes, so a deterministic run also packs them alike every time.
 """
 
 import asyncio
@@ -12,18 +12,17 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt, PromptSource
-from roll_opd.inference.completion import Completion
 from roll_opd.rollout.selection import GroupFilter, Selection
+from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Count, Progress
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardPool, RewardResult
-from roll_opd.workers.roles import FrozenModels, Request, Sampler
+from roll_opd.workers.roles import FrozenModels
+from roll_opd.workers.sampler import Sampler
 
 MOST_REJECTED = 20  # times the batch, and at least FEW_REJECTED: a filter that rejects more will not be satisfied
 FEW_REJECTED = 1000
@@ -40,6 +39,7 @@ class Rollout:
     chunk_samples: int  # samples that are handed to the frozen models together
     clock: PhaseClock
     frozen_models: FrozenModels = field(default_factory=FrozenModels)
+    workflow: Workflow = field(default_factory=SingleTurn)
     exclude_failed: bool = True  # False: a sample is learned from whatever becomes of its reward
     progress: Progress = field(default_factory=Progress)
 
@@ -53,7 +53,9 @@ class PendingRewards:
         self._progress, self.scored = rollout.progress, Count("scored")
 
     def request(self, experience: Experience) -> None:
-        """Have a sample scored by the pool of its tag, if there is one."""
+        """Have a sample scored by the pool of its tag, if there is one and its run has not done so."""
+        if experience.reward is not None:
+            return
         for pool in self._pools:
             if pool.plan.accepts(experience.tag):
                 self.scored.total += 1
@@ -117,8 +119,8 @@ async def fill_batch(
         candidates = source.peek(missing + (extra if passes else 0))
         selection = Selection(len(candidates), rollout.sampling.n, missing, passes)
         async with aclosing(roll_out(rollout, candidates, rewards, first_draw, bool(passes))) as samples:
-            async for number, experience in samples:
-                selection.add(number, experience)
+            async for number, made in samples:
+                selection.add(number, made)
                 if selection.enough:
                     break
         if passes:  # the chosen groups have their rewards, the others need none
@@ -143,104 +145,80 @@ async def roll_out(
     rewards: PendingRewards,
     first_draw: int,
     wait_for_rewards: bool = False,
-) -> AsyncGenerator[tuple[int, Experience], None]:
-    """Sample `sampling.n` responses a prompt; yield (number, experience) as each is finished and looked at.
+) -> AsyncGenerator[tuple[int, list[Experience]], None]:
+    """Run the workflow `sampling.n` times a prompt; yield (number, experiences) as each is done and looked at.
 
-    Sample k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts what is still being written.
+    Run k of prompt p has the number p · n + k. Leaving early (use `aclosing`) aborts what is still being written.
 
     Args:
         first_draw: how many prompts the run has drawn before; numbers the groups and seeds the samples.
-        wait_for_rewards: a sample is yielded with its reward; else its reward is in flight.
+        wait_for_rewards: samples are yielded with their rewards; else those are in flight.
     """
     n, sampler, temperature = rollout.sampling.n, rollout.sampler, rollout.sampling.temperature
-    requests = [
-        Request(position, prompt.tokens, sample_seed(rollout.seed, first_draw + position, sample))
-        for position, prompt in enumerate(prompts)
-        for sample in range(n)
-    ]
-    engines = [sampler.engine_of(request) for request in requests]
+    engines = [sampler.engine_of(number // n) for number in range(len(prompts) * n)]
     logprobs = ChunkedLogprobs(rollout.frozen_models, temperature, rollout.chunk_samples, engines)
     models = rollout.frozen_models
-    generated, read = Count("generated", len(requests)), Count("log-probs", len(requests))
+    generated, read = Count("generated", len(engines)), Count("log-probs", len(engines))
     counts = [generated, *([read] if models.teachers or models.reference else []), rewards.scored]
 
-    async with sampler.sample(requests, rollout.sampling, rollout.chunk_samples) as completions:
+    async with sampler.session(rollout.sampling, rollout.chunk_samples) as session:
 
-        async def run(number: int) -> tuple[int, Experience]:
-            """Make one sample: all that happens between its request and its selection."""
-            position, sample = divmod(number, n)
-            completion = await completions[number]
+        async def run(number: int) -> tuple[int, list[Experience]]:
+            """All that happens between a prompt and the selection of what was made of it."""
+            position, attempt = divmod(number, n)
+            task = Task(prompts[position], first_draw + position, attempt)
+            made = await rollout.workflow.run(task, Model(session, task, position, rollout.seed))
             generated.one()
-            experience = experience_of(prompts[position], first_draw + position, sample, completion)
-            rewards.request(experience)
-            experience = await logprobs.added_to(experience, engines[number])
+            if generated.done == generated.total:
+                generating.close()
+            for experience in made:
+                rewards.request(experience)
+            looked_at = await logprobs.added_to(made, engines[number])
             read.one()
-            if wait_for_rewards:
-                (experience,) = await rewards.added_to([experience])
-            return number, experience
+            return number, await rewards.added_to(looked_at) if wait_for_rewards else looked_at
 
-        runs = [asyncio.create_task(run(number)) for number in range(len(requests))]
-        try:
-            with _timed(rollout, completions), rollout.progress.showing(*counts):
+        with _timed(rollout) as generating, rollout.progress.showing(*counts):
+            runs = [asyncio.create_task(run(number)) for number in range(len(engines))]
+            try:
                 for finished in asyncio.as_completed(runs):
                     yield await finished
-        finally:
-            for unfinished in runs:
-                unfinished.cancel()
-            await asyncio.gather(*runs, return_exceptions=True)
+            finally:
+                for unfinished in runs:
+                    unfinished.cancel()
+                await asyncio.gather(*runs, return_exceptions=True)
 
 
 class ChunkedLogprobs:
-    """Has frozen models read samples in chunks: samples of one engine that were finished one after another."""
+    """Has frozen models read samples in chunks: those of runs on one engine that ended one after another."""
 
     def __init__(self, models: FrozenModels, temperature: float, chunk: int, engines: Sequence[int]) -> None:
-        """`engines` says for every sample that will come which engine it comes from."""
+        """`engines` says for every run which engine it is on."""
         self._models, self._temperature, self._chunk = models, temperature, chunk
-        self._missing = Counter(engines)
+        self._under_way = Counter(engines)
         self._waiting: dict[int, list[tuple[Experience, asyncio.Future[Experience]]]] = defaultdict(list)
 
-    async def added_to(self, experience: Experience, engine: int) -> Experience:
-        """Return the sample with its log-probs. The call that completes a chunk, or an engine, asks for all of it."""
-        result: asyncio.Future[Experience] = asyncio.get_running_loop().create_future()
-        self._waiting[engine].append((experience, result))
-        self._missing[engine] -= 1
-        if len(self._waiting[engine]) == self._chunk or not self._missing[engine]:
+    async def added_to(self, experiences: Sequence[Experience], engine: int) -> list[Experience]:
+        """Return what a run made, with its log-probs. To be called once a run.
+
+        The call that completes a chunk, or is the last of an engine, asks for all that wait.
+        """
+        loop = asyncio.get_running_loop()
+        results: list[asyncio.Future[Experience]] = [loop.create_future() for _ in experiences]
+        self._waiting[engine] += zip(experiences, results, strict=True)
+        self._under_way[engine] -= 1
+        if len(self._waiting[engine]) >= self._chunk or not self._under_way[engine]:
             chunk = self._waiting.pop(engine)
             read = await self._models.compute_logprobs([waiting for waiting, _ in chunk], self._temperature)
             for (_, future), one in zip(chunk, read, strict=True):
                 future.set_result(one)
-        return await result
+        return [await result for result in results]
 
 
 @contextmanager
-def _timed(rollout: Rollout, completions: Sequence["asyncio.Future[Completion]"]) -> Iterator[None]:
-    """Count the time as `generate` until the last completion is there, and what is left as the frozen models'."""
+def _timed(rollout: Rollout) -> Iterator[ExitStack]:
+    """Count the time as `generate` until the stack that is given is closed, and what is left as the frozen models'."""
     models = rollout.frozen_models
     with ExitStack() as generating:  # the phase that was opened first has the time of both
         generating.enter_context(rollout.clock.phase("generate"))
-        asyncio.gather(*completions, return_exceptions=True).add_done_callback(lambda _: generating.close())
         with rollout.clock.phase("teacher" if models.teachers or models.reference else "reward"):
-            yield
-
-
-def sample_seed(seed: int, draw: int, sample: int) -> int:
-    """Return a seed for one sample, which depends on the run's seed, the draw and the sample's number alone."""
-    return int(np.random.SeedSequence([seed, draw, sample]).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
-
-
-def experience_of(prompt: Prompt, draw: int, sample: int, completion: Completion) -> Experience:
-    """Return sample number `sample` of the run's draw number `draw`, as the engine wrote it."""
-    return Experience(
-        id=f"{prompt.id}#{draw}/{sample}",
-        group_id=f"{prompt.id}#{draw}",
-        tag=prompt.tag,
-        domain="",
-        tokens=np.concatenate([prompt.tokens, completion.tokens]),
-        prompt_length=len(prompt.tokens),
-        action_mask=np.ones(len(completion.tokens), dtype=bool),
-        rollout_logprobs=completion.logprobs,
-        finish_reason=completion.finish_reason,
-        weights_version=completion.weights_version,
-        ground_truth=prompt.ground_truth,
-        extra=prompt.extra,
-    )
+            yield generating

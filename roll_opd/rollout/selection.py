@@ -52,19 +52,20 @@ def _passes(filter_: FilterPlan | None, rewards: Sequence[float]) -> bool:
 
 
 class Selection:
-    """Takes samples as they come; knows when the first `wanted` groups that pass are certain."""
+    """Takes runs as they end; knows when the first `wanted` groups that pass are certain."""
 
     def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
-        self._samples: list[dict[int, Experience]] = [{} for _ in range(groups)]  # by number in the group
-        self._passed: list[bool | None] = [None] * groups  # None: not all of its samples are there
+        self._runs: list[dict[int, Sequence[Experience]]] = [{} for _ in range(groups)]  # by number in the group
+        self._passed: list[bool | None] = [None] * groups  # None: not all of its runs have ended
         self._n, self._wanted, self._filter = n, wanted, group_filter
 
-    def add(self, number: int, experience: Experience) -> None:
-        """Take sample `number % n` of group `number // n`."""
-        group, sample = divmod(number, self._n)
-        self._samples[group][sample] = experience
-        if len(self._samples[group]) == self._n:
-            self._passed[group] = self._filter is None or self._filter(self._in_order(group))
+    def add(self, number: int, made: Sequence[Experience]) -> None:
+        """Take what run `number % n` of group `number // n` made. A group that made nothing at all does not pass."""
+        group, run = divmod(number, self._n)
+        self._runs[group][run] = made
+        if len(self._runs[group]) == self._n:
+            samples = self._in_order(group)
+            self._passed[group] = bool(samples) and (self._filter is None or self._filter(samples))
 
     @property
     def used(self) -> int:
@@ -89,11 +90,11 @@ class Selection:
     @property
     def generated_tokens(self) -> int:
         """Action tokens of the `used` groups."""
-        return sum(int(e.action_mask.sum()) for group in self._samples[: self.used] for e in group.values())
+        return sum(int(e.action_mask.sum()) for group in range(self.used) for e in self._in_order(group))
 
     def experiences(self) -> list[Experience]:
-        """Return all samples of the chosen groups, in order."""
+        """Return what the runs of the chosen groups made, in order."""
         return [experience for group in self.chosen for experience in self._in_order(group)]
 
     def _in_order(self, group: int) -> list[Experience]:
-        return [self._samples[group][sample] for sample in range(self._n)]
+        return [experience for run in range(self._n) for experience in self._runs[group][run]]

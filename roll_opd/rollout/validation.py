@@ -19,8 +19,8 @@ async def validate(rollout: Rollout, prompts: Sequence[Prompt]) -> tuple[dict[st
     """Return the metrics of `validation_metrics` for `rollout.sampling.n` answers a prompt, and these answers."""
     rewards = PendingRewards(rollout)
     async with aclosing(roll_out(rollout, prompts, rewards, VALIDATION_DRAW)) as samples:
-        by_number = {number: experience async for number, experience in samples}
-    answers = await rewards.added_to([by_number[number] for number in range(len(by_number))])
+        by_number = {number: made async for number, made in samples}
+    answers = await rewards.added_to([answer for number in range(len(by_number)) for answer in by_number[number]])
     metrics = validation_metrics([_by_main_reward(e, rollout.reward_pools) for e in answers], rollout.sampling.n)
     return metrics, answers
 

@@ -13,7 +13,7 @@ from roll_opd.config.plan import RolloutPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.rewards.interface import RewardError
-from roll_opd.workers.roles import Request
+from roll_opd.workers.sampler import Request
 
 
 class LocalModel:

@@ -22,7 +22,7 @@ from roll_opd.terminal import warn
 from roll_opd.tracking.rewards import scoring_metrics
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward import Answer
-from roll_opd.workers.roles import Sampler
+from roll_opd.workers.sampler import Sampler
 
 DIED = "worker_died"
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them

@@ -1,20 +1,18 @@
-"""The roles of a run as the driver sees them: what a student, a teacher and a sampler can do."""
+"""The models of a run as the driver sees them: what a student, a teacher and a reference policy can do."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from roll_opd.cluster.group import ActorGroup, Reference, WorkerGroup
-from roll_opd.config.plan import ObjectivePlan, SamplingPlan, TeacherPlan
+from roll_opd.cluster.group import Reference, WorkerGroup
+from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TrainSample
 from roll_opd.frozen import FrozenDict
-from roll_opd.inference.completion import Completion
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
 
@@ -226,71 +224,3 @@ class FrozenModels:
         if unread:
             raise RunError(f"no teacher scores samples tagged {', '.join(unread)}: add the tag to a tag_included")
         return result
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to sample. Requests of one `group` share a prompt, and go to one engine, which reads it once."""
-
-    group: int
-    prompt_tokens: np.ndarray  # int64 [P]
-    seed: int
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Inference engines that sample."""
-
-    engines: ActorGroup
-
-    def engine_of(self, request: Request) -> int:
-        """Return the number of the engine that answers `request`: groups are spread evenly."""
-        return request.group % len(self.engines.actors)
-
-    @asynccontextmanager
-    async def sample(
-        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
-    ) -> AsyncIterator[list["asyncio.Future[Completion]"]]:
-        """Have all requests answered inside the `with` block, which gets one future a request.
-
-        The completions of one engine come in the order in which it finished them, soon after they are finished, and at
-        once with the last of each `chunk`. Leaving the block early aborts what is still being written.
-        """
-        completions = [asyncio.get_running_loop().create_future() for _ in requests]
-        shares: list[list[int]] = [[] for _ in self.engines.actors]
-        for number, request in enumerate(requests):
-            shares[self.engine_of(request)].append(number)
-
-        async def follow(engine: int, share: list[int]) -> None:
-            asked = Compact([requests[number] for number in share])
-            left = len(share)
-            try:
-                async with aclosing(self.engines.stream(engine, "generate", asked, sampling, chunk)) as stream:
-                    async for finished in stream:
-                        left -= len(finished)
-                        for position, completion in finished:
-                            if not completions[share[position]].done():  # cancelled: it is not awaited any more
-                                completions[share[position]].set_result(completion)
-                if left:
-                    raise RunError(f"an inference engine ended with {left} of {len(share)} requests unanswered")
-            except Exception as error:  # raised where each completion is awaited
-                for unanswered in (completions[n] for n in share if not completions[n].done()):
-                    unanswered.set_exception(error)
-
-        followers = [asyncio.create_task(follow(engine, share)) for engine, share in enumerate(shares) if share]
-        try:
-            yield completions
-        finally:
-            if any(completion.cancelled() or not completion.done() for completion in completions):
-                for follower in followers:
-                    follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
-
-    async def update_weights(self, buckets: Sequence[Reference], version: int) -> None:
-        """Load new weights into every engine; each checks that they arrived."""
-        await self.engines.call("update_weights", buckets, version)
-
-    async def end(self) -> None:
-        """End the engines and their processes."""
-        await self.engines.call("close")
-        self.engines.end()  # what they had outside their memory is gone; the rest takes seconds to tidy up

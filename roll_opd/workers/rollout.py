@@ -9,7 +9,7 @@ import ray
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.compact import Compact
 from roll_opd.workers.coalesce import coalesced
-from roll_opd.workers.roles import Request
+from roll_opd.workers.sampler import Request
 
 
 @ray.remote

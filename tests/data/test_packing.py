@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.data.packing import assign, micro_batches, split_balanced
+from roll_opd.data.packing import Unit, assign, micro_batches, neighbours, siblings, singles, split_balanced
 
 LIMITS = [
     MicroBatchLimits(),
@@ -24,6 +24,10 @@ def batches(count: int = 200) -> Iterator[list[int]]:
     yield from ([], [7], [5] * 12, [900, 1, 1, 1])
     for _ in range(count):
         yield [rng.choice([1, 2, rng.randint(1, 50), rng.randint(1, 200)]) for _ in range(rng.randint(1, 40))]
+
+
+def numbers(parts: list[list[Unit]]) -> list[list[int]]:
+    return [[number for unit in part for number in unit.numbers] for part in parts]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 50])
@@ -44,33 +48,33 @@ def test_split_takes_every_sequence_once_and_balances(parts: int) -> None:
 @pytest.mark.parametrize("limits", LIMITS)
 def test_micro_batches_respect_their_limits(limits: MicroBatchLimits) -> None:
     for lengths in batches():
-        parts = micro_batches(lengths, limits)
+        parts = numbers(micro_batches(singles(lengths), limits))
         assert sorted(number for part in parts for number in part) == list(range(len(lengths)))
         assert all(parts), "an empty micro-batch would be run for nothing"
         for part in parts:
             assert limits.sequences is None or len(part) <= limits.sequences
             tokens = sum(lengths[number] for number in part)
             assert limits.tokens is None or tokens <= max(limits.tokens, max(lengths))
-        assert parts == micro_batches(list(lengths), limits)
+        assert parts == numbers(micro_batches(singles(lengths), limits))
 
 
 def test_a_sequence_over_the_limit_is_alone_where_it_must_be() -> None:
-    parts = micro_batches([150, 40, 40, 40], MicroBatchLimits(tokens=100))
+    parts = numbers(micro_batches(singles([150, 40, 40, 40]), MicroBatchLimits(tokens=100)))
     assert [0] in parts
     assert all(sum((150, 40, 40, 40)[number] for number in part) <= 150 for part in parts)
 
 
 def test_no_limit_is_one_micro_batch_and_no_sequence_is_none() -> None:
-    assert micro_batches([3, 4, 5], MicroBatchLimits()) == [[0, 1, 2]]
+    assert numbers(micro_batches(singles([3, 4, 5]), MicroBatchLimits())) == [[0, 1, 2]]
     assert micro_batches([], MicroBatchLimits(tokens=5)) == []
 
 
 def test_not_more_micro_batches_than_needed() -> None:
     for lengths in batches():
         if lengths:
-            by_count = micro_batches(lengths, MicroBatchLimits(sequences=4))
+            by_count = micro_batches(singles(lengths), MicroBatchLimits(sequences=4))
             assert len(by_count) <= -(-len(lengths) // 4) + len(lengths) // 2
-            equal = micro_batches([5] * len(lengths), MicroBatchLimits(sequences=4, tokens=20))
+            equal = micro_batches(singles([5] * len(lengths)), MicroBatchLimits(sequences=4, tokens=20))
             assert len(equal) == -(-len(lengths) // 4)
 
 
@@ -78,7 +82,7 @@ def test_not_more_micro_batches_than_needed() -> None:
 @pytest.mark.parametrize("limits", LIMITS)
 def test_assignment_covers_the_batch(limits: MicroBatchLimits, ranks: int) -> None:
     for lengths in batches(40):
-        assigned = assign(lengths, ranks, limits)
+        assigned = assign(singles(lengths), ranks, limits)
         assert len(assigned) == ranks
         flat = [number for rank in assigned for part in rank for number in part]
         assert sorted(flat) == list(range(len(lengths)))
@@ -86,14 +90,14 @@ def test_assignment_covers_the_batch(limits: MicroBatchLimits, ranks: int) -> No
             assert all(rank) and (limits.sequences is None or all(len(part) <= limits.sequences for part in rank))
         if len(lengths) < ranks:
             assert assigned.count([]) == ranks - len(lengths)
-        assert assigned == assign(list(lengths), ranks, limits)
+        assert assigned == assign(singles(lengths), ranks, limits)
 
 
 @pytest.mark.parametrize("limits", [MicroBatchLimits(), MicroBatchLimits(sequences=3), MicroBatchLimits(tokens=40)])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
     lengths = [3, 30, 14, 9, 2, 2, 25, 26, 7, 1]
-    packs = [pack for rank in assign(lengths, ranks, limits, group_size=2) for pack in rank]
+    packs = [pack for rank in assign(neighbours(lengths, 2), ranks, limits) for pack in rank]
     assert sorted(number for pack in packs for number in pack) == list(range(len(lengths)))
     for pack in packs:
         assert all(second == first + 1 and first % 2 == 0 for first, second in zip(pack[::2], pack[1::2], strict=True))
@@ -105,4 +109,32 @@ def test_pairs_stay_side_by_side(limits: MicroBatchLimits, ranks: int) -> None:
 
 def test_an_odd_sequence_has_no_pair() -> None:
     with pytest.raises(ValueError, match="no multiple of 2"):
-        assign([1, 2, 3], 1, MicroBatchLimits(), group_size=2)
+        neighbours([1, 2, 3], 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 60])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_siblings_are_read_together_where_that_is_less_work(limits: MicroBatchLimits, ranks: int) -> None:
+    rng = random.Random(1)
+    for responses in batches(40):
+        prompts = [bytes(8 * rng.randint(0, 4)) for _ in responses]  # of one length, of one prompt
+        lengths = [len(prompt) // 8 + response for prompt, response in zip(prompts, responses, strict=True)]
+        units = siblings(lengths, prompts, ranks, limits)
+        assert sorted(number for unit in units for number in unit.numbers) == list(range(len(lengths)))
+        for unit in units:
+            (prompt,) = {prompts[number] for number in unit.numbers}
+            assert unit.tokens == len(prompt) // 8 + sum(responses[number] for number in unit.numbers)
+            assert len(unit.numbers) == 1 or (prompt and unit.tokens <= (limits.tokens or unit.tokens))
+            assert len(unit.numbers) <= (limits.sequences or len(unit.numbers))
+        assert most_tokens(units, ranks) <= most_tokens(singles(lengths), ranks)
+
+
+def most_tokens(units: list[Unit], ranks: int) -> int:
+    tokens = [unit.tokens for unit in units]
+    return max(sum(tokens[number] for number in part) for part in split_balanced(tokens, ranks))
+
+
+def test_siblings_part_where_a_rank_would_idle() -> None:
+    assert siblings([12] * 4, [b"same" * 4] * 4, 1, MicroBatchLimits()) == [Unit((0, 1, 2, 3), 2 + 4 * 10)]
+    assert siblings([12] * 4, [b"same" * 4] * 4, 2, MicroBatchLimits()) == [Unit((0, 1), 22), Unit((2, 3), 22)]
+    assert siblings([12] * 4, [b"same" * 4] * 4, 4, MicroBatchLimits()) == singles([12] * 4)

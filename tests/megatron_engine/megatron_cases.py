@@ -40,8 +40,15 @@ DEMO_MODELS = ("demo_student", "demo_teacher")
 FROZEN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2pp2", "tp2sppp2")
 TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2")
 
-# name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature)
-PASSES = {"pack": (None, None, 1.0), "single": (1, None, 1.0), "cold": (None, 100, 0.7)}
+# name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature, whether siblings share their prompt)
+PASSES = {
+    "pack": (None, None, 1.0, False),
+    "single": (1, None, 1.0, False),
+    "cold": (None, 100, 0.7, False),
+    "shared": (None, None, 1.0, True),
+    "shared_cold": (4, 100, 0.7, True),
+}
+SIBLINGS = {5: 1, 7: 0, 8: 0}  # number of a sequence -> of the one whose prompt it has
 
 TEMPERATURE = 0.9
 TRAIN_MODELS = {"qwen3_tied": "opd", "qwen2_tied": "ppo"}  # model -> its objective
@@ -112,14 +119,19 @@ SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
 INVARIANT = (*POLICY_LOSSES.builtin, "topk", "full")  # losses of a policy
 CRITIC_LOSS = "value"
 # name -> (sequences a micro-batch, tokens a micro-batch, the batch from its end)
-SPLITS = {"whole": (None, None, False), "tokens": (None, 140, True), "sequences": (4, None, True)}
+SPLITS = {
+    "whole": (None, None, False, False),
+    "tokens": (None, 140, True, False),
+    "sequences": (4, None, True, False),
+    "shared": (None, 240, False, True),
+}
 # every factorisation of four ranks, and one rank -> its splits
 INVARIANCE_LAYOUTS = {
-    "tp1": ("whole", "tokens", "sequences"),
+    "tp1": ("whole", "tokens", "sequences", "shared"),
     "tp4": ("tokens",),
     "pp4": ("sequences",),
-    "dp4": ("tokens", "sequences"),
-    "tp2pp2": ("tokens",),
+    "dp4": ("tokens", "sequences", "shared"),
+    "tp2pp2": ("tokens", "shared"),
     "tp2dp2": ("sequences",),
     "pp2dp2": ("tokens",),
 }
@@ -158,7 +170,11 @@ def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
     rng = np.random.default_rng(0)
     lengths = [*rng.integers(9, 60, size=9), 20, 1]
     prompts = [*rng.integers(1, 9, size=9), 20, 1]
-    return [(rng.integers(0, vocabulary, size=int(n)), int(p)) for n, p in zip(lengths, prompts, strict=True)]
+    tokens = [rng.integers(0, vocabulary, size=int(n)) for n in lengths]
+    for number, other in SIBLINGS.items():
+        prompts[number] = prompts[other]
+        tokens[number][: prompts[other]] = tokens[other][: prompts[other]]
+    return [(own, int(p)) for own, p in zip(tokens, prompts, strict=True)]
 
 
 def demo_sequences() -> list[tuple[np.ndarray, int]]:
@@ -179,7 +195,8 @@ def demo_sequences() -> list[tuple[np.ndarray, int]]:
         response = tokenizer.encode(f"{','.join(working)}\n{a + b}<|end|>")
         found.append((np.array([*prompt, *response]), len(prompt)))
     (first, length), (second, _) = found[:2]
-    return [*found, (first[:length], length), (second[:1], 1)]
+    siblings = [(tokens[: prompt + 7], prompt) for tokens, prompt in found[2:5]]
+    return [*found, (first[:length], length), (second[:1], 1), *siblings]
 
 
 def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSample]:
@@ -191,9 +208,14 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
         response = 0 if index == 5 else int(rng.integers(5, 50))
         mask = (rng.random(response) > 0.2) & (index != 3)
         ppo = objective == "ppo"
+        tokens = rng.integers(0, VOCABULARY, size=prompt + response)
+        if index in SIBLINGS:
+            other = samples[SIBLINGS[index]]
+            tokens = np.concatenate([other.tokens[: other.prompt_length], tokens[prompt:]])
+            prompt = other.prompt_length
         samples.append(
             TrainSample(
-                tokens=rng.integers(0, VOCABULARY, size=prompt + response),
+                tokens=tokens,
                 prompt_length=prompt,
                 action_mask=mask,
                 advantages=(rng.normal(0, 2 * ppo, size=response) * mask).astype(np.float32),

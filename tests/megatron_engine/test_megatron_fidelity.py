@@ -43,7 +43,7 @@ def expected(answers: Answers) -> Expected:
 
 @pytest.mark.parametrize(("layout", "model"), GRID + DEMO_GRID)
 def test_logprobs_equal_hugging_face(answers: Answers, expected: Expected, layout: str, model: str) -> None:
-    for name, (_, _, temperature) in cases.PASSES.items():
+    for name, (_, _, temperature, _) in cases.PASSES.items():
         scored = answers.arrays(f"frozen-{model}-{layout}-{name}")
         wanted = expected(model, temperature)
         assert sorted(scored, key=int) == [str(number) for number in range(len(wanted))]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import itertools, json
+import json
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer import TransformerConfig
@@ -18,15 +18,15 @@ for heads, width, lengths, dtype in (
 ):
     torch.manual_seed(0)
     config = TransformerConfig(num_layers=1, hidden_size=heads * width, num_attention_heads=heads)
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    bounds = torch.tensor([0, sum(lengths)], dtype=torch.int32)
     half = torch.arange(101.0)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
     freqs = torch.cat([half, half], -1)[:, None, None]
     t = torch.randn(sum(lengths), heads, width + 3, dtype=dtype)[..., :width]
     gradient = torch.randn(t.shape, dtype=dtype)
-    packed = torch.cat([freqs[:length] for length in lengths])
+    freqs = torch.cat([freqs[:length] for length in lengths])
     mine, other = t.clone().requires_grad_(), t.clone().requires_grad_()
     turned = rotary.rotated(mine, freqs, config, bounds)
-    wanted = _apply_rotary_pos_emb_bshd(other.unsqueeze(1), packed).squeeze(1)
+    wanted = _apply_rotary_pos_emb_bshd(other.unsqueeze(1), freqs).squeeze(1)
     turned.backward(gradient)
     wanted.backward(gradient)
     again = rotary.rotated(mine, freqs, config, bounds)

@@ -13,7 +13,7 @@ from roll_opd.data.compact import Compact
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.batch import experience_of
+from roll_opd.rollout.workflow import experience_of
 from roll_opd.workers.reward import RewardWorker
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"

@@ -32,11 +32,13 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt, open_prompts
 from roll_opd.data.source import PromptSource
 from roll_opd.inference.completion import Completion
-from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out, sample_seed
+from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out
+from roll_opd.rollout.workflow import Model, Task, experience_of, sample_seed
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardResult
-from roll_opd.workers.roles import FrozenModels, Request, Sampler
+from roll_opd.workers.roles import FrozenModels
+from roll_opd.workers.sampler import Request, Sampler
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 SAMPLING = SamplingPlan(n=3, max_new_tokens=4)
@@ -48,30 +50,37 @@ class Engine:
     def __init__(self, seed: int = 0, log: list[str] | None = None) -> None:
         self._rng, self.log = random.Random(seed), log if log is not None else []
         self.answered = 0
+        self._chunk = 1
+        self._asked: list[tuple[Request, asyncio.Future[Completion]]] = []
 
-    def engine_of(self, request: Request) -> int:
+    def engine_of(self, group: int) -> int:
         return 0
 
     @asynccontextmanager
-    async def sample(
-        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int
-    ) -> AsyncIterator[list["asyncio.Future[Completion]"]]:
-        completions = [asyncio.get_running_loop().create_future() for _ in requests]
-
-        async def write() -> None:
-            for count, index in enumerate(self._rng.sample(range(len(requests)), len(requests))):
-                for _ in range(1 + (count % chunk == 0) * self._rng.randint(1, 4)):
-                    await asyncio.sleep(0)
-                self.answered += 1
-                completions[index].set_result(written(requests[index].seed))
-            self.log.append("engine done")
-
-        writing = asyncio.create_task(write())
+    async def session(self, sampling: SamplingPlan, chunk: int) -> AsyncIterator["Engine"]:
+        self._chunk = chunk
+        writing = asyncio.create_task(self._write())
         try:
-            yield completions
+            yield self
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
+
+    def ask(self, request: Request) -> "asyncio.Future[Completion]":
+        self._asked.append((request, asyncio.get_running_loop().create_future()))
+        return self._asked[-1][1]
+
+    async def _write(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            batch, self._asked = self._asked, []
+            for count, (request, completion) in enumerate(self._rng.sample(batch, len(batch))):
+                for _ in range(1 + (count % self._chunk == 0) * self._rng.randint(1, 4)):
+                    await asyncio.sleep(0)
+                self.answered += 1
+                completion.set_result(written(request.seed))
+            if batch:
+                self.log.append("engine done")
 
 
 def written(seed: int) -> Completion:
@@ -145,12 +154,12 @@ def fill(source: PromptSource, engine_seed: int, wanted: int, extra: int, passes
 def all_of(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Experience]:
     """In the order of their numbers."""
 
-    async def collect() -> dict[int, Experience]:
+    async def collect() -> dict[int, list[Experience]]:
         async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), first_draw=0)) as samples:
-            return {number: experience async for number, experience in samples}
+            return {number: made async for number, made in samples}
 
     found = asyncio.run(collect())
-    return [found[number] for number in range(len(found))]
+    return [experience for number in range(len(found)) for experience in found[number]]
 
 
 def test_samples_are_scored_while_others_are_being_written(make_source) -> None:
@@ -312,3 +321,53 @@ def test_a_scorer_that_fails_ends_the_rollout_at_once(make_source) -> None:
 def test_a_filter_that_nothing_passes_is_told(make_source) -> None:
     with pytest.raises(RunError, match=r"rejected the samples of \d+ prompts and kept those of 0.*query_filter_config"):
         fill(make_source(), 1, wanted=2, extra=1, passes=lambda group: False)
+
+
+class Talk:
+    """Asks once more for each token of the first answer: a conversation of one to five turns, or none."""
+
+    async def run(self, task: Task, model: Model) -> list[Experience]:
+        first = await model.generate(task.prompt.tokens)
+        made = [experience_of(task.prompt, task.draw, task.run, first)]
+        for step, token in enumerate(first.tokens, 1):
+            heard = replace(task.prompt, tokens=np.append(made[-1].tokens, token))
+            turn = experience_of(heard, task.draw, task.run, await model.generate(heard.tokens))
+            made.append(replace(turn, id=f"{turn.id}.{step}", step=step, reward=float(step)))
+        return [] if first.tokens[0] % 3 == 0 else made
+
+
+def test_a_run_may_make_none_or_many_and_may_bring_its_rewards(make_source) -> None:
+    def batch(engine_seed: int) -> tuple[Batch, RewardPool]:
+        pool = RewardPool(engine_seed)
+        rollout = replace(rollout_of(Engine(engine_seed), frozen_models([]), pool), workflow=Talk())
+        return asyncio.run(filled(rollout)), pool
+
+    async def filled(rollout: Rollout) -> Batch:
+        found = await fill_batch(make_source(), 5, rollout)
+        return replace(found, experiences=await found.with_rewards(found.experiences))
+
+    found, pool = batch(0)
+    assert len(found.prompts) == 5
+    steps = [(e.group_id, e.run, e.step) for e in found.experiences]
+    assert steps == sorted(steps, key=lambda step: (int(step[0].partition("#")[2]), *step[1:]))
+    assert {step for _, _, step in steps} > {0, 1, 2} and len({run[:2] for run in steps}) < 5 * SAMPLING.n
+    for experience in found.experiences:
+        np.testing.assert_array_equal(experience.teacher_logprobs["t"], experience.response_tokens)
+        assert (experience.id in pool.asked) == (experience.step == 0)
+        assert experience.step in (0, experience.reward)
+    again = batch(5)[0]
+    assert [(e.id, tuple(e.tokens), e.reward) for e in again.experiences] == [
+        (e.id, tuple(e.tokens), e.reward) for e in found.experiences
+    ]
+
+
+def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> None:
+    class Picky:
+        async def run(self, task: Task, model: Model) -> list[Experience]:
+            answer = await model.generate(task.prompt.tokens)
+            return [experience_of(task.prompt, task.draw, task.run, answer)] if task.draw % 2 else []
+
+    source = make_source()
+    found = asyncio.run(fill_batch(source, 4, replace(rollout_of(Engine(), frozen_models([])), workflow=Picky())))
+    assert [e.group_id.partition("#")[2] for e in found.experiences[:: SAMPLING.n]] == ["1", "3", "5", "7"]
+    assert len(found.filtered) == 4 and source.position == 8

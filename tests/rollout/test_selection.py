@@ -45,7 +45,7 @@ def test_the_first_that_pass_are_chosen_in_any_order_of_finishing(seed: int) -> 
         # certain exactly when all samples of all groups that can matter are there
         complete = all((g, k) in seen for g in range(used) for k in range(n))
         assert selection.enough == (complete and len(expected) == wanted)
-        selection.add(group * n + number, sample(group, number, 1.0))
+        selection.add(group * n + number, [sample(group, number, 1.0)])
         seen.add((group, number))
     assert selection.chosen == expected and selection.used == used
     assert selection.generated_tokens == used * n  # one a sample

@@ -1,0 +1,151 @@
+"""Causal attention over packed sequences, some of which may hold their prompt in common.
+
+Legend: N packed tokens, X the same with every sequence written out (see `PackedSequences`), H local query heads, G
+local key/value heads, D head width; of a block: B sequences, L tokens of the longest, Q of them asked for.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from roll_opd.megatron.batches import PackedSequences
+from roll_opd.megatron.exact import VECTOR
+
+
+class PackedAttention(torch.nn.Module):
+    """Attention with `scaled_dot_product_attention`, which exists on every device.
+
+    Sequences are laid out as the rows of one right-padded batch: under a causal mask a real query never sees the
+    padding behind it, so only rows whose prompt is another's, and that ask for their responses alone, need a mask
+    tensor. Rows are sorted by length and cut into blocks whose padding is bounded, so that one long sequence does not
+    inflate the rest.
+    """
+
+    MAX_PADDING = 2.0  # a block may hold at most so many times its real tokens
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if config.attention_dropout:
+            raise ValueError("attention_dropout must be 0: the log-probs of a model under dropout are not defined")
+        if config.context_parallel_size > 1:
+            raise ValueError("context_parallel_size > 1 needs Transformer Engine's attention")
+        assert config.kv_channels is not None  # Megatron fills it in
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query_NHD: Tensor,
+        key_NGD: Tensor,
+        value_NGD: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Return [N, H·D]; `packed_seq_params` says which tokens are a sequence."""
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
+        pieces, places = [], []
+        for read_BL, asked_BQ, answered_BQ, mask in _blocks(packed_seq_params, self.MAX_PADDING, query_NHD.device):
+            q, k, v = _rows(query_NHD, asked_BQ), _rows(key_NGD, read_BL), _rows(value_NGD, read_BL)
+            if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
+                q, k, v = q.float(), k.float(), v.float()
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
+            pieces.append(out.transpose(1, 2)[answered_BQ].to(query_NHD.dtype))
+            places.append(asked_BQ[answered_BQ])
+        out_NHD = torch.empty_like(query_NHD).index_copy(0, torch.cat(places), torch.cat(pieces))
+        return out_NHD.flatten(1)
+
+
+def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return `attention`, which must find all tokens of a sequence side by side, for packs that share prompts."""
+
+    class WrittenOut(attention):  # type: ignore[misc, valid-type]
+        def forward(
+            self,
+            query_NHD: Tensor,
+            key_NGD: Tensor,
+            value_NGD: Tensor,
+            attention_mask: Tensor | None,
+            *args: Any,
+            packed_seq_params: PackedSequences,
+            **options: Any,
+        ) -> Tensor:
+            pack, qkv = packed_seq_params, [query_NHD, key_NGD, value_NGD]
+            if pack.places_X is not None:
+                qkv = [tensor.index_select(0, pack.places_X) for tensor in qkv]
+            out = super().forward(*qkv, attention_mask, *args, packed_seq_params=pack.whole, **options)
+            return out if pack.cells_N is None else out.index_select(0, pack.cells_N)
+
+    return WrittenOut
+
+
+def _blocks(
+    pack: PackedSequences, max_padding: float, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Yield blocks of rows of similar length, as places in the pack: what is read [B, L] and what asks [B, Q].
+
+    With them, which of those ask in earnest, bool [B, Q] (the rest is padding), and a mask bool [B, 1, Q, L], None
+    where the usual causal one will do.
+    """
+    lengths = [end - start for start, end in itertools.pairwise(pack.bounds)]
+    for sharing in (False, True):  # rows that ask for all of their tokens, and rows that do not
+        rows = [row for row in range(len(lengths)) if bool(pack.shared[row]) is sharing]
+        for block in blocks_of_similar_length(lengths, rows, max_padding):
+            starts, shared, sizes = torch.tensor(
+                [[pack.bounds[row], pack.shared[row], lengths[row]] for row in block], device=device
+            ).T[:, :, None]
+            read_BL, real_BL = _padded_places(pack, starts, sizes)
+            if not sharing:
+                yield read_BL, read_BL, real_BL, None
+                continue
+            asked_BQ, answered_BQ = _padded_places(pack, starts + shared, sizes - shared)
+            position_BQ = shared + torch.arange(asked_BQ.size(1), device=device)
+            mask_BQL = torch.arange(read_BL.size(1), device=device) <= position_BQ[:, :, None]
+            yield read_BL, asked_BQ, answered_BQ, mask_BQL[:, None]
+
+
+def blocks_of_similar_length(lengths: Sequence[int], rows: Sequence[int], max_padding: float) -> list[list[int]]:
+    """Group row numbers, longest first, so that no block's padded size exceeds `max_padding` × its tokens."""
+    blocks: list[list[int]] = []
+    tokens = longest = 0
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if lengths[row] == 0:
+            continue
+        if blocks and longest * (len(blocks[-1]) + 1) <= max_padding * (tokens + lengths[row]):
+            blocks[-1].append(row)
+            tokens += lengths[row]
+        else:
+            blocks.append([row])
+            tokens = longest = lengths[row]
+    return blocks
+
+
+def _padded_places(pack: PackedSequences, starts_B1: Tensor, sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place in the pack of each cell of a padded block [B, L], and which cells are real."""
+    longest = -(-int(sizes_B1.max()) // VECTOR) * VECTOR
+    offsets = torch.arange(longest, device=starts_B1.device)
+    real_BL = offsets < sizes_B1
+    cells_BL = starts_B1 + torch.where(real_BL, offsets, 0)
+    return cells_BL if pack.places_X is None else pack.places_X[cells_BL], real_BL
+
+
+def _rows(packed: Tensor, places_BL: Tensor) -> Tensor:
+    """[N, heads, D] -> [B, heads, L, D]."""
+    return packed.index_select(0, places_BL.flatten()).view(*places_BL.shape, *packed.shape[1:]).transpose(1, 2)

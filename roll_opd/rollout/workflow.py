@@ -1,0 +1,79 @@
+"""What one run at a prompt does: asks the model once or many times, and returns what is to be learned from.
+
+A rollout is a set of runs, each a coroutine. Whatever a workflow returns is read by teachers and rewards, selected and
+trained on alike; it knows of none of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from roll_opd.data.experience import Experience
+from roll_opd.data.source import Prompt
+from roll_opd.inference.completion import Completion
+from roll_opd.workers.sampler import Request, Session
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run at one prompt: the `run`th of the prompt's in draw number `draw` of the whole training."""
+
+    prompt: Prompt
+    draw: int
+    run: int
+
+
+class Model:
+    """The student, as one run asks it. Runs of one `group` of the batch go to one engine."""
+
+    def __init__(self, session: Session, task: Task, group: int, seed: int) -> None:
+        self._session, self._task, self._group, self._seed = session, task, group, seed
+        self._calls = 0
+
+    async def generate(self, tokens: np.ndarray) -> Completion:
+        """Return a response to `tokens`, int64 [P], by the sampling settings of the rollout."""
+        seed = sample_seed(self._seed, self._task.draw, self._task.run, self._calls)
+        self._calls += 1
+        return await self._session.ask(Request(self._group, tokens, seed))
+
+
+class Workflow(Protocol):
+    """Makes experiences of a task: none, one or many."""
+
+    async def run(self, task: Task, model: Model) -> Sequence[Experience]: ...
+
+
+class SingleTurn:
+    """One response to the prompt."""
+
+    async def run(self, task: Task, model: Model) -> Sequence[Experience]:
+        """Return the one experience."""
+        completion = await model.generate(task.prompt.tokens)
+        return [experience_of(task.prompt, task.draw, task.run, completion)]
+
+
+def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
+    """Return a seed that depends on the training's, the draw, the run's number and that of its call alone."""
+    numbers = [seed, draw, run] if call == 0 else [seed, draw, run, call]
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
+
+
+def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -> Experience:
+    """Return the response of run number `run` of draw number `draw`, as the engine wrote it."""
+    return Experience(
+        id=f"{prompt.id}#{draw}/{run}",
+        group_id=f"{prompt.id}#{draw}",
+        run=run,
+        tag=prompt.tag,
+        domain="",
+        tokens=np.concatenate([prompt.tokens, completion.tokens]),
+        prompt_length=len(prompt.tokens),
+        action_mask=np.ones(len(completion.tokens), dtype=bool),
+        rollout_logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        weights_version=completion.weights_version,
+        ground_truth=prompt.ground_truth,
+        extra=prompt.extra,
+    )

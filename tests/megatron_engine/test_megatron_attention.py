@@ -1,0 +1,72 @@
+"""Attention over packs in which sequences hold their prompt in common, against plain attention over each sequence."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import itertools, json, math
+import numpy as np
+import torch
+from megatron.core.transformer import TransformerConfig
+from roll_opd.megatron.attention import PackedAttention, written_out
+from roll_opd.megatron.batches import Sample, pack
+
+
+class Plain(torch.nn.Module):
+    def forward(self, query, key, value, attention_mask, packed_seq_params):
+        outs = []
+        for start, end in itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+            q, k, v = (t[start:end] for t in (query, key, value))
+            k, v = (t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v))
+            weights = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.size(-1))
+            later = torch.ones(end - start, end - start).triu(1).bool()
+            weights = weights.masked_fill(later, -math.inf).softmax(-1)
+            outs.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+        return torch.cat(outs)
+
+
+config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0)
+packed, plain = PackedAttention(config, 1, None, "self"), written_out(Plain)()
+rng, found = np.random.default_rng(0), []
+for shapes in (
+    [(7, (3, 0, 90)), (40, (1, 2, 3, 70)), (1, (5,))], [(3, (4,)), (5, (6,))], [(64, (32, 32, 32))]
+):
+    samples = []
+    for prompt, responses in shapes:
+        tokens = rng.integers(0, 9, prompt)
+        samples += [Sample(np.concatenate([tokens, rng.integers(0, 9, r)]), prompt, {}) for r in responses]
+    samples = [samples[n] for n in rng.permutation(len(samples))]
+    batch = pack(samples, torch.device("cpu"), 32, share_prompts=True)
+    apart = pack(samples, torch.device("cpu"), 32)
+    for one in (batch, apart):  # the tokens at the places of every sequence, and those before, are its own
+        at = one.tokens_N[one.scored_M].split(one.lengths)
+        before = one.tokens_N[one.before_M].split(one.lengths)
+        for sample, own, earlier in zip(samples, at, before):
+            assert own.tolist() == sample.tokens[sample.prompt_length :].tolist()
+            assert earlier.tolist() == sample.tokens[sample.prompt_length - 1 : -1].tolist()
+    torch.manual_seed(0)
+    parts = [torch.randn(len(batch.tokens_N), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    other = [part.detach().clone().requires_grad_() for part in parts]
+    mine = packed(*parts, None, packed_seq_params=batch.sequences)
+    theirs = plain(*other, None, packed_seq_params=batch.sequences)
+    real = torch.cat([batch.before_M, batch.scored_M]).unique()
+    gradient = torch.randn(len(real), 32)
+    mine[real].backward(gradient)
+    theirs[real].backward(gradient)
+    found.append({
+        "saved": len(apart.tokens_N) - len(batch.tokens_N),
+        "difference": (mine[real] - theirs[real]).abs().max().item(),
+        "of gradients": max((a.grad - b.grad).abs().max().item() for a, b in zip(parts, other)),
+    })
+print(json.dumps(found))
+"""
+
+
+def test_sequences_that_share_their_prompt_attend_as_if_each_were_alone() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [case["saved"] for case in found] == [128, 0, 128]
+    for case in found:
+        assert case["difference"] < 1e-6 and case["of gradients"] < 1e-5
