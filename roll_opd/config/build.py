@@ -25,6 +25,7 @@ from roll_opd.config.plan import (
     RewardPlan,
     RunPlan,
     ValidationPlan,
+    WorkflowPlan,
 )
 from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections, read_sections
 from roll_opd.config.rewards import read_rewards
@@ -39,6 +40,7 @@ from roll_opd.config.schema import (
     RunKeys,
     Supervised,
     Top,
+    WorkflowKeys,
     keys_of,
     shared,
 )
@@ -49,7 +51,7 @@ from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.megatron.supported import not_yet
-from roll_opd.paths import looking_beside
+from roll_opd.paths import PathError, find_path, looking_beside
 from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
 
@@ -58,6 +60,7 @@ TITLES = {
     "mixed": "on-policy distillation with a reward",
     "rl": "reinforcement learning",
 }
+MOST_TOKENS = 2**31 - 1  # of a row that is not a prompt
 AGENTIC_SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager", "reward_normalization")
 
 
@@ -153,7 +156,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if mode != "pure":
         check_objective.check_groups(top, sizes.n, agentic)
         check_objective.check_rewards(top, rewards)
-        if not agentic and not sections.rewards:
+        if not (agentic or sections.rewards or top.workflow):
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
             text = f"is missing; {switch} learns from rewards, write at least rewards.math_rule"
             top.tell.problem("rewards", text)
@@ -211,9 +214,22 @@ def _assembled(
         reference=parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
         critic=critic,
         demonstrations=demonstrations,
+        workflow=_workflow(top),
         extra_prompts=top.max_additional_running_prompts if top.is_use_additional_prompts else 0,
         validation=held_out,
     )
+
+
+def _workflow(top: Top) -> WorkflowPlan | None:
+    """Return the workflow, None where a row is answered once."""
+    if top.workflow is None:
+        top.tell.ignore(*sorted(keys_of(WorkflowKeys).keys() & top.written))
+        return None
+    values = shared(WorkflowKeys, top)
+    if top.plugin_dir:
+        with top.tell.about("plugin_dir", PathError):
+            values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
+    return WorkflowPlan(**{**values, "workflow_args": FrozenDict(top.workflow_args)})
 
 
 def _supervised(loaded: LoadedConfig, keys: type[Supervised], tell: Diagnostics) -> RunPlan | None:
@@ -305,7 +321,7 @@ def _prompts(
     training = roles.train.worker.data_args if roles.train else None
     data = check_files.read_data(training, top, top.prompt_length) if training else None
     validation = None
-    if top.validation and sections.rewards:
+    if top.validation and (sections.rewards or top.workflow):
         validation = check_files.read_data(top.validation.data_args, top, top.prompt_length, training)
     elif top.validation and roles.mode == "pure":
         top.tell.remark("validation", "is left out, there is no reward to score the answers; write rewards.math_rule")
@@ -314,7 +330,15 @@ def _prompts(
             data = replace(data, streams=check_files.read_streams(training, data, rewards))
         if None not in sections.teachers.values():
             check_files.check_tags(roles, rewards, data, validation, top.tell)
+    if top.workflow:  # it makes the prompts itself
+        data, validation = (found and _tasks(found, top.response_key) for found in (data, validation))
     return data, validation
+
+
+def _tasks(data: DataPlan, truth: str) -> DataPlan:
+    """Return `data` as rows for a workflow, whose ground truth is in the column `truth`."""
+    columns = {"ground_truth": truth} if truth != "ground_truth" else {}
+    return replace(data, schema="task", prompt_length=MOST_TOKENS, columns=FrozenDict({**data.columns, **columns}))
 
 
 def _demonstrations(top: Top, length: int, agentic: bool) -> DataPlan | None:

@@ -21,6 +21,7 @@ from roll_opd.config.schema import (
     RowKeys,
     RunKeys,
     SamplingKeys,
+    WorkflowKeys,
 )
 from roll_opd.frozen import FrozenDict
 
@@ -207,7 +208,7 @@ class DataPlan(RowKeys):
     tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
     columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
-    schema: str = "experience"  # what a row holds: `experience`, `sft` or `dpo`
+    schema: str = "experience"  # what a row holds: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # what the user limits the length of rows with
 
     def draws(self, tag: str) -> bool:
@@ -288,6 +289,11 @@ class DemonstrationPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkflowPlan(WorkflowKeys):
+    """What is done with a row, in processes of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan(RunKeys, RolloutKeys):
     """A whole run. `rollout_batch_size` are prompts, or rows with answers, a step; `eval_steps` 0 is never."""
 
@@ -311,6 +317,7 @@ class RunPlan(RunKeys, RolloutKeys):
     demonstrations: DemonstrationPlan | None = None  # of policy losses mix and mix_chord
     epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
+    workflow: WorkflowPlan | None = None  # None: a row is answered once
     agentic: FrozenDict | None = None  # sections of an agentic run as they are written; planned, not yet run
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)

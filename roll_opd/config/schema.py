@@ -517,7 +517,23 @@ class RolloutKeys(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys):
+class WorkflowKeys(Section):
+    """What is done with a row, where it is more than to answer it once."""
+
+    workflow: Name | None = key(None, "the workflow: a name or a dotted path; without it one answer", OURS)
+    workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
+    plugin_dir: Name | None = key(None, "a directory whose modules are imported, to register workflows", OURS)
+    prompt_key: Name = key("prompt", "column of a row that is task.task_desc", OURS)
+    response_key: Name = key("ground_truth", "column of a row that is task.truth, and its ground truth", OURS)
+    workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
+    workflow_concurrency: Many = key(128, "runs under way at once in each of them", OURS)
+    workflow_timeout: AboveZero = key(600.0, "seconds that a call of it may take", OURS)
+    workflow_memory_gb: AboveZero = key(16.0, "GiB that each of them may need", OURS)
+    on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top(Run, ObjectiveKeys, CriticKeys, RolloutKeys, WorkflowKeys):
     """Every key outside the roles, of a run that rolls out."""
 
     max_steps: Positive = key(500, "steps of the run")

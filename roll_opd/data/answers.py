@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.config.plan import DataPlan
-from roll_opd.data.rows import EMPTY, WRONG_TYPE, BadRow, Row, own_names, parse_messages, parse_row
+from roll_opd.data.rows import EMPTY, WRONG_TYPE, BadRow, Row, own_names, parse_messages, parse_row, parse_task
 from roll_opd.frozen import FrozenDict
 
 NO_ANSWER = "without an answer"
@@ -43,6 +43,8 @@ def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     `plan.columns` are those of `parse_row`, and of the schema's columns. `input` and `system` count only where a column
     is named for them, as in ROLL.
     """
+    if plan.schema == "task":
+        return parse_task(value, fallback_id, plan.columns)
     if plan.schema not in SCHEMAS:
         return parse_row(value, fallback_id, plan.columns)
     schema = SCHEMAS[plan.schema]

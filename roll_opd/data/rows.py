@@ -80,6 +80,25 @@ def parse_row(
     )
 
 
+def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
+    """Return a row that a workflow reads: `extra` is all of it as it was written; raises `BadRow`.
+
+    `columns` maps tag, id and ground_truth to their names in the value. The prompt is the row as text: it says whether
+    the row has changed, and no model reads it.
+    """
+    raw, own = own_names(value, _OWN_NAMES), own_names(value, columns)
+    tag, truth = own.get("tag", DEFAULT_TAG), own.get("ground_truth")
+    if not isinstance(tag, str) or not tag:
+        raise BadRow(WRONG_TYPE, "tag must be a text that is not empty")
+    return Row(
+        id=_text(own, "id") or fallback_id,
+        tag=_encodable(tag, "tag"),
+        prompt=_encodable(json.dumps(raw, ensure_ascii=False, default=str), "the row"),
+        ground_truth=_text(own, "ground_truth") if isinstance(truth, str | int | float) else None,
+        extra=FrozenDict(raw),
+    )
+
+
 def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that are not None, renamed by `columns`; raises `BadRow` for what is no object."""
     if isinstance(value, BadRow):

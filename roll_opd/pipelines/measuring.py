@@ -8,6 +8,7 @@ from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, teacher_as_sampler
 from roll_opd.rollout.batch import Rollout
 from roll_opd.rollout.validation import first_answers, read_answers, validate
+from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import FrozenModels
 from roll_opd.workers.sampler import Sampler
@@ -21,14 +22,29 @@ class Measuring:
     reward_pools: "asyncio.Task[tuple[RewardPool, ...]]"  # they may still be starting
 
     async def measure(
-        self, sampler: Sampler, step: int = 0, by: str = STUDENT, readers: FrozenModels | None = None
+        self,
+        sampler: Sampler,
+        step: int = 0,
+        by: str = STUDENT,
+        readers: FrozenModels | None = None,
+        workflow: Workflow | None = None,
     ) -> dict[str, float]:
         """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged."""
         plan, run = self.run.plan, self.run
         assert plan.validation is not None and plan.rollout is not None
         sampling, chunk = plan.validation.sampling, chunk_samples(plan)
         pools = await self.reward_pools
-        rollout = Rollout(sampler, sampling, pools, plan.seed, chunk, run.clock, progress=run.progress)
+        rollout = Rollout(
+            sampler,
+            sampling,
+            pools,
+            plan.seed,
+            chunk,
+            run.clock,
+            workflow=workflow or SingleTurn(),
+            is_eval=True,
+            progress=run.progress,
+        )
         metrics, answers = await validate(rollout, run.held_out)
         shown = first_answers(answers, sampling.n, plan.samples_per_step)
         if readers:
@@ -39,7 +55,7 @@ class Measuring:
     async def measure_teachers(self) -> None:
         """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
         plan, run = self.run.plan, self.run
-        if run.resumed or not (run.held_out and plan.validation and plan.validation.measure_teacher):
+        if plan.workflow or run.resumed or not (run.held_out and plan.validation and plan.validation.measure_teacher):
             return
         run.logger.note("Measuring the teacher on the validation prompts ...")
         for teacher in plan.teachers:

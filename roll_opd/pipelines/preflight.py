@@ -31,6 +31,7 @@ from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
+from roll_opd.workflows.plugins import find_workflow
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -212,6 +213,8 @@ def _check_named_parts(plan: RunPlan) -> None:
     policy_loss(objective.policy_loss, objective.policy_loss_args)
     if plan.rollout and not plan.rewards_are_monitored:
         advantage(objective.adv_estimator, objective.advantage_args)
+    if plan.workflow and plan.workflow.workflow:
+        find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir)
     for tracker in plan.trackers:
         if tracker != JSONL:
             made = trackers.TRACKERS.find(tracker)

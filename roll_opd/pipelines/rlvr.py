@@ -9,7 +9,7 @@ from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.measuring import Measuring
 from roll_opd.pipelines.reward_trial import try_rewards
-from roll_opd.pipelines.start import RunWorkers, chunk_samples, start_reward_pools, start_workers
+from roll_opd.pipelines.start import RunWorkers, chunk_samples, start_reward_pools, start_workers, start_workflow
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
@@ -17,9 +17,11 @@ from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.selection import group_filter, without_rejected
+from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
 from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.workflow_pool import WorkflowPool
 
 
 async def train(run: Run) -> None:
@@ -40,7 +42,10 @@ async def train(run: Run) -> None:
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done)
-    await run.log_start(partial(measuring.measure, workers.sampler, readers=workers.frozen_models))
+    workflow_pool = await start_workflow(plan, workers.sampler)
+    workflow = workflow_pool or SingleTurn()
+    measure = partial(measuring.measure, workers.sampler, readers=workers.frozen_models, workflow=workflow)
+    await run.log_start(measure)
 
     rollout = Rollout(
         workers.sampler,
@@ -50,6 +55,7 @@ async def train(run: Run) -> None:
         chunk_samples(plan),
         clock,
         workers.frozen_models,
+        workflow,
         exclude_failed=not plan.rewards_are_monitored,
         progress=run.progress,
     )
@@ -60,6 +66,7 @@ async def train(run: Run) -> None:
     answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
     preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 
+    pools: list[RewardPool | WorkflowPool] = [*reward_pools, *([workflow_pool] if workflow_pool else [])]
     for step in run.steps:
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
         experiences = batch.experiences
@@ -106,14 +113,13 @@ async def train(run: Run) -> None:
             | mask_metrics(sampled)
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
-        validating = partial(measuring.measure, workers.sampler, step, readers=workers.frozen_models)
-        metrics |= await run.validation(step, validating)
-        for pool in reward_pools:
+        metrics |= await run.validation(step, partial(measure, step=step))
+        for pool in pools:
             metrics |= pool.drain_metrics()
         async with run.checkpoint(step, workers.save, kl_coef):
             run.logger.step(step, batch, experiences, metrics)
     await workers.end()
-    for pool in reward_pools:
+    for pool in pools:
         await pool.end()
 
 

@@ -24,6 +24,10 @@ from roll_opd.workers.roles import FrozenModel, FrozenModels, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.supervised import SupervisedStudent
+from roll_opd.workers.workflow import WorkflowWorker
+from roll_opd.workers.workflow_pool import WorkflowPool
+from roll_opd.workflows.interface import flag
+from roll_opd.workflows.plugins import find_workflow
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,20 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
         return pool
 
     return tuple(await asyncio.gather(*[begin(reward) for reward in plan.rewards]))
+
+
+async def start_workflow(plan: RunPlan, sampler: Sampler) -> WorkflowPool | None:
+    """Start the processes of the run's workflow, where it has one."""
+    if plan.workflow is None:
+        return None
+    assert plan.workflow.workflow and plan.rollout
+    variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables()}
+    actor_class: Any = WorkflowWorker
+    spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
+    repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")
+    pool = WorkflowPool(plan.workflow, spawn, plan.rollout, plan.teachers, plan.seed, repeats)
+    await pool.start(sampler)
+    return pool
 
 
 def chunk_samples(plan: RunPlan) -> int:

@@ -40,6 +40,7 @@ class Rollout:
     clock: PhaseClock
     frozen_models: FrozenModels = field(default_factory=FrozenModels)
     workflow: Workflow = field(default_factory=SingleTurn)
+    is_eval: bool = False
     exclude_failed: bool = True  # False: a sample is learned from whatever becomes of its reward
     progress: Progress = field(default_factory=Progress)
 
@@ -161,13 +162,14 @@ async def roll_out(
     generated, read = Count("generated", len(engines)), Count("log-probs", len(engines))
     counts = [generated, *([read] if models.teachers or models.reference else []), rewards.scored]
 
-    async with sampler.session(rollout.sampling, rollout.chunk_samples) as session:
+    async with sampler.session(rollout.chunk_samples) as session:
 
         async def run(number: int) -> tuple[int, list[Experience]]:
             """All that happens between a prompt and the selection of what was made of it."""
             position, attempt = divmod(number, n)
-            task = Task(prompts[position], first_draw + position, attempt)
-            made = await rollout.workflow.run(task, Model(session, task, position, rollout.seed))
+            task = Task(prompts[position], first_draw + position, attempt, n, rollout.is_eval)
+            model = Model(session, task, position, rollout.seed, rollout.sampling)
+            made = await rollout.workflow.run(task, model)
             generated.one()
             if generated.done == generated.total:
                 generating.close()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
@@ -18,25 +19,28 @@ from roll_opd.workers.sampler import Request, Session
 
 @dataclass(frozen=True)
 class Task:
-    """One run at one prompt: the `run`th of the prompt's in draw number `draw` of the whole training."""
+    """One run at one prompt: number `run` of `runs`, in draw number `draw` of the whole training."""
 
     prompt: Prompt
     draw: int
-    run: int
+    run: int = 0
+    runs: int = 1
+    is_eval: bool = False
 
 
 class Model:
-    """The student, as one run asks it. Runs of one `group` of the batch go to one engine."""
+    """The student, as one run asks it, by the settings `sampling`. Runs of one `group` go to one engine."""
 
-    def __init__(self, session: Session, task: Task, group: int, seed: int) -> None:
-        self._session, self._task, self._group, self._seed = session, task, group, seed
+    def __init__(self, session: Session, task: Task, group: int, seed: int, sampling: SamplingPlan) -> None:
+        self.group, self.sampling = group, sampling
+        self._session, self._task, self._seed = session, task, seed
         self._calls = 0
 
     async def generate(self, tokens: np.ndarray) -> Completion:
-        """Return a response to `tokens`, int64 [P], by the sampling settings of the rollout."""
+        """Return a response to `tokens`, int64 [P]."""
         seed = sample_seed(self._seed, self._task.draw, self._task.run, self._calls)
         self._calls += 1
-        return await self._session.ask(Request(self._group, tokens, seed))
+        return await self._session.ask(Request(self.group, tokens, seed), self.sampling)
 
 
 class Workflow(Protocol):

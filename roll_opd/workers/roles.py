@@ -197,10 +197,14 @@ class FrozenModels:
             ids = await self.student.topk_ids(experiences, temperature, self.targets_for)
 
         async def ask_teacher(teacher: Teacher) -> None:
-            routed = [n for n, e in enumerate(experiences) if teacher.plan.accepts(e.tag)]
+            name = teacher.plan.name
+            # a workflow may have brought a teacher's log-probs
+            routed = [
+                n for n, e in enumerate(experiences) if teacher.plan.accepts(e.tag) and name not in e.teacher_logprobs
+            ]
             if not routed:
                 return
-            samples, name = [experiences[n] for n in routed], teacher.plan.name
+            samples = [experiences[n] for n in routed]
             computed: list[tuple[np.ndarray, dict[str, np.ndarray]]]
             if self.targets_for is None:
                 computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
@@ -43,6 +44,14 @@ class RolloutWorker:
         async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
             async for finished in answers:
                 yield Compact(finished)
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1]."""
+        return await self._engine.prompt_logprobs(tokens)
+
+    async def weights_version(self) -> int:
+        """Return which weights the engine has."""
+        return self._engine.weights_version
 
     async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
         """Load new weights and check that they arrived; `buckets` refer to `WeightBucket`s."""

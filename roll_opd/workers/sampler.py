@@ -1,7 +1,7 @@
 """The inference engines as the driver sees them: a request is answered whenever it is asked."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from roll_opd.cluster.group import ActorGroup, Reference
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.compact import Compact
 from roll_opd.inference.completion import Completion
+from roll_opd.workers.batched import BatchedCalls
 from roll_opd.workers.errors import RunError
 
 
@@ -34,9 +35,9 @@ class Sampler:
         return group % len(self.engines.actors)
 
     @asynccontextmanager
-    async def session(self, sampling: SamplingPlan, chunk: int) -> AsyncIterator["Session"]:
+    async def session(self, chunk: int | None = None) -> AsyncIterator["Session"]:
         """Answer requests inside the `with` block; leaving it aborts what is still being written."""
-        session = Session(self, sampling, chunk)
+        session = Session(self, chunk)
         try:
             yield session
         finally:
@@ -53,52 +54,34 @@ class Sampler:
 
 
 class Session:
-    """Requests under way. Those that are asked one right after another go to their engine as one batch.
+    """Requests under way. Those that are made one right after another go to their engine as one batch.
 
     The completions of a batch come in the order in which the engine finished them, soon after they are finished, and at
     once with the last of each `chunk`.
     """
 
-    def __init__(self, sampler: Sampler, sampling: SamplingPlan, chunk: int) -> None:
-        self._sampler, self._sampling, self._chunk = sampler, sampling, chunk
-        self._asked: dict[int, list[tuple[Request, asyncio.Future[Completion]]]] = {}
-        self._followers: set[asyncio.Task[None]] = set()
+    def __init__(self, sampler: Sampler, chunk: int | None = None) -> None:
+        self._sampler, self._chunk = sampler, chunk
+        self._calls: BatchedCalls[tuple[int, SamplingPlan], Request] = BatchedCalls(self._generate)
 
-    def ask(self, request: Request) -> "asyncio.Future[Completion]":
+    def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
         """Return the completion to come. It raises what the engine does, and RunError where that is gone."""
-        loop = asyncio.get_running_loop()
-        engine = self._sampler.engine_of(request.group)
-        if engine not in self._asked:
-            self._asked[engine] = []
-            loop.call_soon(self._send, engine)  # when all that can go on now have asked
-        completion: asyncio.Future[Completion] = loop.create_future()
-        self._asked[engine].append((request, completion))
-        return completion
+        return self._calls.ask((self._sampler.engine_of(request.group), sampling), request)
 
     async def end(self) -> None:
         """Abort what is still being written."""
-        for follower in self._followers:
-            follower.cancel()
-        await asyncio.gather(*self._followers, return_exceptions=True)
+        await self._calls.end()
 
-    def _send(self, engine: int) -> None:
-        follower = asyncio.create_task(self._follow(engine, self._asked.pop(engine)))
-        self._followers.add(follower)
-        follower.add_done_callback(self._followers.discard)
-
-    async def _follow(self, engine: int, batch: list[tuple[Request, "asyncio.Future[Completion]"]]) -> None:
-        requests = Compact([request for request, _ in batch])
-        left = len(batch)
-        try:
-            stream = self._sampler.engines.stream(engine, "generate", requests, self._sampling, self._chunk)
-            async with aclosing(stream):
-                async for finished in stream:
-                    left -= len(finished)
-                    for position, completion in finished:
-                        if not batch[position][1].done():  # cancelled: it is not awaited any more
-                            batch[position][1].set_result(completion)
-            if left:
-                raise RunError(f"an inference engine ended with {left} of {len(batch)} requests unanswered")
-        except Exception as error:  # raised where each completion is awaited
-            for unanswered in (completion for _, completion in batch if not completion.done()):
-                unanswered.set_exception(error)
+    async def _generate(
+        self, key: tuple[int, SamplingPlan], requests: list[Request]
+    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        engine, sampling = key
+        stream = self._sampler.engines.stream(engine, "generate", Compact(requests), sampling, self._chunk)
+        answered = 0
+        async with aclosing(stream):
+            async for finished in stream:
+                answered += len(finished)
+                yield finished
+        if answered < len(requests):
+            left = len(requests) - answered
+            raise RunError(f"an inference engine ended with {left} of {len(requests)} requests unanswered")

@@ -57,7 +57,7 @@ class Engine:
         return 0
 
     @asynccontextmanager
-    async def session(self, sampling: SamplingPlan, chunk: int) -> AsyncIterator["Engine"]:
+    async def session(self, chunk: int) -> AsyncIterator["Engine"]:
         self._chunk = chunk
         writing = asyncio.create_task(self._write())
         try:
@@ -66,7 +66,7 @@ class Engine:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
-    def ask(self, request: Request) -> "asyncio.Future[Completion]":
+    def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
         self._asked.append((request, asyncio.get_running_loop().create_future()))
         return self._asked[-1][1]
 

@@ -1,0 +1,237 @@
+"""Ray actor that runs workflows: each run in a thread or a coroutine of its own, the model a call away."""
+
+import asyncio
+import contextvars
+import inspect
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.cluster.group import ActorGroup
+from roll_opd.config.plan import SamplingPlan, WorkflowPlan
+from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
+from roll_opd.data.prompts import Prompt
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.frozen import thaw
+from roll_opd.inference.completion import Completion
+from roll_opd.workers.coalesce import coalesced
+from roll_opd.workers.sampler import Request, Sampler, Session
+
+MOST_THREADS = 10_000  # a run that cannot be ended keeps its thread
+MEMORY_SECONDS = 0.25  # between looks at the process's memory
+OUT_OF_MEMORY = 77  # exit code
+# kinds of failures
+RAISED, TIMEOUT, INVALID = "raised", "timeout", "invalid"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs at one prompt that one call of a workflow makes."""
+
+    prompt: Prompt
+    draw: int
+    runs: tuple[int, ...]  # their numbers
+    group: int
+    seed: int
+    sampling: SamplingPlan
+    is_eval: bool
+
+
+@dataclass
+class Outcome:
+    """What became of a job's runs: experiences by run, or why there are none."""
+
+    made: dict[int, list[Experience]] = field(default_factory=dict)
+    failure: tuple[str, str] | None = None  # kind, and what happened
+    hung: bool = False  # a run that cannot be ended is still under way here: this process should be replaced
+
+
+class SamplerEngines:
+    """The engines of a sampler, from another process; see `roll_opd.workflows.model.Engines`."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler, self._session = sampler, Session(sampler)
+
+    async def generate(
+        self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
+    ) -> list[Completion]:
+        """Return one completion a prompt, in order."""
+        requests = [Request(group, prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return await asyncio.gather(*[self._session.ask(request, sampling) for request in requests])
+
+    async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
+        """Return log-probs of tokens 1 to T-1, f32."""
+        return await self._of(group).prompt_logprobs.remote(list(tokens))
+
+    async def weights_version(self) -> int:
+        """Return which weights the engines have."""
+        return await self._of(0).weights_version.remote()
+
+    def _of(self, group: int) -> Any:
+        return self._sampler.engines.actors[self._sampler.engine_of(group)]
+
+
+@ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
+class WorkflowWorker:
+    """One process of workflows."""
+
+    _plan: WorkflowPlan
+    _class: Any
+    _model: Any
+
+    async def setup(
+        self, plan: WorkflowPlan, model_path: str, max_model_len: int, engines: Sequence[ray.actor.ActorHandle]
+    ) -> None:
+        """Find the workflow, and load the tokenizer."""
+        from roll_opd.workflows.model import ModelWrapper
+        from roll_opd.workflows.plugins import find_workflow
+
+        self._plan = plan
+        self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
+        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
+        self._ready: list[Any] = []  # instances that can be reset
+        self._hung = 0
+        self._model = ModelWrapper(
+            SamplerEngines(Sampler(ActorGroup(engines))),
+            load_tokenizer(model_path),
+            model_path=model_path,
+            max_model_len=max_model_len,
+            loop=asyncio.get_running_loop(),
+        )
+        threading.Thread(target=self._watch_memory, daemon=True).start()
+
+    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
+        """Have all jobs done side by side; yield lists of (place, `Outcome`) as they are."""
+        async with aclosing(coalesced(self._outcomes(jobs))) as outcomes:
+            async for done in outcomes:
+                yield Compact(done)
+
+    async def _outcomes(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Outcome], None]:
+        async def one(place: int, job: Job) -> tuple[int, Outcome]:
+            return place, await self._outcome(job)
+
+        under_way = [asyncio.create_task(one(place, job)) for place, job in enumerate(jobs)]
+        try:
+            for done in asyncio.as_completed(under_way):
+                yield await done
+        finally:
+            for task in under_way:
+                task.cancel()
+
+    async def _outcome(self, job: Job) -> Outcome:
+        """Do one job. What its code raises is an outcome, too."""
+        from roll_opd.workflows.experience import trained
+        from roll_opd.workflows.model import RUN, RunState
+        from roll_opd.workflows.plugins import own_traceback
+
+        outcome = Outcome()
+        state = RunState(job.group, (job.seed, job.draw, job.runs[0]), job.sampling)
+        context = contextvars.copy_context()
+        context.run(RUN.set, state)
+        try:
+            found = await asyncio.create_task(self._call(job, context), context=context)
+            made: dict[int, list[Experience]] = defaultdict(list)
+            for one in found:
+                run = job.runs[0] if len(job.runs) == 1 else one.eid.run
+                if run not in job.runs:
+                    raise ValueError(f"eid.run is {run}; this call made runs {job.runs[0]} to {job.runs[-1]}")
+                made[run].append(trained(one, job.prompt, job.draw, run, len(made[run])))
+            outcome.made = dict(made)
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
+        except BaseException as error:
+            invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
+            outcome.failure = (INVALID if invalid else RAISED, own_traceback(error))
+        outcome.hung = self._hung > 0
+        return outcome
+
+    async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
+        """Call the workflow, as long as it may take; keep the instance where it can serve again."""
+        from roll_opd.workflows.interface import flag
+        from roll_opd.workflows.model import RUN
+
+        limit = self._plan.workflow_timeout
+        workflow = None
+        if not flag(self._class, "is_async"):
+            under_way = asyncio.get_running_loop().run_in_executor(self._threads, context.copy().run, self._run, job)
+            try:
+                workflow, found = await asyncio.wait_for(asyncio.shield(under_way), limit)
+            except TimeoutError:
+                self._hung += 1
+                under_way.add_done_callback(self._ended_after_all)
+                raise
+        else:
+            workflow = self._instance(job)
+            found = await asyncio.wait_for(workflow.run_async(), limit)
+        if flag(workflow, "resettable"):
+            self._ready.append(workflow)
+        RUN.get().returned = True
+        if isinstance(found, Sequence) and not isinstance(found, str):
+            return list(found)
+        raise TypeError(f"a run returned {type(found).__name__} where a list of Experience was expected")
+
+    def _run(self, job: Job) -> tuple[Any, Any]:
+        workflow = self._instance(job)
+        return workflow, workflow.run()
+
+    def _ended_after_all(self, under_way: asyncio.Future) -> None:
+        self._hung -= 1
+        under_way.exception()
+
+    def _instance(self, job: Job) -> Any:
+        """Return an instance that is ready for the job: a new one, or one that was reset."""
+        from roll_opd.workflows.interface import FormatConfig, GenerationConfig, Task
+
+        sampling, plan = job.sampling, self._plan
+        task = Task(
+            raw_task=thaw(job.prompt.extra),
+            format_args=FormatConfig(prompt_key=plan.prompt_key, response_key=plan.response_key),
+            rollout_args=GenerationConfig(
+                n=len(job.runs),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+            ),
+            workflow_args=thaw(plan.workflow_args),
+            repeat_times=len(job.runs),
+            is_eval=job.is_eval,
+            task_id=job.prompt.id,
+        )
+        try:
+            workflow = self._ready.pop()
+        except IndexError:
+            workflow = self._class.__new__(self._class)
+            workflow.task = task  # older classes read it and do not pass it on
+            given = {"task": task, "model": self._model, "auxiliary_models": []}
+            taken = inspect.signature(self._class).parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+                given = {name: value for name, value in given.items() if name in taken}
+            workflow.__init__(**given)
+        else:
+            workflow.task = task
+            workflow.reset(task)
+        if type(workflow).can_repeat:
+            workflow.set_repeat_times(len(job.runs), job.runs[0])
+        return workflow
+
+    def _watch_memory(self) -> None:
+        """End this process where it needs more memory than it may have: nothing else stops a leak."""
+        while True:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            if pages * os.sysconf("SC_PAGE_SIZE") > self._plan.workflow_memory_gb * 2**30:
+                os._exit(OUT_OF_MEMORY)
+            time.sleep(MEMORY_SECONDS)

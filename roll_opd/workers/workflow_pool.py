@@ -1,0 +1,217 @@
+"""The processes in which workflows run, as the driver sees them. It is itself a workflow: that of a rollout.
+
+A process holds several runs at once. Where one dies, its runs begin again elsewhere, with the same seeds, and a run
+that was there at several deaths goes on alone, so that what kills processes takes no other run along.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
+from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
+from roll_opd.terminal import warn
+from roll_opd.workers.batched import BatchedCalls
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.workflow import TIMEOUT, Job, Outcome
+
+DIED = "worker_died"
+MOST_DEATHS = 3  # of processes that had a run: then it is the run that kills them
+LATE_SECONDS = 60.0  # beyond workflow_timeout, after which a process that does not answer is taken for stuck
+
+
+@dataclass(eq=False)
+class _Worker:
+    actor: Any
+    under_way: int = 0
+    retiring: bool = False  # it gets no more runs, and is ended when it has none
+    isolated: bool = False  # it has a run that may kill it, and gets no other beside it
+
+
+class WorkflowPool:
+    """The workflow of `plan`, in processes of its own. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        plan: WorkflowPlan,
+        spawn: Callable[[], Any],
+        rollout: RolloutPlan,
+        teachers: Sequence[TeacherPlan],
+        seed: int,
+        repeats: bool,
+    ) -> None:
+        """`spawn` starts a process; `repeats`: one call makes all runs at a prompt."""
+        self.plan = plan
+        self._spawn, self._rollout, self._teachers, self._seed, self._repeats = spawn, rollout, teachers, seed, repeats
+        self._workers: list[_Worker] = []
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._calls: BatchedCalls[_Worker, Job] = BatchedCalls(_outcomes)
+        self._groups: dict[tuple[int, bool], asyncio.Task[Outcome]] = {}
+        self._told: set[str] = set()
+        self._broken: BaseException | None = None
+        self._reset()
+
+    async def start(self, sampler: Sampler) -> None:
+        """Start the processes, whose model is in the engines of `sampler`."""
+        self._sampler = sampler
+        await asyncio.gather(*[self._add_worker() for _ in range(self.plan.workflow_workers)])
+
+    async def run(self, task: Any, model: Any) -> Sequence[Experience]:
+        """Return what one run at a prompt makes; see `roll_opd.rollout.workflow.Workflow`.
+
+        RunError where it fails and `on_workflow_error` is `stop`.
+        """
+        if not self._repeats:
+            outcome = await self._done(self._job(task, model, (task.run,)))
+            return self._made(outcome, task.run)
+        key = (task.draw, task.is_eval)
+        if key not in self._groups:
+            job = self._job(task, model, tuple(range(task.runs)))
+            self._groups[key] = asyncio.create_task(self._done(job))
+        together = self._groups[key]
+        outcome = await asyncio.shield(together)
+        if task.run == task.runs - 1:
+            self._groups.pop(key, None)
+        return self._made(outcome, task.run)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return counts of runs and failures by kind since the last call, and their seconds; start anew."""
+        runs = self._failures.total() + self._succeeded
+        metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
+        metrics |= {"workflow/runs": float(runs), "workflow/restarts": float(self._restarts)}
+        if self._seconds:
+            metrics |= {
+                "workflow/seconds_mean": sum(self._seconds) / len(self._seconds),
+                "workflow/seconds_max": max(self._seconds),
+            }
+        self._reset()
+        return metrics
+
+    async def end(self) -> None:
+        """End the processes at once."""
+        await self._calls.end()
+        tasks = [*self._replacing, *self._groups.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self._workers:
+            ray.kill(worker.actor)
+
+    def _reset(self) -> None:
+        self._failures: Counter[str] = Counter()
+        self._succeeded = self._restarts = 0
+        self._seconds: list[float] = []
+
+    def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
+        return Job(task.prompt, task.draw, runs, model.group, self._seed, model.sampling, task.is_eval)
+
+    def _made(self, outcome: Outcome, run: int) -> list[Experience]:
+        if outcome.failure is None:
+            self._succeeded += 1
+            return [self._with_teacher(made) for made in outcome.made.get(run, [])]
+        kind, message = outcome.failure
+        self._failures[kind] += 1
+        text = f"workflow {self.plan.workflow}: a run failed ({kind}): {message}"
+        if self.plan.on_workflow_error == "stop":
+            raise RunError(f"{text}\ncorrect it, or let on_workflow_error be drop")
+        if kind not in self._told:  # the others are counted
+            self._told.add(kind)
+            warn(f"{text}\nSuch runs are left out, and counted as workflow/failed/{kind}")
+        return []
+
+    def _with_teacher(self, made: Experience) -> Experience:
+        """Give log-probs that the workflow brought the name of the teacher that they stand in for."""
+        if not made.teacher_logprobs:
+            return made
+        name = next((teacher.name for teacher in self._teachers if teacher.accepts(made.tag)), None)
+        if name is None:
+            raise RunError(
+                f"a workflow brought teacher_logprobs for tag {made.tag}, which no teacher of the run accepts"
+            )
+        return replace(made, teacher_logprobs=dict.fromkeys([name], *made.teacher_logprobs.values()))
+
+    async def _done(self, job: Job) -> Outcome:
+        """Have a job done, again where its process dies."""
+        begun, deaths, kind = time.monotonic(), 0, DIED
+        while deaths < MOST_DEATHS:
+            worker = await self._free_worker(alone=deaths > 1)
+            try:
+                late = self.plan.workflow_timeout + LATE_SECONDS
+                outcome: Outcome = await asyncio.wait_for(self._calls.ask(worker, job), late)
+            except (ray.exceptions.RayActorError, TimeoutError) as error:
+                kind, problem = (TIMEOUT, "is stuck") if isinstance(error, TimeoutError) else (DIED, "died")
+                deaths += 1
+                await self._retire(worker, f"{problem} with {worker.under_way} runs, which begin again")
+            except ray.exceptions.RayTaskError as error:
+                raise RunError(f"workflow {self.plan.workflow}: {error.cause}") from error
+            else:
+                worker.retiring |= outcome.hung
+                self._seconds.append(time.monotonic() - begun)
+                return outcome
+            finally:
+                await self._give_back(worker)
+        return Outcome(failure=(kind, f"{deaths} processes ended while they had it, the last one with nothing else"))
+
+    async def _free_worker(self, alone: bool) -> _Worker:
+        async with self._changed:
+            while True:
+                if self._broken:
+                    raise self._broken
+                free = [worker for worker in self._workers if not worker.retiring and not worker.isolated]
+                worker = min(free, key=lambda worker: worker.under_way, default=None)
+                most = 0 if alone else self.plan.workflow_concurrency - 1
+                if worker and worker.under_way <= most:
+                    worker.under_way += 1
+                    worker.isolated = alone
+                    return worker
+                await self._changed.wait()
+
+    async def _give_back(self, worker: _Worker) -> None:
+        worker.under_way -= 1
+        worker.isolated &= worker.under_way > 0
+        if worker.retiring and not worker.under_way:
+            await self._retire(worker, "has a run that cannot be ended")
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _retire(self, worker: _Worker, problem: str) -> None:
+        if worker not in self._workers:
+            return  # another of its runs has been here before
+        self._workers.remove(worker)
+        ray.kill(worker.actor)
+        self._restarts += 1
+        warn(f"a process of workflow {self.plan.workflow} {problem}; it is started again")
+        replacing = asyncio.create_task(self._replace())
+        self._replacing.add(replacing)
+        replacing.add_done_callback(self._replacing.discard)
+
+    async def _replace(self) -> None:
+        try:
+            await self._add_worker()
+        except RunError as error:
+            self._broken = error
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _add_worker(self) -> None:
+        actor = self._spawn()
+        rollout, engines = self._rollout, self._sampler.engines.actors
+        try:
+            await actor.setup.remote(self.plan, rollout.model.path, rollout.max_model_len, engines)
+        except ray.exceptions.RayError as error:
+            raise RunError(f"workflow {self.plan.workflow}: a process does not start: {error}") from error
+        self._workers.append(_Worker(actor))
+
+
+async def _outcomes(worker: _Worker, jobs: list[Job]) -> AsyncGenerator[list[tuple[int, Outcome]], None]:
+    stream = worker.actor.run.options(num_returns="streaming").remote(Compact(jobs))
+    async for reference in stream:
+        yield await reference

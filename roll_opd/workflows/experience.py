@@ -1,0 +1,134 @@
+"""`Experience` as a workflow makes and changes it, with tensors; checked when its run hands it over.
+
+Legend: T tokens in all, P prompt tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_opd.data.experience import Experience as Trained
+from roll_opd.data.source import Prompt
+
+TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
+
+
+@dataclass
+class EID:
+    """Which run at a task an experience is of, and which step of it. Batch and task are numbered by the pipeline."""
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+
+
+class Experience:
+    """One trajectory, or one step of it. Sequences become tensors; what is not known here is kept in `info`."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Tensor | Sequence[int],
+        prompt_length: int = 1,
+        logprobs: Tensor | Sequence[float] | None = None,
+        reward: float | None = None,
+        action_mask: Tensor | Sequence[bool] | None = None,
+        info: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        eid: EID | None = None,
+        response_text: str | None = None,
+        prompt_text: str | None = None,
+        messages: list[dict] | None = None,
+        tools: list[dict] | None = None,
+        truncate_status: str | None = None,
+        finish_reason: str = "stop",
+        weights_version: int | None = None,
+        **more: Any,
+    ) -> None:
+        """Take what a model answered, or what was made of it.
+
+        Args:
+            tokens: int [T], prompt and response.
+            prompt_length: P, at least 1.
+            logprobs: f32 [T-P], as they were sampled.
+            reward: of the whole trajectory; None: the configuration's rewards score it.
+            action_mask: bool [T-P], tokens that the model wrote; None: all.
+            info: anything; `teacher_logprobs`, f32 [T-P], stand in for the teachers.
+            metrics: numbers to log, as means over experiences.
+        """
+        self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
+        self.tokens = torch.as_tensor(tokens)
+        self.prompt_length = prompt_length
+        response = len(self.tokens) - prompt_length
+        self.logprobs = None if logprobs is None else torch.as_tensor(logprobs, dtype=torch.float32)
+        self.action_mask = (
+            torch.ones(max(response, 0), dtype=torch.bool)
+            if action_mask is None
+            else torch.as_tensor(action_mask).bool()
+        )
+        self.reward, self.info, self.metrics = reward, {**(info or {}), **more}, metrics or {}
+        self.response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
+        self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
+
+
+def trained(made: Any, prompt: Prompt, draw: int, run: int, place: int) -> Trained:
+    """Return what a run hands over as the pipeline's own experience, number `place` of the run.
+
+    Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
+    """
+    if not isinstance(made, Experience):
+        raise TypeError(f"a run returned {type(made).__name__} where an Experience was expected")
+    tokens = made.tokens.cpu().numpy()
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise TypeError(f"tokens should be whole numbers [T], not {tokens.dtype} {list(tokens.shape)}")
+    length = len(tokens) - made.prompt_length
+    if made.prompt_length < 1 or length < 0:
+        raise ValueError(f"prompt_length {made.prompt_length} of {len(tokens)} tokens: 1 to {len(tokens)} is possible")
+    logprobs = _column(made.logprobs, "logprobs", length)
+    mask = _column(made.action_mask, "action_mask", length)
+    teacher = _column(made.info.get(TEACHER), f"info[{TEACHER!r}]", length)
+    if mask is not None and mask.any() and logprobs is None:
+        raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
+    reward = None if made.reward is None else float(made.reward)
+    if reward is not None and not np.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    suffix = f".{place}" if place else ""
+    return Trained(
+        id=f"{prompt.id}#{draw}/{run}{suffix}",
+        group_id=f"{prompt.id}#{draw}",
+        run=run,
+        step=place,
+        tag=prompt.tag,
+        domain="",
+        tokens=tokens.astype(np.int64),
+        prompt_length=made.prompt_length,
+        action_mask=np.ones(length, bool) if mask is None else mask.astype(bool),
+        rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32),
+        finish_reason=made.finish_reason,
+        weights_version=made.weights_version,
+        reward=reward,
+        teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
+        ground_truth=prompt.ground_truth,
+        extra=prompt.extra,
+        metrics=_numbers(made.metrics),
+    )
+
+
+def _column(values: Any, name: str, length: int) -> np.ndarray | None:
+    if values is None:
+        return None
+    array = torch.as_tensor(values).cpu().numpy()
+    if array.shape != (length,):
+        raise ValueError(f"{name} has the shape {list(array.shape)}; a response of {length} tokens needs [{length}]")
+    return array
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics should be numbers by name, not {type(metrics).__name__}")
+    return {str(name): float(value) for name, value in metrics.items()}

@@ -1,0 +1,151 @@
+"""The interface of workflows: `Workflow`, the `Task` that it gets, and the names by which configurations find it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from roll_opd.extensions import Registry
+from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.model import ModelWrapper
+
+Class = TypeVar("Class", bound=type)
+
+
+class WorkflowError(ValueError):
+    """A workflow cannot be used; the message says where and what to do."""
+
+
+@dataclass
+class FormatConfig:
+    """Which keys of a row are what, and what is put around its prompt."""
+
+    prompt_key: str = "prompt"
+    response_key: str = "ground_truth"
+    system_prompt: str | None = None
+    reply_prefix: str | None = None
+
+
+@dataclass
+class GenerationConfig:
+    """How the model samples by default."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    logprobs: int = 0
+
+
+@dataclass
+class Task:
+    """One row, and how it is to be worked on."""
+
+    raw_task: dict[str, Any] = field(default_factory=dict)
+    format_args: FormatConfig = field(default_factory=FormatConfig)
+    rollout_args: GenerationConfig = field(default_factory=GenerationConfig)
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward_fn: Any = None
+    reward_fn_args: dict[str, Any] = field(default_factory=dict)
+    repeat_times: int = 1
+    is_eval: bool = False
+    batch_id: int | str = ""
+    task_id: int | str = ""
+    index: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def task_desc(self) -> Any:
+        """The row's prompt."""
+        return self.raw_task.get(self.format_args.prompt_key)
+
+    @property
+    def truth(self) -> Any:
+        """The row's answer."""
+        return self.raw_task.get(self.format_args.response_key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row."""
+        return self.raw_task
+
+
+class Workflow:
+    """What is done with one task: asks the model, returns experiences. Subclass it and implement `run`.
+
+    Flags of the class: `can_reset` (one instance serves many tasks; implement `reset`), `can_repeat` (one call makes
+    all runs at a task; implement `set_repeat_times`, and give each experience its `eid.run`), `is_async` (implement
+    `run_async` in place of `run`).
+    """
+
+    can_reset: bool = False
+    can_repeat: bool = False
+    is_async: bool = False
+
+    task: Any = None
+
+    def __init__(self, model: ModelWrapper, task: Task | None = None, auxiliary_models: list | None = None) -> None:
+        if task is not None:
+            self.task = task
+        self.model, self.auxiliary_models = model, auxiliary_models
+        self.auxiliary_model_wrappers = auxiliary_models
+        self.repeat_times, self.run_id_base = 1, 0
+        self.logger = logging.getLogger(type(self).__module__)
+
+    @property
+    def resettable(self) -> bool:
+        """Whether `reset` makes the instance ready for another task; older workflows have a method of this name."""
+        return type(self).can_reset
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether one call makes all runs at a task."""
+        return type(self).can_repeat
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `run_async` is to be called."""
+        return type(self).is_async
+
+    def reset(self, task: Task) -> None:
+        """Get ready for another task."""
+        raise NotImplementedError(f"{type(self).__name__} says that it can be reset, and has no method `reset`")
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Have the next call make `repeat_times` runs, numbered from `run_id_base`."""
+        self.repeat_times, self.run_id_base = repeat_times, run_id_base
+
+    def run(self) -> list[Experience]:
+        """Return what is to be learned from. Called in a thread of its own: it may wait."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `run`")
+
+    async def run_async(self) -> list[Experience]:
+        """Return what is to be learned from, of a workflow with `is_async`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
+
+
+class Workflows(Registry[dict]):
+    """The registry of workflows, also under the names of Trinity-RFT's methods."""
+
+    def register_module(self, name: str, **_: Any) -> Callable[[Class], Class]:
+        """Make a class known as `name`."""
+        return self.register(name)
+
+    def get(self, name: str) -> Any:
+        """Return the class that `name` means."""
+        return self.find(name)
+
+
+WORKFLOWS = Workflows(
+    "workflow",
+    "class",
+    "my_workflows.MyWorkflow",
+    WorkflowError,
+    "roll_opd.workflows.builtin",
+    dict,
+)
+
+
+def flag(workflow: Any, name: str) -> bool:
+    """Return a flag of a workflow, which older ones have as a method."""
+    value = getattr(workflow, name, False)
+    return bool(value() if callable(value) else value)

@@ -1,0 +1,245 @@
+"""The model as a workflow asks it: messages or texts in, experiences out, with the very tokens that were sampled."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_opd.config.plan import SamplingPlan
+from roll_opd.inference.completion import Completion
+from roll_opd.workflows.experience import Experience
+
+Value = TypeVar("Value")
+
+# what a call may say of sampling -> what it is here
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_new_tokens": "max_new_tokens",
+    "stop": "stop",
+    "n": "n",
+}
+_NO_MATTER = {"logprobs", "top_logprobs", "timeout", "lora_request", "return_token_ids", "include_logprobs"}
+
+
+class Engines(Protocol):
+    """Inference engines, wherever they run."""
+
+    async def generate(
+        self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
+    ) -> list[Completion]: ...
+
+    async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray: ...
+
+    async def weights_version(self) -> int: ...
+
+
+@dataclass
+class RunState:
+    """One run, as its calls know it."""
+
+    group: int  # calls of one group go to one engine
+    seed: Sequence[int]  # of the run; those of its calls follow
+    sampling: SamplingPlan
+    calls: int = 0
+    returned: bool = False  # the workflow has done its part
+    history: list[Experience] = field(default_factory=list)
+
+    def seeds(self, n: int) -> list[int]:
+        """Return a seed for each of the next `n` responses."""
+        numbers = range(self.calls, self.calls + n)
+        self.calls += n
+        # the first is that of a single turn
+        states = [np.random.SeedSequence([*self.seed, number] if number else [*self.seed]) for number in numbers]
+        return [int(state.generate_state(1, np.uint32)[0] & 0x7FFFFFFF) for state in states]
+
+
+# whose calls these are: each run has a context of its own, in a thread as in a coroutine
+RUN: ContextVar[RunState] = ContextVar("run")
+
+
+class Responses(list):
+    """The responses of one call. What is asked of all of them is asked of the first, for who expects a single one."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not self:
+            raise AttributeError(name)
+        return getattr(self[0], name)
+
+
+class ModelWrapper:
+    """The policy that is trained. Calls without `_async` may be made from any thread but the event loop's."""
+
+    enable_history = True  # what a run's calls answered is kept until it ends or asks for it
+
+    def __init__(
+        self,
+        engines: Engines,
+        tokenizer: Any,
+        *,
+        model_path: str,
+        max_model_len: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.model_path = model_path
+        self.tokenizer = tokenizer
+        self._engines, self._max_model_len, self._loop = engines, max_model_len, loop
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
+        """Return `n` responses to a conversation, through the tokenizer's chat template.
+
+        `options` are vLLM's and OpenAI's words for sampling (n, temperature, top_p, top_k, max_tokens, stop,
+        repetition_penalty); what is not given is as the configuration has it. `tools` and `chat_template_kwargs` go to
+        the template. ValueError for a conversation that leaves no room for a response.
+        """
+        return self._wait(self.chat_async(messages, **options))
+
+    async def chat_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Responses:
+        """Return what `chat` does."""
+        given = [dict(message) for message in messages]
+        goes_on = bool(given) and given[-1].get("role") == "assistant"  # its words are the beginning of the response
+        text = self.tokenizer.apply_chat_template(
+            given,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **(chat_template_kwargs or {}),
+        )
+        (responses,) = await self._respond([(text, False)], options)
+        for response in responses:
+            response.messages, response.tools = given, list(tools) if tools else None
+        return responses
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
+        """Return `n` responses to each text, one after another; `options` as for `chat`."""
+        return self._wait(self.generate_async(prompts, **options))
+
+    async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
+        """Return what `generate` does."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        answers = await self._respond([(text, True) for text in texts], options)
+        return Responses(response for responses in answers for response in responses)
+
+    def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
+        """Return log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
+        return self._wait(self.logprobs_async(tokens, temperature))
+
+    async def logprobs_async(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
+        """Return what `logprobs` does."""
+        if temperature != 1.0:
+            raise ValueError(f"log-probs of given tokens are at temperature 1, not {temperature}; leave it out")
+        ids = torch.as_tensor(tokens).tolist()
+        return torch.from_numpy(await self._engines.prompt_logprobs(self._run().group, ids))
+
+    @property
+    def model_version(self) -> int:
+        """How many times the weights have been updated."""
+        return self._wait(self._engines.weights_version())
+
+    @property
+    async def model_version_async(self) -> int:
+        """How many times the weights have been updated."""
+        return await self._engines.weights_version()
+
+    @property
+    def history(self) -> list[Experience]:
+        """What the calls of this run answered, in order."""
+        return self._run().history
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """Return what the calls of this run answered since the history was cleared."""
+        found = list(self.history)
+        if clear_history:
+            self.history.clear()
+        return found
+
+    async def _respond(self, texts: Sequence[tuple[str, bool]], options: Mapping[str, Any]) -> list[Responses]:
+        """Return the responses to each (text, whether the tokenizer puts special tokens around it)."""
+        run = self._run()
+        sampling = sampling_of(run.sampling, options)
+        prompts = [np.array(self.tokenizer(text, add_special_tokens=add).input_ids) for text, add in texts]
+        longest = max(map(len, prompts), default=0)
+        room = self._max_model_len - longest
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {longest} tokens, which leaves no room for a response: prompt and response have"
+                f" {self._max_model_len} together"
+            )
+        once = replace(sampling, n=1, max_new_tokens=min(sampling.max_new_tokens, room))
+        asked = [prompt for prompt in prompts for _ in range(sampling.n)]
+        completions = await self._engines.generate(run.group, asked, run.seeds(len(asked)), once)
+        answers = [
+            self._experience(prompt, completion, number % sampling.n)
+            for number, (prompt, completion) in enumerate(zip(asked, completions, strict=True))
+        ]
+        for answer, (text, _) in zip(answers, (text for text in texts for _ in range(sampling.n)), strict=True):
+            answer.prompt_text = text
+        run.history += answers
+        return [Responses(answers[start : start + sampling.n]) for start in range(0, len(answers), sampling.n)]
+
+    def _experience(self, prompt: np.ndarray, completion: Completion, number: int) -> Experience:
+        made = Experience(
+            tokens=torch.from_numpy(np.concatenate([prompt, completion.tokens])),
+            prompt_length=len(prompt),
+            logprobs=torch.from_numpy(completion.logprobs),
+            response_text=self.tokenizer.decode(completion.tokens, skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
+            weights_version=completion.weights_version,
+        )
+        made.eid.run = number
+        return made
+
+    def _run(self) -> RunState:
+        try:
+            return RUN.get()
+        except LookupError:
+            raise RuntimeError(
+                "the model is asked by a thread that belongs to no run; start threads with contextvars.copy_context()"
+            ) from None
+
+    def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
+        try:
+            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            work.close()
+            raise RuntimeError("this call would stop all other runs; use its form with _async, and await it")
+
+        async def in_context() -> Value:
+            RUN.set(state)
+            return await work
+
+        state = self._run()
+        return asyncio.run_coroutine_threadsafe(in_context(), self._loop).result()
+
+
+def sampling_of(sampling: SamplingPlan, options: Mapping[str, Any]) -> SamplingPlan:
+    """Return `sampling` with a call's own `options`; TypeError for one that is not known."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _SAMPLING:
+            if value is not None:
+                found[_SAMPLING[name]] = value
+        elif name not in _NO_MATTER:
+            raise TypeError(f"unknown option {name!r} of a call to the model; known are {', '.join(_SAMPLING)}")
+    if "stop" in found:
+        found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])
+    return replace(sampling, **found)

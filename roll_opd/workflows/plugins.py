@@ -1,0 +1,54 @@
+"""Finds the workflow that a configuration names, in a directory of plugins, a module, or here."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from roll_opd.workflows.interface import WORKFLOWS, WorkflowError, flag
+
+
+def load_plugins(directory: str) -> None:
+    """Import every module of a directory, each under the name of its file, in this process.
+
+    WorkflowError, with the traceback, for one that fails, and for one that has the name of another module.
+    """
+    path = Path(directory).resolve()
+    if not path.is_dir():
+        raise WorkflowError(f"plugin_dir: {directory} is not a directory; name the one that your modules are in")
+    if str(path) not in sys.path:
+        sys.path.append(str(path))
+        importlib.invalidate_caches()
+    for file in sorted(path.glob("*.py")):
+        if not file.stem.isidentifier() or file.stem == "__init__":
+            continue
+        found = importlib.util.find_spec(file.stem)
+        if found is None or found.origin is None or Path(found.origin).resolve() != file:
+            raise WorkflowError(f"plugin_dir: {file} has the name of another module, {found and found.origin}; rename")
+        try:
+            importlib.import_module(file.stem)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module can fail in any way, and call exit(), too
+            raise WorkflowError(f"plugin_dir: {file} cannot be imported:\n{own_traceback(error)}") from error
+
+
+def find_workflow(name: str, plugin_dir: str | None) -> Any:
+    """Return the class that `name` means; WorkflowError where it is none."""
+    if plugin_dir:
+        load_plugins(plugin_dir)
+    found: Any = WORKFLOWS.find(name)
+    method = "run_async" if isinstance(found, type) and flag(found, "is_async") else "run"
+    if not isinstance(found, type) or not callable(getattr(found, method, None)):
+        raise WorkflowError(f"workflow {name}: expected a class with a method {method}, as roll_opd.workflows.Workflow")
+    return found
+
+
+def own_traceback(error: BaseException) -> str:
+    """Return the traceback of an error from where the user's own code begins."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if not frame.filename.startswith((mine, "<frozen"))]
+    return "".join([*traceback.format_list(own), *traceback.format_exception_only(error)]).rstrip()
