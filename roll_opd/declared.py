@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_NO_ARGUMENTS = ast.parse("def f(): ...").body[0].args  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class Declared:
@@ -36,16 +38,17 @@ def declarations(package: str, decorator: str | None) -> Mapping[str, Declared]:
 def _read(source: Path, module: str, decorator: str) -> tuple[tuple[str, Declared], ...]:
     found: list[tuple[str, Declared]] = []
     tree = ast.parse(source.read_text(encoding="utf-8"))
-    for function in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
-        for call in function.decorator_list:
+    for part in [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]:
+        for call in part.decorator_list:
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != decorator:
                 continue
-            given = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+            arguments = part.args if isinstance(part, ast.FunctionDef) else _NO_ARGUMENTS
+            given = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
             try:
                 facts = {str(fact.arg): ast.literal_eval(fact.value) for fact in call.keywords}
                 defaults = {argument.arg: ast.literal_eval(default) for argument, default in given if default}
                 found.append((ast.literal_eval(call.args[0]), Declared(module, facts, defaults)))
             except ValueError as error:
                 what = "write its name, facts and defaults as literals, they are read before torch is imported"
-                raise ValueError(f"{source}:{function.lineno}: {function.name}: {what} ({error})") from error
+                raise ValueError(f"{source}:{part.lineno}: {part.name}: {what} ({error})") from error
     return tuple(found)

@@ -41,6 +41,7 @@ FLOORS = {
     "roll_opd.cluster": (3, "cluster"),
     "roll_opd.rewards": (3, "rewards"),
     "roll_opd.report": (3, "report"),
+    "roll_opd.workflows": (3, "workflows"),
     "roll_opd.workers": (4, "workers"),
     "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
     "roll_opd.rollout": (5, "rollout"),
@@ -63,6 +64,7 @@ STRANGERS = {
     "megatron": {"ray", "vllm"},
     "inference": {"ray", "megatron", "mbridge"},
     "rewards": ENGINES_AND_RAY,
+    "workflows": ENGINES_AND_RAY,
 }
 TORCH_FREE = ("roll_opd.config.plan", "roll_opd.config.schema", "roll_opd.rewards.interface", "roll_opd.cli")
 

@@ -42,6 +42,7 @@ class AdvantageFacts:
     """What the configuration must know of an advantage function without calling it."""
 
     baseline: bool = False  # compares the samples of a prompt, so a single sample has nothing to be compared with
+    reads_runs: bool = False  # wants the steps of each run; others get a run as one sample
     # keys of the objective that decide what happens to the tokens; they may be given as arguments too
     token_defaults: Mapping[str, object] = field(default_factory=lambda: FrozenDict({"gamma": 1.0}))
 

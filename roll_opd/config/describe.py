@@ -45,6 +45,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "validation": thaw(asdict(plan.validation.sampling)) if plan.validation and plan.rollout else None,
         },
         "objective": thaw(asdict(plan.objective)),
+        "workflow": thaw(asdict(plan.workflow)) if plan.workflow else None,
         "environments": thaw(plan.agentic),
         "memory_bytes_per_device": {str(device): size for device, size in device_memory(plan).items()},
         "warnings": list(plan.warnings),
@@ -109,7 +110,7 @@ def _batch(plan: RunPlan) -> dict[str, int | None]:
         "updates_per_step": updates,
         "steps": plan.max_steps,
         "updates": plan.student.optimizer.total_steps,
-        "prompt_length": plan.data.prompt_length,
+        "prompt_length": plan.data.prompt_length if plan.workflow is None else None,
         "max_new_tokens": plan.rollout.sampling.max_new_tokens if plan.rollout else None,
         "extra_prompts": plan.extra_prompts,
         "max_running_requests": plan.rollout.max_running_requests if plan.rollout else None,
@@ -177,6 +178,8 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
     longest = f"prompt <= {batch['prompt_length']}, response <= {batch['max_new_tokens']} tokens"
     if plan.rollout is None:
         longest = f"prompt and answer <= {batch['prompt_length']} tokens"
+    if plan.rollout and plan.workflow:
+        longest = f"prompt and response <= {plan.rollout.max_model_len} tokens together"
     lines = [
         f"  {batch['prompts_per_step']} {what} x {batch['responses_per_prompt']} responses ="
         f" {batch['sequences_per_step']} sequences a step, {batch['updates_per_step']} update(s) of"
@@ -189,6 +192,11 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
             1,
             f"  beside them {plan.demonstrations.rows_per_step} demonstrations a step,"
             f" {plan.demonstrations.rows_per_update} in each update",
+        )
+    if plan.workflow:
+        kept = plan.workflow
+        lines.append(
+            f"  by workflow {kept.workflow}, in {kept.workflow_workers} x {kept.workflow_concurrency} runs at once"
         )
     if plan.extra_prompts:
         lines.append(f"  up to {plan.extra_prompts} more prompts under way; what is not needed is aborted")

@@ -525,6 +525,8 @@ class WorkflowKeys(Section):
     plugin_dir: Name | None = key(None, "a directory whose modules are imported, to register workflows", OURS)
     prompt_key: Name = key("prompt", "column of a row that is task.task_desc", OURS)
     response_key: Name = key("ground_truth", "column of a row that is task.truth, and its ground truth", OURS)
+    system_prompt: str | None = key(None, "task.format_args.system_prompt", OURS)
+    reply_prefix: str | None = key(None, "task.format_args.reply_prefix: how every answer begins", OURS)
     workflow_workers: Annotated[int, Field(ge=1, le=4096)] = key(2, "processes that run it", OURS)
     workflow_concurrency: Many = key(128, "runs under way at once in each of them", OURS)
     workflow_timeout: AboveZero = key(600.0, "seconds that a call of it may take", OURS)

@@ -29,7 +29,7 @@ class Experience:
     )  # f32 [T-P], of the sampling distribution, from the engine; None: nobody sampled
     finish_reason: str  # stop | length | abort
     weights_version: int | None  # which weights sampled it
-    run: int = 0  # which of the runs at its prompt
+    run: int | None = None  # which of the runs at its prompt; None: one of its own
     step: int = 0  # which of the experiences of its run
     demonstration: bool = False  # a row that brought its answer, which nobody sampled
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature

@@ -40,9 +40,19 @@ from roll_opd.terminal import tell
 from roll_opd.tracking.recording import recorded
 from roll_opd.tracking.registry import TrackerError
 from roll_opd.workers.errors import RunError, Terminated
+from roll_opd.workflows.errors import WorkflowError
 
 # what the user can put right
-REFUSALS = (AlgorithmError, CheckpointError, ConfigError, DataError, ModelFilesError, RewardError, TrackerError)
+REFUSALS = (
+    AlgorithmError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelFilesError,
+    RewardError,
+    TrackerError,
+    WorkflowError,
+)
 
 
 def main(

@@ -72,7 +72,7 @@ async def train(run: Run) -> None:
         experiences = batch.experiences
         with clock.phase("teacher"):
             await preflight.check(experiences, temperature)
-        if objective.recompute_old_logprobs:
+        if objective.recompute_old_logprobs or len(experiences) > plan.student.mini_batch_sequences:
             with clock.phase("old_logprobs"):
                 experiences = await workers.student.compute_old_logprobs(experiences, temperature)
         if workers.critic:

@@ -178,7 +178,15 @@ async def start_workflow(plan: RunPlan, sampler: Sampler) -> WorkflowPool | None
     actor_class: Any = WorkflowWorker
     spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
     repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")
-    pool = WorkflowPool(plan.workflow, spawn, plan.rollout, plan.teachers, plan.seed, repeats)
+    pool = WorkflowPool(
+        plan.workflow,
+        spawn,
+        plan.rollout,
+        plan.teachers,
+        plan.seed,
+        repeats=repeats,
+        deterministic=plan.deterministic,
+    )
     await pool.start(sampler)
     return pool
 

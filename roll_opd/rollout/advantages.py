@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch
 from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
-from roll_opd.algorithms.registry import ADVANTAGES, advantage
+from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
@@ -68,7 +69,9 @@ def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan)
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
-    counted = Counter(experience.group_id for experience in experiences if not experience.excluded)
+    numbers = run_numbers(experiences)
+    runs = {(e.group_id, run) for e, run in zip(experiences, numbers, strict=True) if not e.excluded}
+    counted = Counter(group for group, _ in runs)
     return {
         experience.group_id for experience in experiences if experience.excluded and counted[experience.group_id] == 1
     }
@@ -103,14 +106,43 @@ def _advantages(
 def _normalised(experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
     groups = [experience.group_id for experience in experiences]
-    function = advantage(objective.adv_estimator, objective.advantage_args)
-    normalised = function(RewardBatch(rewards_B, groups, _action_logprobs(experiences)), **objective.advantage_args)
+    function = partial(advantage(objective.adv_estimator, objective.advantage_args), **objective.advantage_args)
+    batch = RewardBatch(rewards_B, groups, _action_logprobs(experiences), run_numbers(experiences))
+    reads_runs = ADVANTAGES.facts(objective.adv_estimator).reads_runs
+    normalised = function(batch) if reads_runs else by_runs(function, batch)
     if uncompared:
         alone_B = torch.tensor([group in uncompared for group in groups])
         means_B = torch.where(alone_B, rewards_B, normalised.mean)
         one = Normalised.of(rewards_B, means_B, torch.where(alone_B, 1.0, normalised.scale))
         normalised = replace(one, dropped=normalised.dropped)
     return normalised
+
+
+def run_numbers(experiences: Sequence[Experience]) -> list[int]:
+    """Return the number of each one's run at its prompt; negative where it is a run of its own."""
+    return [e.run if e.run is not None else -1 - number for number, e in enumerate(experiences)]
+
+
+def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
+    """Have `function` compare runs instead of their steps, of which some runs may have more than others.
+
+    A run's reward is the mean of its steps'; each step's own reward is then measured against its run's mean and scale.
+    """
+    assert batch.runs is not None
+    steps: dict[tuple[str, int], list[int]] = {}
+    for number, run in enumerate(zip(batch.groups, batch.runs, strict=True)):
+        steps.setdefault(run, []).append(number)
+    if len(steps) == len(batch.groups):
+        return function(replace(batch, runs=None))
+    members = list(steps.values())
+    rewards_R = torch.stack([batch.rewards_B[numbers].mean() for numbers in members])
+    logprobs = batch.logprobs and [torch.cat([batch.logprobs[n] for n in numbers]) for numbers in members]
+    found = function(RewardBatch(rewards_R, [group for group, _ in steps], logprobs))
+    run_of_B = torch.empty(len(batch.groups), dtype=torch.int64)
+    for place, numbers in enumerate(members):
+        run_of_B[numbers] = place
+    of_steps = Normalised.of(batch.rewards_B.double(), found.mean[run_of_B], found.scale[run_of_B])
+    return of_steps if found.dropped is None else replace(of_steps, dropped=found.dropped[run_of_B])
 
 
 def _filled(

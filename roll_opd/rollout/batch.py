@@ -135,7 +135,8 @@ async def fill_batch(
         if len(prompts) < wanted and len(filtered) > max(MOST_REJECTED * wanted, FEW_REJECTED):
             raise RunError(
                 f"the filters rejected the samples of {len(filtered)} prompts and kept those of {len(prompts)}, in one "
-                f"step of {wanted}; loosen query_filter_config or response_filter_config, or give other prompts"
+                f"step of {wanted}; loosen query_filter_config or response_filter_config, give other prompts, or"
+                " correct a workflow whose runs make nothing"
             )
     return Batch(prompts, experiences, filtered, generated_tokens, rewards)
 

@@ -37,9 +37,17 @@ class BatchedCalls(Generic[Key, Call]):
         await asyncio.gather(*self._followers, return_exceptions=True)
 
     def _begin(self, key: Key) -> None:
-        follower = asyncio.create_task(self._follow(key, self._asked.pop(key)))
+        batch = self._asked.pop(key)
+        follower = asyncio.create_task(self._follow(key, batch))
         self._followers.add(follower)
         follower.add_done_callback(self._followers.discard)
+
+        def nobody_waits(answer: asyncio.Future[Any]) -> None:
+            if answer.cancelled() and all(other.done() for _, other in batch):
+                follower.cancel()
+
+        for _, answer in batch:
+            answer.add_done_callback(nobody_waits)
 
     async def _follow(self, key: Key, batch: list[tuple[Call, "asyncio.Future[Any]"]]) -> None:
         left = len(batch)

@@ -1,6 +1,7 @@
 """The inference engines as the driver sees them: a request is answered whenever it is asked."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -60,22 +61,24 @@ class Session:
     once with the last of each `chunk`.
     """
 
-    def __init__(self, sampler: Sampler, chunk: int | None = None) -> None:
+    def __init__(self, sampler: Sampler, chunk: int | None = None, *, alone: bool = False) -> None:
+        """With `alone`, each request is a batch: a deterministic engine then answers it alike whenever it comes."""
         self._sampler, self._chunk = sampler, chunk
-        self._calls: BatchedCalls[tuple[int, SamplingPlan], Request] = BatchedCalls(self._generate)
+        self._numbers = itertools.count() if alone else itertools.repeat(0)
+        self._calls: BatchedCalls[tuple[int, SamplingPlan, int], Request] = BatchedCalls(self._generate)
 
     def ask(self, request: Request, sampling: SamplingPlan) -> "asyncio.Future[Completion]":
         """Return the completion to come. It raises what the engine does, and RunError where that is gone."""
-        return self._calls.ask((self._sampler.engine_of(request.group), sampling), request)
+        return self._calls.ask((self._sampler.engine_of(request.group), sampling, next(self._numbers)), request)
 
     async def end(self) -> None:
         """Abort what is still being written."""
         await self._calls.end()
 
     async def _generate(
-        self, key: tuple[int, SamplingPlan], requests: list[Request]
+        self, key: tuple[int, SamplingPlan, int], requests: list[Request]
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
-        engine, sampling = key
+        engine, sampling, _ = key
         stream = self._sampler.engines.stream(engine, "generate", Compact(requests), sampling, self._chunk)
         answered = 0
         async with aclosing(stream):

@@ -7,9 +7,9 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import ray
 
 from roll_opd.cluster.group import ActorGroup
-from roll_opd.config.plan import SamplingPlan, WorkflowPlan
+from roll_opd.config.plan import RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
@@ -60,8 +60,8 @@ class Outcome:
 class SamplerEngines:
     """The engines of a sampler, from another process; see `roll_opd.workflows.model.Engines`."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler, self._session = sampler, Session(sampler)
+    def __init__(self, sampler: Sampler, deterministic: bool) -> None:
+        self._sampler, self._session = sampler, Session(sampler, alone=deterministic)
 
     async def generate(
         self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
@@ -82,6 +82,20 @@ class SamplerEngines:
         return self._sampler.engines.actors[self._sampler.engine_of(group)]
 
 
+@contextmanager
+def _staying() -> Iterator[None]:
+    """Make an error of what would end the process: it is not the run's alone."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"it called for the end of its process, {type(error).__name__}({error})") from error
+
+
+async def _ended(coroutine: Awaitable[Any]) -> Any:
+    with _staying():
+        return await coroutine
+
+
 @ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
 class WorkflowWorker:
     """One process of workflows."""
@@ -91,9 +105,13 @@ class WorkflowWorker:
     _model: Any
 
     async def setup(
-        self, plan: WorkflowPlan, model_path: str, max_model_len: int, engines: Sequence[ray.actor.ActorHandle]
+        self,
+        plan: WorkflowPlan,
+        rollout: RolloutPlan,
+        engines: Sequence[ray.actor.ActorHandle],
+        deterministic: bool,
     ) -> None:
-        """Find the workflow, and load the tokenizer."""
+        """Find the workflow, and load the tokenizer. `engines` are `RolloutWorker`s of `rollout`."""
         from roll_opd.workflows.model import ModelWrapper
         from roll_opd.workflows.plugins import find_workflow
 
@@ -103,10 +121,10 @@ class WorkflowWorker:
         self._ready: list[Any] = []  # instances that can be reset
         self._hung = 0
         self._model = ModelWrapper(
-            SamplerEngines(Sampler(ActorGroup(engines))),
-            load_tokenizer(model_path),
-            model_path=model_path,
-            max_model_len=max_model_len,
+            SamplerEngines(Sampler(ActorGroup(engines)), deterministic),
+            load_tokenizer(rollout.model.path),
+            model_path=rollout.model.path,
+            max_model_len=rollout.max_model_len,
             loop=asyncio.get_running_loop(),
         )
         threading.Thread(target=self._watch_memory, daemon=True).start()
@@ -136,7 +154,7 @@ class WorkflowWorker:
         from roll_opd.workflows.plugins import own_traceback
 
         outcome = Outcome()
-        state = RunState(job.group, (job.seed, job.draw, job.runs[0]), job.sampling)
+        state = RunState(job.group, (job.seed, job.draw), job.runs, job.sampling)
         context = contextvars.copy_context()
         context.run(RUN.set, state)
         try:
@@ -152,7 +170,7 @@ class WorkflowWorker:
             raise
         except TimeoutError:
             outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
-        except BaseException as error:
+        except Exception as error:
             invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
             outcome.failure = (INVALID if invalid else RAISED, own_traceback(error))
         outcome.hung = self._hung > 0
@@ -163,19 +181,18 @@ class WorkflowWorker:
         from roll_opd.workflows.interface import flag
         from roll_opd.workflows.model import RUN
 
-        limit = self._plan.workflow_timeout
-        workflow = None
-        if not flag(self._class, "is_async"):
-            under_way = asyncio.get_running_loop().run_in_executor(self._threads, context.copy().run, self._run, job)
-            try:
-                workflow, found = await asyncio.wait_for(asyncio.shield(under_way), limit)
-            except TimeoutError:
-                self._hung += 1
-                under_way.add_done_callback(self._ended_after_all)
-                raise
-        else:
-            workflow = self._instance(job)
-            found = await asyncio.wait_for(workflow.run_async(), limit)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._plan.workflow_timeout
+        # a thread: to make an instance, or to run one, may take its time
+        under_way = loop.run_in_executor(self._threads, context.copy().run, self._begun, job)
+        try:
+            workflow, found = await asyncio.wait_for(asyncio.shield(under_way), self._plan.workflow_timeout)
+        except TimeoutError:
+            self._hung += 1
+            under_way.add_done_callback(self._ended_after_all)
+            raise
+        if inspect.isawaitable(found):
+            found = await asyncio.wait_for(_ended(found), until - loop.time())
         if flag(workflow, "resettable"):
             self._ready.append(workflow)
         RUN.get().returned = True
@@ -183,9 +200,13 @@ class WorkflowWorker:
             return list(found)
         raise TypeError(f"a run returned {type(found).__name__} where a list of Experience was expected")
 
-    def _run(self, job: Job) -> tuple[Any, Any]:
-        workflow = self._instance(job)
-        return workflow, workflow.run()
+    def _begun(self, job: Job) -> tuple[Any, Any]:
+        """Return an instance and what it returned, or a coroutine that will."""
+        from roll_opd.workflows.interface import flag
+
+        with _staying():
+            workflow = self._instance(job)
+            return workflow, workflow.run_async() if flag(workflow, "is_async") else workflow.run()
 
     def _ended_after_all(self, under_way: asyncio.Future) -> None:
         self._hung -= 1
@@ -198,7 +219,7 @@ class WorkflowWorker:
         sampling, plan = job.sampling, self._plan
         task = Task(
             raw_task=thaw(job.prompt.extra),
-            format_args=FormatConfig(prompt_key=plan.prompt_key, response_key=plan.response_key),
+            format_args=FormatConfig(plan.prompt_key, plan.response_key, plan.system_prompt, plan.reply_prefix),
             rollout_args=GenerationConfig(
                 n=len(job.runs),
                 temperature=sampling.temperature,

@@ -8,11 +8,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
@@ -24,6 +26,7 @@ from roll_opd.workers.workflow import TIMEOUT, Job, Outcome
 
 DIED = "worker_died"
 MOST_DEATHS = 3  # of processes that had a run: then it is the run that kills them
+HOPELESS = 32  # runs that fail before any succeeds: then it is not the rows
 LATE_SECONDS = 60.0  # beyond workflow_timeout, after which a process that does not answer is taken for stuck
 
 
@@ -33,6 +36,14 @@ class _Worker:
     under_way: int = 0
     retiring: bool = False  # it gets no more runs, and is ended when it has none
     isolated: bool = False  # it has a run that may kill it, and gets no other beside it
+
+
+@dataclass(eq=False)
+class _Together:
+    """All runs at a prompt, of a workflow that makes them in one call."""
+
+    outcome: asyncio.Task[Outcome]
+    waiting: int = 0
 
 
 class WorkflowPool:
@@ -45,17 +56,21 @@ class WorkflowPool:
         rollout: RolloutPlan,
         teachers: Sequence[TeacherPlan],
         seed: int,
+        *,
         repeats: bool,
+        deterministic: bool = False,
     ) -> None:
         """`spawn` starts a process; `repeats`: one call makes all runs at a prompt."""
+        self._deterministic = deterministic
         self.plan = plan
         self._spawn, self._rollout, self._teachers, self._seed, self._repeats = spawn, rollout, teachers, seed, repeats
         self._workers: list[_Worker] = []
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._calls: BatchedCalls[_Worker, Job] = BatchedCalls(_outcomes)
-        self._groups: dict[tuple[int, bool], asyncio.Task[Outcome]] = {}
+        self._together: dict[int, _Together] = {}  # by draw
         self._told: set[str] = set()
+        self._first_failures: int | None = 0  # runs that failed before the first that did not; None: there was one
         self._broken: BaseException | None = None
         self._reset()
 
@@ -72,14 +87,18 @@ class WorkflowPool:
         if not self._repeats:
             outcome = await self._done(self._job(task, model, (task.run,)))
             return self._made(outcome, task.run)
-        key = (task.draw, task.is_eval)
-        if key not in self._groups:
+        if task.draw not in self._together:
             job = self._job(task, model, tuple(range(task.runs)))
-            self._groups[key] = asyncio.create_task(self._done(job))
-        together = self._groups[key]
-        outcome = await asyncio.shield(together)
-        if task.run == task.runs - 1:
-            self._groups.pop(key, None)
+            self._together[task.draw] = _Together(asyncio.create_task(self._done(job)))
+        together = self._together[task.draw]
+        together.waiting += 1
+        try:
+            outcome = await asyncio.shield(together.outcome)
+        finally:
+            together.waiting -= 1
+            if not together.waiting:
+                del self._together[task.draw]
+                together.outcome.cancel()
         return self._made(outcome, task.run)
 
     def drain_metrics(self) -> dict[str, float]:
@@ -98,7 +117,7 @@ class WorkflowPool:
     async def end(self) -> None:
         """End the processes at once."""
         await self._calls.end()
-        tasks = [*self._replacing, *self._groups.values()]
+        tasks = [*self._replacing]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -111,17 +130,23 @@ class WorkflowPool:
         self._seconds: list[float] = []
 
     def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
-        return Job(task.prompt, task.draw, runs, model.group, self._seed, model.sampling, task.is_eval)
+        sampling = replace(model.sampling, n=1)  # the runs are the responses; a call asks for one
+        return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval)
 
     def _made(self, outcome: Outcome, run: int) -> list[Experience]:
         if outcome.failure is None:
             self._succeeded += 1
+            self._first_failures = None
             return [self._with_teacher(made) for made in outcome.made.get(run, [])]
         kind, message = outcome.failure
         self._failures[kind] += 1
         text = f"workflow {self.plan.workflow}: a run failed ({kind}): {message}"
         if self.plan.on_workflow_error == "stop":
             raise RunError(f"{text}\ncorrect it, or let on_workflow_error be drop")
+        if self._first_failures is not None:
+            self._first_failures += 1
+            if self._first_failures == HOPELESS:
+                raise RunError(f"the first {HOPELESS} runs have all failed; the last one: {text}")
         if kind not in self._told:  # the others are counted
             self._told.add(kind)
             warn(f"{text}\nSuch runs are left out, and counted as workflow/failed/{kind}")
@@ -203,15 +228,15 @@ class WorkflowPool:
 
     async def _add_worker(self) -> None:
         actor = self._spawn()
-        rollout, engines = self._rollout, self._sampler.engines.actors
+        engines = self._sampler.engines.actors
         try:
-            await actor.setup.remote(self.plan, rollout.model.path, rollout.max_model_len, engines)
+            await actor.setup.remote(self.plan, self._rollout, engines, self._deterministic)
         except ray.exceptions.RayError as error:
             raise RunError(f"workflow {self.plan.workflow}: a process does not start: {error}") from error
         self._workers.append(_Worker(actor))
 
 
 async def _outcomes(worker: _Worker, jobs: list[Job]) -> AsyncGenerator[list[tuple[int, Outcome]], None]:
-    stream = worker.actor.run.options(num_returns="streaming").remote(Compact(jobs))
-    async for reference in stream:
-        yield await reference
+    async with aclosing(ActorGroup([worker.actor]).stream(0, "run", Compact(jobs))) as stream:
+        async for done in stream:
+            yield done

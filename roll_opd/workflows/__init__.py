@@ -3,19 +3,42 @@
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
 
-from roll_opd.workflows.experience import EID, Experience
-from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow, WorkflowError
-from roll_opd.workflows.model import ModelWrapper, Responses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll_opd.workflows.builtin.single_turn import AsyncSimpleWorkflow, BaseSimpleWorkflow, SimpleWorkflow
+    from roll_opd.workflows.errors import WorkflowError
+    from roll_opd.workflows.experience import EID, Experience
+    from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
+    from roll_opd.workflows.model import ModelWrapper
 
 __all__ = [
     "EID",
     "WORKFLOWS",
+    "AsyncSimpleWorkflow",
+    "BaseSimpleWorkflow",
     "Experience",
     "FormatConfig",
     "GenerationConfig",
     "ModelWrapper",
-    "Responses",
+    "SimpleWorkflow",
     "Task",
     "Workflow",
     "WorkflowError",
 ]
+_HOMES = {
+    "builtin.single_turn": ("AsyncSimpleWorkflow", "BaseSimpleWorkflow", "SimpleWorkflow"),
+    "errors": ("WorkflowError",),
+    "experience": ("EID", "Experience"),
+    "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
+    "model": ("ModelWrapper",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a wrong configuration is told without torch."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name!r}")

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from roll_opd.extensions import Registry
+from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper
 
 Class = TypeVar("Class", bound=type)
-
-
-class WorkflowError(ValueError):
-    """A workflow cannot be used; the message says where and what to do."""
 
 
 @dataclass
@@ -142,6 +139,7 @@ WORKFLOWS = Workflows(
     WorkflowError,
     "roll_opd.workflows.builtin",
     dict,
+    decorator="WORKFLOWS.register_module",
 )
 
 

@@ -45,22 +45,27 @@ class Engines(Protocol):
 
 @dataclass
 class RunState:
-    """One run, as its calls know it."""
+    """The runs at a prompt that one call of a workflow makes, mostly one, as their calls to the model know them."""
 
     group: int  # calls of one group go to one engine
-    seed: Sequence[int]  # of the run; those of its calls follow
+    seed: tuple[int, int]  # of the training, and the draw
+    runs: tuple[int, ...]  # their numbers
     sampling: SamplingPlan
     calls: int = 0
     returned: bool = False  # the workflow has done its part
     history: list[Experience] = field(default_factory=list)
 
     def seeds(self, n: int) -> list[int]:
-        """Return a seed for each of the next `n` responses."""
-        numbers = range(self.calls, self.calls + n)
-        self.calls += n
-        # the first is that of a single turn
-        states = [np.random.SeedSequence([*self.seed, number] if number else [*self.seed]) for number in numbers]
-        return [int(state.generate_state(1, np.uint32)[0] & 0x7FFFFFFF) for state in states]
+        """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
+        each = n == len(self.runs)  # one response a run
+        numbers = [
+            (*self.seed, self.runs[place], *([self.calls] if self.calls else []))
+            if each
+            else (*self.seed, self.runs[0], self.calls, place)
+            for place in range(n)
+        ]
+        self.calls += 1
+        return [int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0] & 0x7FFFFFFF) for key in numbers]
 
 
 # whose calls these are: each run has a context of its own, in a thread as in a coroutine

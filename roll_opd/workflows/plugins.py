@@ -2,12 +2,15 @@
 
 import importlib
 import importlib.util
+import itertools
+import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from roll_opd.workflows.interface import WORKFLOWS, WorkflowError, flag
+from roll_opd.workflows.errors import WorkflowError
+from roll_opd.workflows.interface import WORKFLOWS, flag
 
 
 def load_plugins(directory: str) -> None:
@@ -48,7 +51,14 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
 
 def own_traceback(error: BaseException) -> str:
     """Return the traceback of an error from where the user's own code begins."""
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = str(Path(__file__).parents[1])
-    own = [frame for frame in frames if not frame.filename.startswith((mine, "<frozen"))]
-    return "".join([*traceback.format_list(own), *traceback.format_exception_only(error)]).rstrip()
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    own = itertools.dropwhile(lambda frame: _is_called_from(frame.filename), frames)
+    return "".join([*traceback.format_list(list(own)), *traceback.format_exception_only(error)]).rstrip()
+
+
+def _is_called_from(file: str) -> bool:
+    """Whether a file is of those through which a user's code is called."""
+    ours, library = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
+    if "site-packages" in file:
+        return f"{os.sep}ray{os.sep}" in file
+    return file.startswith((ours, library, "<frozen"))

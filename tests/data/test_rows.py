@@ -22,8 +22,9 @@ from roll_opd.data.rows import (
     DataError,
     Row,
     parse_row,
+    parse_task,
 )
-from roll_opd.frozen import FrozenDict
+from roll_opd.frozen import FrozenDict, thaw
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -235,3 +236,16 @@ def test_a_conversation_without_known_speakers_or_texts_is_bad(row: dict) -> Non
 def test_an_answer_alone_asks_nothing() -> None:
     with pytest.raises(BadRow, match=r"nothing before|empty"):
         parse_row({"messages": [ANSWER]}, "0")
+
+
+def test_a_row_for_a_workflow_is_kept_whole() -> None:
+    value = {"question": "1+1=", "answer": 2, "tag": "sums", "tools": [{"name": "add"}], "empty": None}
+    row = parse_task(value, "rows:1", {"ground_truth": "answer"})
+    assert (row.id, row.tag, row.ground_truth) == ("rows:1", "sums", "2")
+    assert thaw(row.extra) == {key: item for key, item in value.items() if item is not None}
+    assert parse_task({**value, "answer": ["two"]}, "rows:1", {"ground_truth": "answer"}).ground_truth is None
+    other = parse_task({**value, "question": "1+2="}, "rows:1", {})
+    assert other.prompt != row.prompt  # a row that has changed is found out
+    for bad in ([1], "text", {"tag": 3}):
+        with pytest.raises(BadRow):
+            parse_task(bad, "rows:1", {})

@@ -26,7 +26,7 @@ class RewardBatch:
     rewards_B: Tensor  # f64
     groups: Sequence[str]  # samples of one prompt share a group
     logprobs: Sequence[Tensor] | None = None  # of each sample's action tokens under the weights that wrote them
-    runs: Sequence[str] | None = None  # steps of one trajectory share a run, in their order; None: each sample is one
+    runs: Sequence[int] | None = None  # steps of one trajectory share a run, in their order; None: each sample is one
 
 
 @dataclass(frozen=True)

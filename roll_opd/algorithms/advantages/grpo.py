@@ -40,7 +40,7 @@ def grpo(
     return Normalised.given(found.rewards.masked_fill(dropped_B, 0.0), batch.rewards_B.double(), dropped_B)
 
 
-@register_advantage("step_wise_grpo", baseline=True)
+@register_advantage("step_wise_grpo", baseline=True, reads_runs=True)
 def step_wise_grpo(
     batch: RewardBatch,
     *,

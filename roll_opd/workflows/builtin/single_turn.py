@@ -1,0 +1,141 @@
+"""Workflows of one question and one answer; their rewards are those of the configuration, unless a task brings one."""
+
+from dataclasses import asdict
+from typing import Any
+
+from roll_opd.data.rows import BadRow, parse_messages
+from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
+
+THINK_AND_ANSWER = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant"
+    " first thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning"
+    " process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think>"
+    " reasoning process here </think> <answer> answer here </answer>."
+)
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+class BaseSimpleWorkflow(Workflow):
+    """What workflows of one turn share: the messages, and what becomes of the responses."""
+
+    can_reset = can_repeat = True
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list | None = None) -> None:
+        super().__init__(model, task, auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take the next task."""
+        self.task, self.raw_task, self.format_args = task, task.raw_task, task.format_args
+        self.system_prompt, self.reply_prefix = task.format_args.system_prompt, task.format_args.reply_prefix
+        self.truth, self.conversation = task.truth, conversation_of(task)
+        self.task_desc = self.conversation[-1]["content"]
+        self.reward_fn = task.reward_fn(**task.reward_fn_args) if task.reward_fn else None
+
+    @property
+    def rollout_args(self) -> dict[str, Any]:
+        """How to sample, with as many responses as runs."""
+        return {**asdict(self.task.rollout_args), "n": self.repeat_times}
+
+    def format_messages(self) -> list[dict[str, str]]:
+        """Return the conversation that the model goes on with."""
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages += self.conversation
+        if self.reply_prefix:
+            messages.append({"role": "assistant", "content": self.reply_prefix})
+        return messages
+
+    def scored(self, responses: list[Experience]) -> list[Experience]:
+        """Return the responses, one a run, with the task's own reward if it has one."""
+        for run, response in enumerate(responses, self.run_id_base):
+            response.eid.run = run
+            if self.reward_fn is not None:
+                parts = self.reward_fn(response=response.response_text, truth=self.truth)
+                response.metrics.update(parts)
+                response.reward = sum(parts.values())
+        return responses
+
+
+def conversation_of(task: Task) -> list[dict[str, Any]]:
+    """Return what a row asks: its prompt as a user's turn, or as the messages that it is.
+
+    ValueError where it asks nothing.
+    """
+    row, name = task.raw_task, task.format_args.prompt_key
+    prompt = row[name] if name in row else row.get("messages")
+    if isinstance(prompt, str) and name in row and name != "messages":
+        return [{"role": "user", "content": prompt}]
+    try:
+        return [dict(message) for message in parse_messages(prompt)]
+    except BadRow as bad:
+        raise ValueError(
+            f"the row has no prompt in {name!r} ({bad.kind}: {bad.detail}); name its column in prompt_key"
+        ) from None
+
+
+@WORKFLOWS.register_module("simple_workflow")
+class SimpleWorkflow(BaseSimpleWorkflow):
+    """The row's prompt, answered."""
+
+    def run(self) -> list[Experience]:
+        """Return one response a run."""
+        return self.scored(self.model.chat(self.format_messages(), **self.rollout_args))
+
+
+@WORKFLOWS.register_module("async_simple_workflow")
+class AsyncSimpleWorkflow(BaseSimpleWorkflow):
+    """`simple_workflow` in a coroutine, which costs less than a thread."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        """Return one response a run."""
+        return self.scored(await self.model.chat_async(self.format_messages(), **self.rollout_args))
+
+
+class _Thinking(BaseSimpleWorkflow):
+    def reset(self, task: Task) -> None:
+        super().reset(task)
+        self.system_prompt = self.system_prompt or THINK_AND_ANSWER
+
+
+class _Boxed(BaseSimpleWorkflow):
+    def format_messages(self) -> list[dict[str, str]]:
+        messages = super().format_messages()
+        if not self.system_prompt:
+            messages.insert(0, {"role": "system", "content": "You are a helpful assistant."})
+        return [
+            {**message, "content": f"{message['content']}\n{BOXED}"} if message["role"] == "user" else message
+            for message in messages
+        ]
+
+
+@WORKFLOWS.register_module("math_workflow")
+class MathWorkflow(_Thinking, SimpleWorkflow):
+    """A question of mathematics, with the system prompt of DeepSeek-R1-Zero unless the configuration has one."""
+
+
+@WORKFLOWS.register_module("async_math_workflow")
+class AsyncMathWorkflow(_Thinking, AsyncSimpleWorkflow):
+    """`math_workflow` in a coroutine."""
+
+
+@WORKFLOWS.register_module("math_boxed_workflow")
+class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
+    """A question of mathematics, whose answer is to stand in a box."""
+
+
+@WORKFLOWS.register_module("async_math_boxed_workflow")
+class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
+    """`math_boxed_workflow` in a coroutine."""
+
+
+@WORKFLOWS.register_module("on_policy_distill_workflow")
+class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
+    """The row's prompt, answered, for the configuration's teachers to read."""
+
+
+@WORKFLOWS.register_module("on_policy_distill_math_workflow")
+class OnPolicyDistillMathWorkflow(_Boxed, AsyncSimpleWorkflow):
+    """`math_boxed_workflow` for teachers; the configuration's rewards say how often the box is right."""

@@ -1,0 +1,174 @@
+"""Runs whose rows are worked on by workflows: a user's own, in Trinity-RFT's forms, and those of the package."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pages import blocks
+from runs import Run
+from safetensors.torch import load_file
+from stage import PURE, SHORT, WITH_REWARD, Stage, optimizer_of
+
+GUIDE = """
+from typing import List
+
+from roll_opd.workflows import WORKFLOWS, Experience, ModelWrapper, Task, Workflow
+
+
+def exact(response: str, truth: str) -> float:
+    return 1.0 if response.split()[-1:] == [truth] else 0.0
+
+
+# as in the developer guide
+@WORKFLOWS.register_module("documented")
+class Documented(Workflow):
+    def __init__(self, task: Task, model: ModelWrapper, auxiliary_models: List):
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.question = task.raw_task.get("question")
+        self.answer = task.raw_task.get("answer")
+        self.rollout_args = task.rollout_args
+
+    def run(self) -> List[Experience]:
+        responses = self.model.chat(
+            [{"role": "user", "content": self.question}],
+            n=self.rollout_args.n,
+            temperature=self.rollout_args.temperature,
+        )
+        return [
+            Experience(
+                tokens=response.tokens,
+                prompt_length=response.prompt_length,
+                reward=exact(response.response_text, self.answer),
+                logprobs=response.logprobs,
+            )
+            for response in responses
+        ]
+
+    def resettable(self):
+        return True
+
+    def reset(self, task: Task):
+        self.question = task.raw_task.get("question")
+        self.answer = task.raw_task.get("answer")
+
+
+# as in an older one: the task is not passed on, and one response is read as if it were no list
+@WORKFLOWS.register_module("older")
+class Older(Workflow):
+    def __init__(self, model: ModelWrapper, task: Task, **kwargs):
+        super().__init__(model, **kwargs)
+        self.truth = task.raw_task["answer"]
+
+    def run(self) -> List[Experience]:
+        response = self.model.chat(
+            [{"role": "user", "content": self.task.raw_task["question"]}], **{"temperature": 1.0, "max_tokens": 40}
+        )
+        reward = exact(response.response_text, self.truth)
+        return [
+            Experience(
+                tokens=response.tokens,
+                prompt_length=response.prompt_length,
+                reward=reward,
+                logprobs=response.logprobs,
+            )
+        ]
+
+
+@WORKFLOWS.register_module("taught")
+class Taught(Workflow):
+    is_async = True
+
+    async def run_async(self) -> List[Experience]:
+        (response,) = await self.model.chat_async([{"role": "user", "content": self.task.raw_task["question"]}])
+        own = await self.model.logprobs_async(response.tokens)
+        response.metrics["gap"] = float((own[response.prompt_length - 1 :] - response.logprobs).abs().max())
+        response.info["teacher_logprobs"] = response.logprobs - 0.25
+        return [response]
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """What a run with rows and plugins of one's own says."""
+    place = tmp_path_factory.mktemp("mine")
+    (place / "plugins").mkdir()
+    (place / "plugins" / "guide_workflows.py").write_text(GUIDE)
+    (place / "plugins" / "sums.py").write_text(blocks("workflows.md", "python")[0])
+    rng = np.random.default_rng(0)
+    rows = [f'{{"question": "{a}+{b}=", "answer": "{a + b}"}}' for a, b in rng.integers(100, 999, (60, 2))]
+    (place / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    return f"plugin_dir={place}/plugins", "response_key=answer", f"rows={place}/rows.jsonl"
+
+
+def reinforced(stage: Stage, mine: tuple[str, ...], name: str, *more: str) -> Run:
+    *settings, rows = mine
+    file = f"actor_train.data_args.file_name={rows.partition('=')[2]}"
+    settings += [*SHORT, *optimizer_of("actor_train"), "deterministic=false", f"workflow={name}", file, *more]
+    return stage.run(*settings, "max_steps=2", config=WITH_REWARD)
+
+
+@pytest.mark.parametrize("name", ["documented", "older"])
+def test_a_workflow_of_trinitys_trains(stage: Stage, mine: tuple[str, ...], name: str) -> None:
+    run = reinforced(stage, mine, name)
+    assert run.code == 0
+    rows = run.rows("metrics.jsonl")[1:]
+    for row in rows:
+        assert row["workflow/runs"] == 16 * 4 and row["workflow/restarts"] == 0
+        assert 0 < row["critic/score/mean"] < 1 and row["actor/grad_norm"] > 0
+        assert row["rollout/mismatch/logprob_diff_max"] < 1e-3  # what was sampled is what is trained on
+    for sample in run.rows("samples.jsonl"):
+        answer = sample["response"].removesuffix("<|end|>").split()[-1]
+        assert sample["reward"] == float(answer == sample["ground_truth"])
+    before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_2/hf/model.safetensors")
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_first_workflow_of_the_page(stage: Stage, mine: tuple[str, ...]) -> None:
+    run = reinforced(stage, mine, "sums", "actor_train.training_args.per_device_train_batch_size=1")
+    assert run.code == 0
+    for row in run.rows("metrics.jsonl")[1:]:
+        assert row["workflow/runs"] == 16 * 4 and "workflow/failed/raised" not in row
+    samples = run.rows("samples.jsonl")
+    assert {sample["reward"] for sample in samples} == {0.0, 0.5, 1.0}
+    assert len({sample["id"] for sample in samples}) == len(samples)
+
+
+def test_log_probs_that_a_workflow_brings_stand_in_for_the_teachers(stage: Stage, mine: tuple[str, ...]) -> None:
+    *settings, rows = mine
+    file = f"student_train.data_args.file_name={rows.partition('=')[2]}"
+    settings += [*SHORT, *optimizer_of("student_train"), "deterministic=false", "workflow=taught", file]
+    run = stage.run(*settings, "max_steps=1", "teacher_preflight=false", config=PURE)
+    assert run.code == 0
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["opd/reverse_kl/mean"] == pytest.approx(0.25, abs=1e-4)
+
+
+def test_pure_distillation_by_workflow_is_that_of_the_launcher(stage: Stage) -> None:
+    """The same prompts, seeds and tokens; and twice the same bits where that is asked for."""
+
+    def pure(*more: str) -> Run:
+        return stage.run(*SHORT, *optimizer_of("student_train"), "max_steps=1", *more, config=PURE)
+
+    workflow = ("workflow=on_policy_distill_workflow", "prompt_key=messages")
+    apart, one, other = pure(), pure(*workflow), pure(*workflow)
+    assert apart.code == one.code == other.code == 0
+    texts = [[sample["response"] for sample in run.rows("samples.jsonl")] for run in (apart, one, other)]
+    assert texts[0] == texts[1] == texts[2]
+    weights = [load_file(run.path / "checkpoints/step_1/hf/model.safetensors") for run in (one, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_workflow_that_never_works_ends_the_run(stage: Stage, mine: tuple[str, ...], capfd) -> None:
+    run = reinforced(stage, mine, "simple_workflow", "prompt_key=questoin")
+    told = capfd.readouterr().err
+    assert run.code == 1 and "the first 32 runs have all failed" in told and "'questoin'" in told
+
+
+def test_a_plugin_that_fails_ends_the_run_before_it_starts(stage: Stage, tmp_path: Path, capfd) -> None:
+    (tmp_path / "unready.py").write_text("import json\n\njson.loads('no')\n")
+    settings = (*SHORT, *optimizer_of("student_train"))
+    run = stage.run(*settings, "workflow=unready", f"plugin_dir={tmp_path}", config=PURE, name="unready")
+    told = capfd.readouterr().err
+    assert run.code == 2 and "unready.py" in told and "line 3" in told and "JSONDecodeError" in told
+    assert not (stage.place / "unready").exists()

@@ -1,0 +1,70 @@
+"""Runs of several steps: what compares the runs at a prompt counts each once, whatever its number of steps."""
+
+import numpy as np
+import pytest
+import torch
+
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.experience import Experience
+from roll_opd.rollout.advantages import external_advantages
+
+
+def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Experience:
+    return Experience(
+        id=f"{group}/{run}.{number}",
+        group_id=group,
+        run=run,
+        step=number,
+        tag="t",
+        domain="math",
+        tokens=np.arange(tokens + 1),
+        prompt_length=1,
+        action_mask=np.ones(tokens, bool),
+        rollout_logprobs=np.full(tokens, -0.1 * (number + 1), np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        reward=reward,
+    )
+
+
+def advantages(experiences: list[Experience], name: str, **arguments) -> list[float]:
+    objective = ObjectivePlan(adv_estimator=name, advantage_args=arguments, init_kl_coef=0.0)
+    return [float(e.advantages[0]) for e in external_advantages(experiences, objective)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
+def test_baselines_count_runs(name: str, seed: int) -> None:
+    """Naively: compare the runs by their mean rewards, then measure each step against its run's mean and scale."""
+    rng = np.random.default_rng(seed)
+    experiences, runs = [], []
+    for group in "abc":
+        for run in range(int(rng.integers(2, 5))):
+            rewards = rng.normal(size=rng.integers(1, 4))
+            experiences += [step(group, run, number, float(reward)) for number, reward in enumerate(rewards)]
+            runs.append(step(group, run, 0, float(rewards.mean())))
+    objective = ObjectivePlan(adv_estimator=name, init_kl_coef=0.0)
+    of_runs = {(e.group_id, e.run): e.metrics for e in external_advantages(runs, objective)}
+    for experience in external_advantages(experiences, objective):
+        metrics = of_runs[experience.group_id, experience.run]
+        expected = (experience.reward - metrics["reward_mean"]) / metrics["reward_scale"]
+        assert experience.advantages[0] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_step_more_changes_nothing_for_the_other_runs() -> None:
+    few = [step("a", 0, 0, 1.0), step("a", 1, 0, 0.0), step("a", 2, 0, 0.5)]
+    many = [few[0], *(step("a", 1, number, 0.0) for number in range(5)), few[2]]
+    one, other = advantages(few, "grpo"), advantages(many, "grpo")
+    assert [one[0], one[1], one[2]] == pytest.approx([other[0], other[1], other[-1]])
+
+
+def test_step_wise_grpo_reads_the_last_step_of_each_run() -> None:
+    made = [step("a", 0, 0, 9.0), step("a", 0, 1, 1.0), step("a", 1, 0, 0.0)]
+    found = advantages(made, "step_wise_grpo")
+    scale = float(torch.tensor([1.0, 0.0], dtype=torch.float64).std()) + 1e-6
+    assert found == pytest.approx([0.5 / scale, 0.5 / scale, -0.5 / scale])
+
+
+def test_samples_without_a_run_are_runs_of_their_own() -> None:
+    with_runs = advantages([step("a", run, 0, float(run)) for run in range(4)], "grpo")
+    assert advantages([step("a", None, 0, float(run)) for run in range(4)], "grpo") == with_runs

@@ -1,0 +1,97 @@
+"""Workflows as users write them, good ones and others. None of them asks a model."""
+
+import asyncio
+import os
+import time
+
+from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
+
+made = 0  # instances in this process
+
+
+def answer(task: Task, reward: float | None = 0.5, **more) -> Experience:
+    number = task.raw_task["number"]
+    return Experience(tokens=[1, 2, 3, number], prompt_length=2, logprobs=[-0.5, -1.5], reward=reward, **more)
+
+
+@WORKFLOWS.register_module("plain")
+class Plain(Workflow):
+    def run(self) -> list[Experience]:
+        return [answer(self.task, metrics={"place": place}) for place in range(self.task.raw_task["number"] % 3)]
+
+
+class Awaited(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        await asyncio.sleep(0.2)
+        return [answer(self.task)]
+
+
+class Heavy(Workflow):
+    """Says how often it was made, with a flag of the older kind, and a constructor that keeps the task to itself."""
+
+    def __init__(self, task: Task, model, **kwargs) -> None:
+        super().__init__(model, **kwargs)
+        global made
+        made += 1
+
+    def resettable(self) -> bool:
+        return True
+
+    def reset(self, task: Task) -> None:
+        pass
+
+    def run(self) -> list[Experience]:
+        time.sleep(0.005)
+        return [answer(self.task, reward=float(made))]
+
+
+class Repeated(Workflow):
+    can_reset = can_repeat = True
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        self.repeat_times, self.run_id_base = repeat_times, run_id_base
+
+    def run(self) -> list[Experience]:
+        experiences = []
+        for run in range(self.repeat_times):
+            experiences.append(answer(self.task, reward=float(os.getpid())))
+            experiences[-1].eid.run = self.run_id_base + run
+        return experiences
+
+
+class Faulty(Plain):
+    """Does to its process what the row says."""
+
+    def run(self) -> list[Experience]:
+        what = self.task.raw_task.get("what")
+        if what == "raise":
+            raise ValueError("no idea")
+        if what == "hang":
+            time.sleep(1000)
+        if what == "exit":
+            os._exit(3)
+        if what == "leave":
+            raise SystemExit(4)
+        if what == "leak":
+            self.kept = bytearray(2**30)
+            self.kept[::4096] = b"x" * len(self.kept[::4096])
+            time.sleep(20)
+        nonsense = {
+            "none": None,
+            "text": "an answer",
+            "number": [3],
+            "short": [Experience(tokens=[1, 2, 3], prompt_length=1, logprobs=[-1.0])],
+            "nan": [answer(self.task, reward=float("nan"))],
+            "prompt": [Experience(tokens=[1, 2], prompt_length=3, logprobs=[])],
+            "unsampled": [Experience(tokens=[1, 2], prompt_length=1)],
+            "floats": [Experience(tokens=[1.5, 2.0], prompt_length=1, logprobs=[-1.0])],
+        }
+        if what in nonsense:
+            return nonsense[what]
+        time.sleep(0.05)
+        return [answer(self.task)]
