@@ -24,6 +24,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.frozen import thaw
+from roll_opd.hf.model_info import read_model
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request, Sampler, Session
@@ -54,6 +55,8 @@ class Outcome:
 
     made: dict[int, list[Experience]] = field(default_factory=dict)
     failure: tuple[str, str] | None = None  # kind, and what happened
+    calls: int = 0  # of the model
+    branches: int = 0  # conversations that they made: more than one where a call's messages did not continue another's
     hung: bool = False  # a run that cannot be ended is still under way here: this process should be replaced
 
 
@@ -101,6 +104,7 @@ class WorkflowWorker:
     """One process of workflows."""
 
     _plan: WorkflowPlan
+    _limits: Any
     _class: Any
     _model: Any
 
@@ -112,10 +116,12 @@ class WorkflowWorker:
         deterministic: bool,
     ) -> None:
         """Find the workflow, and load the tokenizer. `engines` are `RolloutWorker`s of `rollout`."""
+        from roll_opd.workflows.experience import Limits
         from roll_opd.workflows.model import ModelWrapper
         from roll_opd.workflows.plugins import find_workflow
 
         self._plan = plan
+        self._limits = Limits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
         self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
         self._ready: list[Any] = []  # instances that can be reset
@@ -164,7 +170,7 @@ class WorkflowWorker:
                 run = job.runs[0] if len(job.runs) == 1 else one.eid.run
                 if run not in job.runs:
                     raise ValueError(f"eid.run is {run}; this call made runs {job.runs[0]} to {job.runs[-1]}")
-                made[run].append(trained(one, job.prompt, job.draw, run, len(made[run])))
+                made[run].append(trained(one, self._limits, job.prompt, job.draw, run, len(made[run])))
             outcome.made = dict(made)
         except asyncio.CancelledError:
             raise
@@ -173,7 +179,8 @@ class WorkflowWorker:
         except Exception as error:
             invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
             outcome.failure = (INVALID if invalid else RAISED, own_traceback(error))
-        outcome.hung = self._hung > 0
+        outcome.calls, outcome.hung = state.calls, self._hung > 0
+        outcome.branches = len(state.turns.leaves()) if state.turns else 0
         return outcome
 
     async def _call(self, job: Job, context: contextvars.Context) -> list[Any]:
@@ -214,7 +221,7 @@ class WorkflowWorker:
 
     def _instance(self, job: Job) -> Any:
         """Return an instance that is ready for the job: a new one, or one that was reset."""
-        from roll_opd.workflows.interface import FormatConfig, GenerationConfig, Task
+        from roll_opd.workflows.interface import FormatConfig, GenerationConfig, Task, flag
 
         sampling, plan = job.sampling, self._plan
         task = Task(
@@ -245,7 +252,7 @@ class WorkflowWorker:
         else:
             workflow.task = task
             workflow.reset(task)
-        if type(workflow).can_repeat:
+        if flag(workflow, "can_repeat"):
             workflow.set_repeat_times(len(job.runs), job.runs[0])
         return workflow
 

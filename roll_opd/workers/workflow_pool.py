@@ -102,7 +102,7 @@ class WorkflowPool:
         return self._made(outcome, task.run)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return counts of runs and failures by kind since the last call, and their seconds; start anew."""
+        """Return counts of runs and failures by kind since the last call, and means over what was done; start anew."""
         runs = self._failures.total() + self._succeeded
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
         metrics |= {"workflow/runs": float(runs), "workflow/restarts": float(self._restarts)}
@@ -110,6 +110,8 @@ class WorkflowPool:
             metrics |= {
                 "workflow/seconds_mean": sum(self._seconds) / len(self._seconds),
                 "workflow/seconds_max": max(self._seconds),
+                "workflow/calls_mean": self._calls_made / max(runs, 1),
+                "workflow/branches_mean": self._branches / max(runs, 1),
             }
         self._reset()
         return metrics
@@ -126,7 +128,7 @@ class WorkflowPool:
 
     def _reset(self) -> None:
         self._failures: Counter[str] = Counter()
-        self._succeeded = self._restarts = 0
+        self._succeeded = self._restarts = self._calls_made = self._branches = 0
         self._seconds: list[float] = []
 
     def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
@@ -180,6 +182,8 @@ class WorkflowPool:
             else:
                 worker.retiring |= outcome.hung
                 self._seconds.append(time.monotonic() - begun)
+                self._calls_made += outcome.calls
+                self._branches += outcome.branches
                 return outcome
             finally:
                 await self._give_back(worker)

@@ -76,7 +76,15 @@ class Experience:
         self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
 
 
-def trained(made: Any, prompt: Prompt, draw: int, run: int, place: int) -> Trained:
+@dataclass(frozen=True)
+class Limits:
+    """What the student can be trained on."""
+
+    tokens: int  # of an experience, prompt and response
+    vocabulary: int
+
+
+def trained(made: Any, limits: Limits, prompt: Prompt, draw: int, run: int, place: int) -> Trained:
     """Return what a run hands over as the pipeline's own experience, number `place` of the run.
 
     Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
@@ -89,11 +97,17 @@ def trained(made: Any, prompt: Prompt, draw: int, run: int, place: int) -> Train
     length = len(tokens) - made.prompt_length
     if made.prompt_length < 1 or length < 0:
         raise ValueError(f"prompt_length {made.prompt_length} of {len(tokens)} tokens: 1 to {len(tokens)} is possible")
+    if len(tokens) > limits.tokens:
+        raise ValueError(f"{len(tokens)} tokens; prompt and response have {limits.tokens} together")
+    if not 0 <= tokens.min() <= tokens.max() < limits.vocabulary:
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, of a vocabulary of {limits.vocabulary}")
     logprobs = _column(made.logprobs, "logprobs", length)
     mask = _column(made.action_mask, "action_mask", length)
     teacher = _column(made.info.get(TEACHER), f"info[{TEACHER!r}]", length)
     if mask is not None and mask.any() and logprobs is None:
         raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
+    if logprobs is not None and not np.isfinite(logprobs[... if mask is None else mask.astype(bool)]).all():
+        raise ValueError("logprobs of tokens that the model wrote are not all finite")
     reward = None if made.reward is None else float(made.reward)
     if reward is not None and not np.isfinite(reward):
         raise ValueError(f"the reward is {reward}")

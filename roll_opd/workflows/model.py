@@ -13,6 +13,7 @@ from torch import Tensor
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.turns import Call, Turns, experience
 
 Value = TypeVar("Value")
 
@@ -54,6 +55,7 @@ class RunState:
     calls: int = 0
     returned: bool = False  # the workflow has done its part
     history: list[Experience] = field(default_factory=list)
+    turns: Turns | None = None
 
     def seeds(self, n: int) -> list[int]:
         """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
@@ -119,18 +121,47 @@ class ModelWrapper:
         """Return what `chat` does."""
         given = [dict(message) for message in messages]
         goes_on = bool(given) and given[-1].get("role") == "assistant"  # its words are the beginning of the response
-        text = self.tokenizer.apply_chat_template(
-            given,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **(chat_template_kwargs or {}),
-        )
-        (responses,) = await self._respond([(text, False)], options)
-        for response in responses:
-            response.messages, response.tools = given, list(tools) if tools else None
-        return responses
+        text = self._text(given, tools, chat_template_kwargs or {}, goes_on=goes_on, add_generation_prompt=not goes_on)
+        tokens, parent = self._turns.tokens(text)
+        (responses,) = await self._respond([tokens], options)
+        for response, completion in responses:
+            self._turns.add(text, tokens, completion, parent)
+            response.messages, response.tools, response.prompt_text = (
+                given,
+                [dict(t) for t in tools or ()] or None,
+                text,
+            )
+        return Responses(response for response, _ in responses)
+
+    def convert_messages_to_experience(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Experience:
+        """Return a conversation that this run has had as one experience.
+
+        It has the very tokens that were sampled, and those of the turns between them, which are not learned from. What
+        comes behind the last response is left out. ValueError where this run has had no such conversation; where the
+        chat template rewrites the past, it is that of the last call alone, and `branches` has the others.
+        """
+        given = [dict(message) for message in messages]
+        call = self._turns.continued(self._text(given, tools, {}))
+        if call is None:
+            raise ValueError("no response in these messages was sampled by this run; give them as `chat` answered")
+        made = self._described(experience(call.path()), call)
+        made.messages = given
+        return made
+
+    async def convert_messages_to_experience_async(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Experience:
+        """Return what `convert_messages_to_experience` does."""
+        return self.convert_messages_to_experience(messages, tools)
+
+    def branches(self) -> list[Experience]:
+        """Return this run's conversations, each as one experience; every sampled token is learned from once.
+
+        Mostly it is one. A new one begins where a call's messages do not continue an earlier call's.
+        """
+        return [self._described(made, call) for made, call in self._turns.branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
         """Return `n` responses to each text, one after another; `options` as for `chat`."""
@@ -139,8 +170,13 @@ class ModelWrapper:
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
         """Return what `generate` does."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        answers = await self._respond([(text, True) for text in texts], options)
-        return Responses(response for responses in answers for response in responses)
+        tokens = [np.array(self.tokenizer(text).input_ids) for text in texts]
+        found = Responses()
+        for text, responses in zip(texts, await self._respond(tokens, options), strict=True):
+            for response, _ in responses:
+                response.prompt_text = text
+                found.append(response)
+        return found
 
     def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:
         """Return log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
@@ -175,11 +211,12 @@ class ModelWrapper:
             self.history.clear()
         return found
 
-    async def _respond(self, texts: Sequence[tuple[str, bool]], options: Mapping[str, Any]) -> list[Responses]:
-        """Return the responses to each (text, whether the tokenizer puts special tokens around it)."""
+    async def _respond(
+        self, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
+    ) -> list[list[tuple[Experience, Completion]]]:
+        """Return the `n` responses to each prompt."""
         run = self._run()
         sampling = sampling_of(run.sampling, options)
-        prompts = [np.array(self.tokenizer(text, add_special_tokens=add).input_ids) for text, add in texts]
         longest = max(map(len, prompts), default=0)
         room = self._max_model_len - longest
         if room < 1:
@@ -190,26 +227,56 @@ class ModelWrapper:
         once = replace(sampling, n=1, max_new_tokens=min(sampling.max_new_tokens, room))
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
         completions = await self._engines.generate(run.group, asked, run.seeds(len(asked)), once)
-        answers = [
-            self._experience(prompt, completion, number % sampling.n)
-            for number, (prompt, completion) in enumerate(zip(asked, completions, strict=True))
-        ]
-        for answer, (text, _) in zip(answers, (text for text in texts for _ in range(sampling.n)), strict=True):
-            answer.prompt_text = text
-        run.history += answers
-        return [Responses(answers[start : start + sampling.n]) for start in range(0, len(answers), sampling.n)]
+        made = [self._experience(*pair) for pair in zip(asked, completions, strict=True)]
+        for number, response in enumerate(made):
+            response.eid.run = number % sampling.n
+        run.history += made
+        answered = list(zip(made, completions, strict=True))
+        return [answered[start : start + sampling.n] for start in range(0, len(answered), sampling.n)]
 
-    def _experience(self, prompt: np.ndarray, completion: Completion, number: int) -> Experience:
-        made = Experience(
-            tokens=torch.from_numpy(np.concatenate([prompt, completion.tokens])),
-            prompt_length=len(prompt),
-            logprobs=torch.from_numpy(completion.logprobs),
-            response_text=self.tokenizer.decode(completion.tokens, skip_special_tokens=True),
-            finish_reason=completion.finish_reason,
-            weights_version=completion.weights_version,
+    def _experience(self, prompt: np.ndarray, completion: Completion) -> Experience:
+        return self._described(
+            Experience(
+                tokens=torch.from_numpy(np.concatenate([prompt, completion.tokens])),
+                prompt_length=len(prompt),
+                logprobs=torch.from_numpy(completion.logprobs),
+                finish_reason=completion.finish_reason,
+                weights_version=completion.weights_version,
+            )
         )
-        made.eid.run = number
+
+    def _described(self, made: Experience, call: Call | None = None) -> Experience:
+        """Fill in the text of a response, of the last one where there are several."""
+        tokens = made.tokens[made.prompt_length :] if call is None else call.completion.tokens
+        made.response_text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return made
+
+    def _text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        *,
+        goes_on: bool = False,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=goes_on,
+                **variables,
+            )
+        )
+
+    @property
+    def _turns(self) -> Turns:
+        run = self._run()
+        if run.turns is None:
+            run.turns = Turns(self.tokenizer)
+        return run.turns
 
     def _run(self) -> RunState:
         try:

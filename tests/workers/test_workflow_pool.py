@@ -115,6 +115,7 @@ def test_one_call_makes_all_runs_of_a_workflow_that_repeats(start: Start, loop) 
 
 
 INVALID = ("none", "text", "number", "short", "nan", "prompt", "unsampled", "floats")
+INVALID += ("foreign", "negative", "endless", "infinite")
 
 
 def disturbed(loop, pool: WorkflowPool, what: str) -> dict[str, float]:

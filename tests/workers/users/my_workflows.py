@@ -89,6 +89,10 @@ class Faulty(Plain):
             "nan": [answer(self.task, reward=float("nan"))],
             "prompt": [Experience(tokens=[1, 2], prompt_length=3, logprobs=[])],
             "unsampled": [Experience(tokens=[1, 2], prompt_length=1)],
+            "foreign": [Experience(tokens=[1, 10**6], prompt_length=1, logprobs=[-1.0])],
+            "negative": [Experience(tokens=[-1, 1], prompt_length=1, logprobs=[-1.0])],
+            "endless": [Experience(tokens=[1] * 65, prompt_length=1, logprobs=[-1.0] * 64)],
+            "infinite": [Experience(tokens=[1, 2], prompt_length=1, logprobs=[float("-inf")])],
             "floats": [Experience(tokens=[1.5, 2.0], prompt_length=1, logprobs=[-1.0])],
         }
         if what in nonsense:
