@@ -5,7 +5,7 @@ immutable, picklable and free of torch. Where a type inherits a class of `schema
 Lengths are in tokens, counts of prompts and sequences are global (over all ranks) unless a name says otherwise.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from roll_opd.config.legacy_roll import Schedule
@@ -357,6 +357,14 @@ class RunPlan(RunKeys, RolloutKeys):
         """Return every role by name, the student and its engines first."""
         first = {role.name: role for role in (self.student, self.rollout) if role}
         return {**first, **self.megatron_roles(), **self.inference_roles()}
+
+    def serving(self, role: MegatronPlan) -> MegatronPlan:
+        """Return the frozen role whose processes compute for the frozen `role`: the first that differs by name alone.
+
+        Teachers with the same weights, on the same devices, in the same layout are loaded once.
+        """
+        frozen = [*(teacher.worker for teacher in self.teachers), *([self.reference] if self.reference else [])]
+        return next((other for other in frozen if replace(other, name=role.name) == role), role)
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:
         """Return every Megatron role by name, the student first."""

@@ -200,6 +200,8 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None) -> dict[int, i
     stays: dict[int, int] = {}
     passes: dict[int, int] = {}
     for name, role in plan.roles().items():
+        if isinstance(role, MegatronPlan) and plan.serving(role).name != name:
+            continue  # another role's processes compute for it
         for device, parts in _of_devices(role, plan.memory[name]):
             passing = sum(parts.get(part, 0) for part in PASSING)
             staying = sum(parts.values()) - passing

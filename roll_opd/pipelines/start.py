@@ -16,7 +16,6 @@ from roll_opd.hf.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
-from roll_opd.workers.learner import Learner
 from roll_opd.workers.megatron import CriticWorker, LogprobWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.reward_pool import RewardPool
@@ -80,9 +79,9 @@ class RunWorkers:
     async def end(self) -> None:
         """End the processes."""
         await self.sampler.end()
-        for role in (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers):
-            if role:
-                role.group.end()
+        roles = (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers)
+        for group in {role.group for role in roles if role}:
+            group.end()
 
 
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
@@ -96,14 +95,19 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     sampler = asyncio.ensure_future(start_sampler(plan, plan.rollout, placement))
     await asyncio.sleep(0)  # its engines start first: they take longest
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
+    groups = {worker.name: _frozen(plan, worker, placement) for worker in _served(plan)}
     teachers = tuple(
-        Teacher(t.worker.name, _frozen(plan, t.worker, placement), _vocab_size(t.worker), t) for t in plan.teachers
+        Teacher(t.worker.name, groups[plan.serving(t.worker).name], _vocab_size(t.worker), t) for t in plan.teachers
     )
-    reference = _reference(plan, placement)
+    reference = None
+    if plan.reference:
+        group = groups[plan.serving(plan.reference).name]
+        reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
     critic = None
     if plan.critic:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
-    await asyncio.gather(sampler, *_setups(plan, placement, student, *teachers, reference, critic))
+    learners = [role.group for role in (student, critic) if role]
+    await asyncio.gather(sampler, *_setups(plan, placement, *learners, *groups.values()))
     return RunWorkers(student, sampler.result(), FrozenModels(teachers, reference=reference), critic)
 
 
@@ -122,8 +126,11 @@ async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
 async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, FrozenModel | None]:
     """Start the student that learns from rows, and the reference policy where there is one."""
     student = SupervisedStudent(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
-    reference = _reference(plan, placement)
-    await asyncio.gather(*_setups(plan, placement, student, reference))
+    reference = None
+    if plan.reference:
+        group = _frozen(plan, plan.reference, placement)
+        reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
+    await asyncio.gather(*_setups(plan, placement, *[role.group for role in (student, reference) if role]))
     return student, reference
 
 
@@ -212,16 +219,13 @@ def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> Worker
     return WorkerGroup(LogprobWorker, worker, placement, _environment(plan))
 
 
-def _reference(plan: RunPlan, placement: Placement) -> FrozenModel | None:
-    if plan.reference is None:
-        return None
-    return FrozenModel(plan.reference.name, _frozen(plan, plan.reference, placement), _vocab_size(plan.reference))
+def _served(plan: RunPlan) -> list[MegatronPlan]:
+    """Return the frozen roles that have processes of their own."""
+    workers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
+    return [worker for worker in workers if plan.serving(worker) is worker]
 
 
-def _setups(
-    plan: RunPlan, placement: Placement, *roles: Learner | FrozenModel | None
-) -> list[Coroutine[Any, Any, Any]]:
-    groups = [role.group for role in roles if role]
+def _setups(plan: RunPlan, placement: Placement, *groups: WorkerGroup) -> list[Coroutine[Any, Any, Any]]:
     return [
         placement.starting.of(
             f"{group.plan.name} (Megatron)", group.setup(seed=plan.seed, deterministic=plan.deterministic)

@@ -9,6 +9,7 @@ import pytest
 
 from roll_opd.config import machine
 from roll_opd.config.plan import RunPlan
+from roll_opd.megatron.memory import device_memory
 
 Plan = Callable[..., RunPlan]
 ROLES = ("student_train", "student_infer", "teacher")
@@ -57,3 +58,17 @@ def test_one_core_is_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
     assert machine.devices() == 1
     assert machine.gpu_memory_gb() is None
+
+
+def test_teachers_with_the_same_weights_are_loaded_once(plan: Plan, values: dict[str, Any]) -> None:
+    """Where devices, layout and limits are the same, too; each has its own tags and coefficient."""
+    once, single = device_memory(plan()), values["teacher"]
+    special = {**single, "tag_included": ["math"], "opd_kl_coef": 0.25}
+    values["teacher"] = {"general": single, "special": special}
+    assert device_memory(plan()) == once
+    values["teacher"]["coarse"] = {**single, "model_args": {**single["model_args"], "dtype": "bf16"}}
+    run = plan()
+    serving = {teacher.name: run.serving(teacher.worker).name.removeprefix("teacher.") for teacher in run.teachers}
+    assert serving == {"general": "general", "special": "general", "coarse": "coarse"}
+    assert run.serving(run.student) is run.student
+    assert sum(device_memory(run).values()) > sum(once.values())

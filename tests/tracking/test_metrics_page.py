@@ -20,7 +20,7 @@ from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
 
 ROOT = Path(__file__).parents[2]
-GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct"
+GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct|workflow"
 STEM = re.compile(rf"({GROUPS})/[\w/@*]+")
 MASKS = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
 ANY = "*"  # of an f-string's {value}
