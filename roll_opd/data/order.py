@@ -48,3 +48,8 @@ class DrawOrder:
             self._orders[stream] = epoch, epoch_order(self._seed, epoch, stream, len(members))
         self.taken[stream] += 1
         return int(members[self._orders[stream][1][offset]])
+
+
+def derived_seed(*numbers: int) -> int:
+    """Return a seed of 31 bits that depends on `numbers`, all at least 0, and their order."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)

@@ -12,6 +12,7 @@ import numpy as np
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
+from roll_opd.data.order import derived_seed
 from roll_opd.data.source import Prompt
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.sampler import Request, Session
@@ -60,8 +61,7 @@ class SingleTurn:
 
 def sample_seed(seed: int, draw: int, run: int, call: int = 0) -> int:
     """Return a seed that depends on the training's, the draw, the run's number and that of its call alone."""
-    numbers = [seed, draw, run] if call == 0 else [seed, draw, run, call]
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0] & 0x7FFFFFFF)
+    return derived_seed(seed, draw, run, *([call] if call else []))
 
 
 def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -> Experience:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.config.plan import SamplingPlan
+from roll_opd.data.order import derived_seed
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.turns import Call, Turns, experience
@@ -67,7 +68,7 @@ class RunState:
             for place in range(n)
         ]
         self.calls += 1
-        return [int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0] & 0x7FFFFFFF) for key in numbers]
+        return [derived_seed(*key) for key in numbers]
 
 
 # whose calls these are: each run has a context of its own, in a thread as in a coroutine

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.workflows.errors import WorkflowError
-from roll_opd.workflows.interface import WORKFLOWS, flag
+from roll_opd.workflows.interface import WORKFLOWS, Workflow, flag
 
 
 def load_plugins(directory: str) -> None:
@@ -43,9 +43,13 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
     if plugin_dir:
         load_plugins(plugin_dir)
     found: Any = WORKFLOWS.find(name)
-    method = "run_async" if isinstance(found, type) and flag(found, "is_async") else "run"
-    if not isinstance(found, type) or not callable(getattr(found, method, None)):
-        raise WorkflowError(f"workflow {name}: expected a class with a method {method}, as roll_opd.workflows.Workflow")
+    if not isinstance(found, type):
+        raise WorkflowError(f"workflow {name}: expected a class, as roll_opd.workflows.Workflow is")
+    needed = ["run_async" if flag(found, "is_async") else "run", *(["reset"] if flag(found, "can_reset") else [])]
+    for method in needed:
+        own = getattr(found, method, None)
+        if not callable(own) or own is getattr(Workflow, method):
+            raise WorkflowError(f"workflow {name}: expected a class with a method {method}; write it")
     return found
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.workflow import WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workflows.errors import WorkflowError
+from roll_opd.workflows.interface import Workflow
 from roll_opd.workflows.plugins import find_workflow, load_plugins
 
 MODEL = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "demo", "models", "student")
@@ -168,3 +170,16 @@ def test_a_name_that_means_no_workflow_is_told() -> None:
         find_workflow("nothing", None)
     with pytest.raises(WorkflowError, match="expected a class with a method run"):
         find_workflow("pathlib.Path", None)
+    with pytest.raises(WorkflowError, match="expected a class, as"):
+        find_workflow("os.getcwd", None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "method"), [({}, "run"), ({"is_async": True}, "run_async"), ({"can_reset": True, "run": print}, "reset")]
+)
+def test_a_method_that_is_missing_is_told_before_anything_starts(monkeypatch, flags: dict, method: str) -> None:
+    module = ModuleType("unfinished_workflows")
+    vars(module)["Unfinished"] = type("Unfinished", (Workflow,), flags)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(WorkflowError, match=f"expected a class with a method {method}; write it"):
+        find_workflow("unfinished_workflows.Unfinished", None)
