@@ -19,7 +19,7 @@ from roll_opd.rewards.registry import register
 class MathRule:
     """1.0 for each sample whose final answer equals its ground truth, else 0.0; any text at all is taken.
 
-    `timeout`: seconds for the algebra of one sample. An answer that takes longer is not right.
+    `timeout`: seconds of the processor for the algebra of one sample. An answer that takes longer is not right.
     """
 
     def __init__(self, timeout: float = 3.0) -> None:

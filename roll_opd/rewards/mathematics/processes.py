@@ -2,8 +2,9 @@ r"""Processes that answer questions of `algebra`, each within a limit of time th
 
 math-verify limits its own time with signals, which work in the main thread only and cannot interrupt one long
 integer operation; `\boxed{9^{9^9}}` then hangs a run. Here a process that has not answered in time is killed and
-another takes its place. Processes start when they are first needed, up to `PROCESSES`, and end with their parent:
-their input closes, and an alarm ends one that is busy.
+another takes its place. Time is the processor's, so that a verdict does not depend on what else the machine does.
+Processes start when they are first needed, up to `PROCESSES`, and end with their parent: their input closes, and an
+alarm ends one that is busy.
 """
 
 import json
@@ -17,11 +18,14 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from roll_opd.rewards.interface import RewardError
 
 PROCESSES = 8
 PATIENCE = 60  # seconds that a question waits for a free process; its own time begins with that
 START_SECONDS = 120  # that the first process may take
+MOST_WAITING = 20  # seconds on the clock for each of the processor's that a question has
 MEMORY_BYTES = 1 << 30  # address space of a process
 
 READY = "ready"  # a process's first line
@@ -81,25 +85,42 @@ class _Process:
                 f"`{sys.executable} -c 'import math_verify'`, install it with `pip install math-verify`"
             )
 
-    def ask(self, question: Question, gold: str, answer: str, seconds: float) -> str | None:
-        """Return the reply; empty where the process has ended; None, and the process is ended, where time ran out."""
+    def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[str | None, float]:
+        """Return the reply, and the processor's seconds that it took.
+
+        The reply is empty where the process has ended; None, and the process is ended, where time ran out.
+        """
         assert self.process.stdin is not None
+        before = self._processor_seconds()
         try:
             self.process.stdin.write(json.dumps([question, gold, answer, seconds]).encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            return ""
-        reply = self._line(seconds)
+            return "", 0.0
+        began = time.monotonic()
+        spent = 0.0
+        while (reply := self._line(seconds - spent)) is None:
+            spent = self._processor_seconds() - before
+            if spent >= seconds or time.monotonic() - began >= MOST_WAITING * seconds:
+                break
         if not reply:
             self.process.kill()
             self.process.communicate()
-        return reply
+            return reply, spent
+        return reply, self._processor_seconds() - before
+
+    def _processor_seconds(self) -> float:
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:  # it has ended
+            return 0.0
+        return times.user + times.system
 
     def _line(self, seconds: float | None) -> str | None:
         assert self.process.stdout is not None
         ready = select.poll()
         ready.register(self.process.stdout, select.POLLIN | select.POLLHUP)
-        if not ready.poll(None if seconds is None else seconds * 1000):
+        if not ready.poll(None if seconds is None else max(1, seconds * 1000)):
             return None
         return self.process.stdout.readline().decode().strip()
 
@@ -122,26 +143,20 @@ class Pool:
         threading.Thread(target=self._add, daemon=True).start()
 
     def ask(self, question: Question, gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """Return the reply, and the seconds that it took.
-
-        The first question's time begins with the start of the first process, so that it too is over in time; half of
-        it is left for the question.
+        """Return the reply, and the processor's seconds that it took.
 
         Raises `TimedOut`, `Crashed` or `Busy`, and `RewardError` where math-verify cannot be started at all.
         """
-        began = time.monotonic()
         if not self._tried.is_set():
             if self._room == self._processes:
                 self.start()
             self._tried.wait(START_SECONDS)
-        given = max(seconds - (time.monotonic() - began), seconds / 2)
         for _ in range(2):  # a process that somebody killed is not the question's fault
             process = self._take()
-            asked = time.monotonic()
-            reply = process.ask(question, gold, answer, given)
+            reply, spent = process.ask(question, gold, answer, seconds)
             if reply:
                 self._free.put(process)
-                return reply == "true", time.monotonic() - asked
+                return reply == "true", spent
             with self._lock:
                 self._room += 1
             self.start()
@@ -184,18 +199,18 @@ def _serve() -> None:
     if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard_limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
     algebra.same_expression("\\frac{1}{2}+x", "x+\\frac{2}{4}")  # what is built once, before the first question
     print(READY, flush=True)
     for line in sys.stdin:
         question, gold, answer, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # the parent is gone: nobody else ends this process
+        signal.setitimer(signal.ITIMER_PROF, seconds + 1)  # the parent is gone: nobody else ends this process
         try:
             same = getattr(algebra, question)(gold, answer)
         except Exception:  # what cannot be read or compared is not the answer
             same = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print("true" if same else "false", flush=True)
 
 
