@@ -192,6 +192,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler) -> WorkflowPool | None
         plan.teachers,
         plan.seed,
         repeats=repeats,
+        chunk=chunk_samples(plan),
         deterministic=plan.deterministic,
     )
     await pool.start(sampler)

@@ -63,8 +63,8 @@ class Outcome:
 class SamplerEngines:
     """The engines of a sampler, from another process; see `roll_opd.workflows.model.Engines`."""
 
-    def __init__(self, sampler: Sampler, deterministic: bool) -> None:
-        self._sampler, self._session = sampler, Session(sampler, alone=deterministic)
+    def __init__(self, sampler: Sampler, chunk: int | None, deterministic: bool) -> None:
+        self._sampler, self._session = sampler, Session(sampler, chunk, alone=deterministic)
 
     async def generate(
         self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
@@ -113,6 +113,7 @@ class WorkflowWorker:
         plan: WorkflowPlan,
         rollout: RolloutPlan,
         engines: Sequence[ray.actor.ActorHandle],
+        chunk: int | None,
         deterministic: bool,
     ) -> None:
         """Find the workflow, and load the tokenizer. `engines` are `RolloutWorker`s of `rollout`."""
@@ -120,14 +121,14 @@ class WorkflowWorker:
         from roll_opd.workflows.model import ModelWrapper
         from roll_opd.workflows.plugins import find_workflow
 
-        self._plan = plan
+        self._plan, self._chunk = plan, chunk
         self._limits = Limits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
         self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
         self._ready: list[Any] = []  # instances that can be reset
         self._hung = 0
         self._model = ModelWrapper(
-            SamplerEngines(Sampler(ActorGroup(engines)), deterministic),
+            SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic),
             load_tokenizer(rollout.model.path),
             model_path=rollout.model.path,
             max_model_len=rollout.max_model_len,
@@ -137,7 +138,9 @@ class WorkflowWorker:
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
         """Have all jobs done side by side; yield lists of (place, `Outcome`) as they are."""
-        async with aclosing(coalesced(self._outcomes(jobs))) as outcomes:
+        runs = max(len(job.runs) for job in jobs)
+        chunk = self._chunk and max(1, self._chunk // runs)
+        async with aclosing(coalesced(self._outcomes(jobs), chunk=chunk)) as outcomes:
             async for done in outcomes:
                 yield Compact(done)
 
@@ -190,14 +193,16 @@ class WorkflowWorker:
 
         loop = asyncio.get_running_loop()
         until = loop.time() + self._plan.workflow_timeout
-        # a thread: to make an instance, or to run one, may take its time
-        under_way = loop.run_in_executor(self._threads, context.copy().run, self._begun, job)
-        try:
-            workflow, found = await asyncio.wait_for(asyncio.shield(under_way), self._plan.workflow_timeout)
-        except TimeoutError:
-            self._hung += 1
-            under_way.add_done_callback(self._ended_after_all)
-            raise
+        if self._ready and flag(self._ready[-1], "is_async"):  # its code has said that it does not block
+            workflow, found = self._begun(job)
+        else:  # a thread: to make an instance, or to run one, may take its time
+            under_way = loop.run_in_executor(self._threads, context.copy().run, self._begun, job)
+            try:
+                workflow, found = await asyncio.wait_for(asyncio.shield(under_way), self._plan.workflow_timeout)
+            except TimeoutError:
+                self._hung += 1
+                under_way.add_done_callback(self._ended_after_all)
+                raise
         if inspect.isawaitable(found):
             found = await asyncio.wait_for(_ended(found), until - loop.time())
         if flag(workflow, "resettable"):

@@ -58,10 +58,14 @@ class WorkflowPool:
         seed: int,
         *,
         repeats: bool,
+        chunk: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        """`spawn` starts a process; `repeats`: one call makes all runs at a prompt."""
-        self._deterministic = deterministic
+        """`spawn` starts a process; `repeats`: one call makes all runs at a prompt.
+
+        Experiences are handed over soon after they are made, and at once with the last of each `chunk`.
+        """
+        self._chunk, self._deterministic = chunk, deterministic
         self.plan = plan
         self._spawn, self._rollout, self._teachers, self._seed, self._repeats = spawn, rollout, teachers, seed, repeats
         self._workers: list[_Worker] = []
@@ -86,7 +90,7 @@ class WorkflowPool:
         """
         if not self._repeats:
             outcome = await self._done(self._job(task, model, (task.run,)))
-            return self._made(outcome, task.run)
+            return self._made(outcome, task)
         if task.draw not in self._together:
             job = self._job(task, model, tuple(range(task.runs)))
             self._together[task.draw] = _Together(asyncio.create_task(self._done(job)))
@@ -99,7 +103,7 @@ class WorkflowPool:
             if not together.waiting:
                 del self._together[task.draw]
                 together.outcome.cancel()
-        return self._made(outcome, task.run)
+        return self._made(outcome, task)
 
     def drain_metrics(self) -> dict[str, float]:
         """Return counts of runs and failures by kind since the last call, and means over what was done; start anew."""
@@ -135,11 +139,12 @@ class WorkflowPool:
         sampling = replace(model.sampling, n=1)  # the runs are the responses; a call asks for one
         return Job(task.prompt, task.draw, runs, model.group, self._seed, sampling, task.is_eval)
 
-    def _made(self, outcome: Outcome, run: int) -> list[Experience]:
+    def _made(self, outcome: Outcome, task: Any) -> list[Experience]:
         if outcome.failure is None:
             self._succeeded += 1
             self._first_failures = None
-            return [self._with_teacher(made) for made in outcome.made.get(run, [])]
+            made = [self._with_teacher(one) for one in outcome.made.get(task.run, [])]
+            return [replace(one, ground_truth=task.prompt.ground_truth, extra=task.prompt.extra) for one in made]
         kind, message = outcome.failure
         self._failures[kind] += 1
         text = f"workflow {self.plan.workflow}: a run failed ({kind}): {message}"
@@ -234,7 +239,7 @@ class WorkflowPool:
         actor = self._spawn()
         engines = self._sampler.engines.actors
         try:
-            await actor.setup.remote(self.plan, self._rollout, engines, self._deterministic)
+            await actor.setup.remote(self.plan, self._rollout, engines, self._chunk, self._deterministic)
         except ray.exceptions.RayError as error:
             raise RunError(f"workflow {self.plan.workflow}: a process does not start: {error}") from error
         self._workers.append(_Worker(actor))

@@ -3,7 +3,7 @@
 Legend: T tokens in all, P prompt tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class Experience:
         info: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
         eid: EID | None = None,
-        response_text: str | None = None,
+        response_text: str | Callable[[], str] | None = None,
         prompt_text: str | None = None,
         messages: list[dict] | None = None,
         tools: list[dict] | None = None,
@@ -60,6 +60,7 @@ class Experience:
             action_mask: bool [T-P], tokens that the model wrote; None: all.
             info: anything; `teacher_logprobs`, f32 [T-P], stand in for the teachers.
             metrics: numbers to log, as means over experiences.
+            response_text: or a function that makes it when it is asked for.
         """
         self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
         self.tokens = torch.as_tensor(tokens)
@@ -72,8 +73,19 @@ class Experience:
             else torch.as_tensor(action_mask).bool()
         )
         self.reward, self.info, self.metrics = reward, {**(info or {}), **more}, metrics or {}
-        self.response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
+        self._response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
         self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
+
+    @property
+    def response_text(self) -> str | None:
+        """What was written, without special tokens."""
+        if callable(self._response_text):
+            self._response_text = self._response_text()
+        return self._response_text
+
+    @response_text.setter
+    def response_text(self, text: str | Callable[[], str] | None) -> None:
+        self._response_text = text
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class Limits:
 
 def trained(made: Any, limits: Limits, prompt: Prompt, draw: int, run: int, place: int) -> Trained:
     """Return what a run hands over as the pipeline's own experience, number `place` of the run.
+
+    The row's ground truth and other columns are left out: where it goes, they are known.
 
     Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
     """
@@ -127,8 +141,6 @@ def trained(made: Any, limits: Limits, prompt: Prompt, draw: int, run: int, plac
         weights_version=made.weights_version,
         reward=reward,
         teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
-        ground_truth=prompt.ground_truth,
-        extra=prompt.extra,
         metrics=_numbers(made.metrics),
     )
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -249,7 +250,7 @@ class ModelWrapper:
     def _described(self, made: Experience, call: Call | None = None) -> Experience:
         """Fill in the text of a response, of the last one where there are several."""
         tokens = made.tokens[made.prompt_length :] if call is None else call.completion.tokens
-        made.response_text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        made.response_text = partial(self.tokenizer.decode, tokens, skip_special_tokens=True)
         return made
 
     def _text(

@@ -7,8 +7,9 @@ thought, another system prompt), a new branch begins; what continues a call neve
 Legend: T tokens of a call, P of its prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,17 @@ from roll_opd.workflows.experience import Experience
 class Call:
     """A prompt and its response."""
 
-    text: str  # of both, special tokens written out
+    prompt: str  # special tokens written out
     tokens: np.ndarray  # int64 [T]
     start: int  # P
     completion: Completion
+    written: Callable[[np.ndarray], str]  # tokens as text, special ones written out
     parent: "Call | None" = None  # the call that this one goes on with
+
+    @cached_property
+    def text(self) -> str:
+        """Prompt and response; most calls of one turn are never asked."""
+        return self.prompt + self.written(self.completion.tokens)
 
     def path(self) -> "list[Call]":
         """Return this call and those that it continues, the first one first."""
@@ -54,12 +61,12 @@ class Turns:
 
     def add(self, prompt: str, tokens: np.ndarray, completion: Completion, parent: Call | None) -> Call:
         """Take a response to the prompt that `tokens` gave."""
-        response = self._tokenizer.decode(
-            completion.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
         whole = np.concatenate([tokens, completion.tokens])
-        self.calls.append(Call(prompt + response, whole, len(tokens), completion, parent))
+        self.calls.append(Call(prompt, whole, len(tokens), completion, self._written, parent))
         return self.calls[-1]
+
+    def _written(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return an experience for each way in which the conversation went, with its last call.
