@@ -531,6 +531,12 @@ class WorkflowKeys(Section):
     workflow_concurrency: Many = key(128, "runs under way at once in each of them", OURS)
     workflow_timeout: AboveZero = key(600.0, "seconds that a call of it may take", OURS)
     workflow_memory_gb: AboveZero = key(16.0, "GiB that each of them may need", OURS)
+    endpoint_host: Name = key("127.0.0.1", "where OpenAI clients reach the policy: an address of this machine", OURS)
+    endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
+        0, "its port in the first process, the next in the second, and so on; 0: any, started when a run asks", OURS
+    )
+    endpoint_key: Name | None = key(None, "an API key for all runs, which then are told apart by URL or header", OURS)
+    tool_call_parser: Name = key("hermes", "how the model writes tool calls; names of vLLM's --tool-call-parser", OURS)
     on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
 
 

@@ -6,11 +6,11 @@ import inspect
 import os
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.completion import Completion
+from roll_opd.inference.tool_calls import find_parser
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request, Sampler, Session
 
@@ -57,6 +58,7 @@ class Outcome:
     failure: tuple[str, str] | None = None  # kind, and what happened
     calls: int = 0  # of the model
     branches: int = 0  # conversations that they made: more than one where a call's messages did not continue another's
+    requests: Counter[str] = field(default_factory=Counter)  # to the endpoint of this process, by what became of them
     hung: bool = False  # a run that cannot be ended is still under way here: this process should be replaced
 
 
@@ -115,8 +117,13 @@ class WorkflowWorker:
         engines: Sequence[ray.actor.ActorHandle],
         chunk: int | None,
         deterministic: bool,
+        number: int,
     ) -> None:
-        """Find the workflow, and load the tokenizer. `engines` are `RolloutWorker`s of `rollout`."""
+        """Find the workflow, and load the tokenizer. `engines` are `RolloutWorker`s of `rollout`.
+
+        `number` tells this process from the others that run now.
+        """
+        from roll_opd.workflows.endpoint.server import Endpoint
         from roll_opd.workflows.experience import Limits
         from roll_opd.workflows.model import ModelWrapper
         from roll_opd.workflows.plugins import find_workflow
@@ -134,6 +141,16 @@ class WorkflowWorker:
             max_model_len=rollout.max_model_len,
             loop=asyncio.get_running_loop(),
         )
+        self._endpoint = self._model.endpoint = Endpoint(
+            self._model,
+            asyncio.get_running_loop(),
+            find_parser(plan.tool_call_parser, self._model.tokenizer),
+            host=plan.endpoint_host,
+            port=plan.endpoint_port + number if plan.endpoint_port else 0,
+            key=plan.endpoint_key,
+        )
+        if plan.endpoint_port:
+            _ = self._endpoint.address  # whoever knows the port need not wait for a run
         threading.Thread(target=self._watch_memory, daemon=True).start()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
@@ -173,7 +190,9 @@ class WorkflowWorker:
                 run = job.runs[0] if len(job.runs) == 1 else one.eid.run
                 if run not in job.runs:
                     raise ValueError(f"eid.run is {run}; this call made runs {job.runs[0]} to {job.runs[-1]}")
-                made[run].append(trained(one, self._limits, job.prompt, job.draw, run, len(made[run])))
+                learned = trained(one, self._limits, job.prompt, job.draw, run, len(made[run]))
+                reward = state.reward if learned.reward is None else learned.reward
+                made[run].append(replace(learned, reward=reward, metrics={**state.metrics, **learned.metrics}))
             outcome.made = dict(made)
         except asyncio.CancelledError:
             raise
@@ -182,6 +201,9 @@ class WorkflowWorker:
         except Exception as error:
             invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
             outcome.failure = (INVALID if invalid else RAISED, own_traceback(error))
+        finally:
+            self._endpoint.close(state)
+        outcome.requests, self._endpoint.counts = self._endpoint.counts, Counter()
         outcome.calls, outcome.hung = state.calls, self._hung > 0
         outcome.branches = len(state.turns.leaves()) if state.turns else 0
         return outcome

@@ -33,6 +33,7 @@ LATE_SECONDS = 60.0  # beyond workflow_timeout, after which a process that does 
 @dataclass(eq=False)
 class _Worker:
     actor: Any
+    number: int  # of the place that it has among the processes
     under_way: int = 0
     retiring: bool = False  # it gets no more runs, and is ended when it has none
     isolated: bool = False  # it has a run that may kill it, and gets no other beside it
@@ -81,7 +82,7 @@ class WorkflowPool:
     async def start(self, sampler: Sampler) -> None:
         """Start the processes, whose model is in the engines of `sampler`."""
         self._sampler = sampler
-        await asyncio.gather(*[self._add_worker() for _ in range(self.plan.workflow_workers)])
+        await asyncio.gather(*[self._add_worker(number) for number in range(self.plan.workflow_workers)])
 
     async def run(self, task: Any, model: Any) -> Sequence[Experience]:
         """Return what one run at a prompt makes; see `roll_opd.rollout.workflow.Workflow`.
@@ -110,6 +111,7 @@ class WorkflowPool:
         runs = self._failures.total() + self._succeeded
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
         metrics |= {"workflow/runs": float(runs), "workflow/restarts": float(self._restarts)}
+        metrics |= {f"workflow/endpoint/{what}": float(n) for what, n in sorted(self._requests.items())}
         if self._seconds:
             metrics |= {
                 "workflow/seconds_mean": sum(self._seconds) / len(self._seconds),
@@ -133,6 +135,7 @@ class WorkflowPool:
     def _reset(self) -> None:
         self._failures: Counter[str] = Counter()
         self._succeeded = self._restarts = self._calls_made = self._branches = 0
+        self._requests: Counter[str] = Counter()
         self._seconds: list[float] = []
 
     def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
@@ -189,6 +192,7 @@ class WorkflowPool:
                 self._seconds.append(time.monotonic() - begun)
                 self._calls_made += outcome.calls
                 self._branches += outcome.branches
+                self._requests += outcome.requests
                 return outcome
             finally:
                 await self._give_back(worker)
@@ -223,26 +227,26 @@ class WorkflowPool:
         ray.kill(worker.actor)
         self._restarts += 1
         warn(f"a process of workflow {self.plan.workflow} {problem}; it is started again")
-        replacing = asyncio.create_task(self._replace())
+        replacing = asyncio.create_task(self._replace(worker.number))
         self._replacing.add(replacing)
         replacing.add_done_callback(self._replacing.discard)
 
-    async def _replace(self) -> None:
+    async def _replace(self, number: int) -> None:
         try:
-            await self._add_worker()
+            await self._add_worker(number)
         except RunError as error:
             self._broken = error
         async with self._changed:
             self._changed.notify_all()
 
-    async def _add_worker(self) -> None:
+    async def _add_worker(self, number: int) -> None:
         actor = self._spawn()
         engines = self._sampler.engines.actors
         try:
-            await actor.setup.remote(self.plan, self._rollout, engines, self._chunk, self._deterministic)
+            await actor.setup.remote(self.plan, self._rollout, engines, self._chunk, self._deterministic, number)
         except ray.exceptions.RayError as error:
             raise RunError(f"workflow {self.plan.workflow}: a process does not start: {error}") from error
-        self._workers.append(_Worker(actor))
+        self._workers.append(_Worker(actor, number))
 
 
 async def _outcomes(worker: _Worker, jobs: list[Job]) -> AsyncGenerator[list[tuple[int, Outcome]], None]:

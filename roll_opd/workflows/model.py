@@ -1,23 +1,29 @@
 """The model as a workflow asks it: messages or texts in, experiences out, with the very tokens that were sampled."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+import json
+import math
+import ssl
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.order import derived_seed
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.experience import Experience
-from roll_opd.workflows.turns import Call, Turns, experience
+from roll_opd.workflows.turns import Call, Turns, digest, experience
 
 Value = TypeVar("Value")
+
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 # what a call may say of sampling -> what it is here
 _SAMPLING = {
@@ -58,6 +64,8 @@ class RunState:
     returned: bool = False  # the workflow has done its part
     history: list[Experience] = field(default_factory=list)
     turns: Turns | None = None
+    reward: float | None = None  # that somebody outside gave, for experiences without one of their own
+    metrics: dict[str, float] = field(default_factory=dict)  # likewise
 
     def seeds(self, n: int) -> list[int]:
         """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
@@ -70,6 +78,26 @@ class RunState:
         ]
         self.calls += 1
         return [derived_seed(*key) for key in numbers]
+
+    def take_reward(self, body: bytes | str) -> None:
+        """Read JSON: a number, or an object with `reward` and `metrics`, numbers by name. ValueError for another."""
+        read = json.loads(body)
+        given = read if isinstance(read, dict) else {"reward": read}
+        metrics = given.get("metrics") or {}
+        if given.keys() - {"reward", "metrics"} or not isinstance(metrics, dict):
+            raise ValueError("expected an object with a reward, and metrics as an object of numbers")
+        for name, value in {**metrics, "reward": given.get("reward")}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}, expected a number")
+        self.reward, self.metrics = float(given["reward"]), {**self.metrics, **metrics}
+
+
+AsMessage = Callable[[Experience], Mapping[str, Any]]
+
+
+def said(response: Experience) -> dict[str, Any]:
+    """Return a response as the message that it is."""
+    return {"role": "assistant", "content": response.response_text}
 
 
 # whose calls these are: each run has a context of its own, in a thread as in a coroutine
@@ -102,6 +130,7 @@ class ModelWrapper:
         self.model_path = model_path
         self.tokenizer = tokenizer
         self._engines, self._max_model_len, self._loop = engines, max_model_len, loop
+        self.endpoint: Any = None  # an `Endpoint`, which in turn asks this model
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
         """Return `n` responses to a conversation, through the tokenizer's chat template.
@@ -112,28 +141,47 @@ class ModelWrapper:
         """
         return self._wait(self.chat_async(messages, **options))
 
-    async def chat_async(
+    async def chat_async(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
+        """Return what `chat` does."""
+        return Responses(response for response, _ in await self.answer(messages, **options))
+
+    async def answer(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+        as_message: AsMessage | None = None,
         **options: Any,
-    ) -> Responses:
-        """Return what `chat` does."""
+    ) -> list[tuple[Experience, Call]]:
+        """Return what `chat` does, each response with its call.
+
+        `as_message` makes the message that a response becomes; None: one with its text.
+        """
         given = [dict(message) for message in messages]
-        goes_on = bool(given) and given[-1].get("role") == "assistant"  # its words are the beginning of the response
-        text = self._text(given, tools, chat_template_kwargs or {}, goes_on=goes_on, add_generation_prompt=not goes_on)
+        goes_on = continue_final_message
+        if goes_on is None:  # an assistant's words are the beginning of the response
+            goes_on = bool(given) and given[-1].get("role") == "assistant"
+        text = self._conversation(
+            given, tools, chat_template_kwargs, goes_on=goes_on, add_generation_prompt=not goes_on
+        )
         tokens, parent = self._turns.tokens(text)
         (responses,) = await self._respond([tokens], options)
+        past = reduce(digest, given, b"")
+        answered = []
         for response, completion in responses:
-            self._turns.add(text, tokens, completion, parent)
-            response.messages, response.tools, response.prompt_text = (
-                given,
-                [dict(t) for t in tools or ()] or None,
-                text,
-            )
-        return Responses(response for response, _ in responses)
+            message = partial(as_message or said, response)
+            answered.append((response, self._turns.add(text, tokens, completion, parent, past, message)))
+            response.messages, response.prompt_text = given, text
+            response.tools = [dict(tool) for tool in tools or ()] or None
+        return answered
+
+    def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
+        """Take back what `answer` returned: it did not reach who asked."""
+        lost = [part for pair in answered for part in pair]
+        self._turns.calls = [call for call in self._turns.calls if call not in lost]
+        self.history[:] = [response for response in self.history if response not in lost]
 
     def convert_messages_to_experience(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -145,7 +193,7 @@ class ModelWrapper:
         chat template rewrites the past, it is that of the last call alone, and `branches` has the others.
         """
         given = [dict(message) for message in messages]
-        call = self._turns.continued(self._text(given, tools, {}))
+        call = self._turns.continued(self._conversation(given, tools))
         if call is None:
             raise ValueError("no response in these messages was sampled by this run; give them as `chat` answered")
         made = self._described(experience(call.path()), call)
@@ -202,6 +250,47 @@ class ModelWrapper:
         return await self._engines.weights_version()
 
     @property
+    def api_address(self) -> str:
+        """The URL of the policy's server in this process."""
+        return str(self._endpoint.address)
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client needs as its `base_url`, with `api_key`."""
+        return f"{self.api_address}/v1"
+
+    @property
+    def session_url(self) -> str:
+        """The same for a client whose key is `endpoint_key`: it names this run."""
+        return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """The key of this run: what is asked with it belongs to the run, until that ends."""
+        return str(self._endpoint.session(self._run()).key)
+
+    def get_openai_client(self) -> Any:
+        """Return an `openai.OpenAI` client of this run, for a thread."""
+        from openai import DefaultHttpxClient, OpenAI
+
+        return self._client(OpenAI, DefaultHttpxClient)
+
+    def get_openai_async_client(self) -> Any:
+        """Return an `openai.AsyncOpenAI` client of this run."""
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        return self._client(AsyncOpenAI, DefaultAsyncHttpxClient)
+
+    @property
+    def reward(self) -> float | None:
+        """This run's reward, where an agent has posted it."""
+        return self._run().reward
+
+    def take_reward(self, body: bytes | str) -> None:
+        """Take this run's reward as an agent would post it; see `RunState.take_reward`."""
+        self._run().take_reward(body)
+
+    @property
     def history(self) -> list[Experience]:
         """What the calls of this run answered, in order."""
         return self._run().history
@@ -228,10 +317,11 @@ class ModelWrapper:
             )
         once = replace(sampling, n=1, max_new_tokens=min(sampling.max_new_tokens, room))
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]
+        call = run.calls
         completions = await self._engines.generate(run.group, asked, run.seeds(len(asked)), once)
         made = [self._experience(*pair) for pair in zip(asked, completions, strict=True)]
         for number, response in enumerate(made):
-            response.eid.run = number % sampling.n
+            response.eid.run, response.eid.step = number % sampling.n, call
         run.history += made
         answered = list(zip(made, completions, strict=True))
         return [answered[start : start + sampling.n] for start in range(0, len(answered), sampling.n)]
@@ -253,25 +343,43 @@ class ModelWrapper:
         made.response_text = partial(self.tokenizer.decode, tokens, skip_special_tokens=True)
         return made
 
-    def _text(
+    def _conversation(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
+        variables: Mapping[str, Any] | None = None,
         *,
         goes_on: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                tools=[dict(tool) for tool in tools] if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=goes_on,
-                **variables,
-            )
+        """Return a conversation as the chat template writes it, earlier answers as they were sampled."""
+        write = partial(
+            self.tokenizer.apply_chat_template,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=goes_on,
+            **(variables or {}),
         )
+        restored = self._turns.restored(messages)
+        try:
+            return str(write(restored))
+        except TemplateError:  # some want to see the call that a tool's message answers
+            if restored == messages:
+                raise
+            return str(write(messages))
+
+    def _client(self, kind: Any, http: Any) -> Any:
+        # one context for all clients: to make it takes 50 ms, and this address is none of TLS
+        client = kind(base_url=self.base_url, api_key=self.api_key, timeout=None, http_client=http(verify=_NO_TLS))
+        client.model_path = self.model_path  # where Trinity-RFT's workflows read it
+        return client
+
+    @property
+    def _endpoint(self) -> Any:
+        if self.endpoint is None:
+            raise RuntimeError("this model has no address; it is asked by its own methods")
+        return self.endpoint
 
     @property
     def _turns(self) -> Turns:

@@ -1,13 +1,17 @@
 """The calls of one run as a tree, so that a conversation goes on with the very tokens that were sampled.
 
 A request whose text begins with the whole text of an earlier call, prompt and response, continues that call: its
-tokens are kept, and only what is new becomes tokens. Where a template writes the past in another way (a stripped
-thought, another system prompt), a new branch begins; what continues a call never has other tokens than were sampled.
+tokens are kept, and only what is new becomes tokens. An answer that comes back among the messages is written as it was
+sampled, whatever became of it on its way (a tool call that was parsed, and is written as JSON again). Where a template
+writes the past in another way (a stripped thought, another system prompt), a new branch begins; what continues a call
+never has other tokens than were sampled.
 
 Legend: T tokens of a call, P of its prompt.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,13 +31,32 @@ class Call:
     tokens: np.ndarray  # int64 [T]
     start: int  # P
     completion: Completion
-    written: Callable[[np.ndarray], str]  # tokens as text, special ones written out
+    tokenizer: Any
+    messages: bytes  # `digest` of those that it answered
+    answer: Callable[[], Mapping[str, Any]]  # the message that it became
     parent: "Call | None" = None  # the call that this one goes on with
+
+    # of most calls, those of a single turn, none of this is ever asked
 
     @cached_property
     def text(self) -> str:
-        """Prompt and response; most calls of one turn are never asked."""
-        return self.prompt + self.written(self.completion.tokens)
+        """Prompt and response."""
+        return self.prompt + self._written(self.completion.tokens)
+
+    @cached_property
+    def response(self) -> str:
+        """The response without the token that ended it, which a template writes itself."""
+        tokens = self.completion.tokens
+        ended = self.completion.finish_reason == "stop" and tokens[-1:].tolist()[0] in self.tokenizer.all_special_ids
+        return self._written(tokens[:-1] if ended else tokens)
+
+    @cached_property
+    def conversation(self) -> bytes:
+        """`digest` of the messages and the answer."""
+        return digest(self.messages, self.answer())
+
+    def _written(self, tokens: np.ndarray) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def path(self) -> "list[Call]":
         """Return this call and those that it continues, the first one first."""
@@ -52,6 +75,18 @@ class Turns:
         found = [call for call in self.calls if text.startswith(call.text)]
         return max(reversed(found), key=lambda call: len(call.text), default=None)
 
+    def restored(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation in which each answer of an earlier call is what was sampled."""
+        if not self.calls or not any(message.get("role") == "assistant" for message in messages):
+            return [dict(message) for message in messages]
+        known = {call.conversation: call for call in self.calls}
+        found, so_far = [], b""
+        for message in messages:
+            so_far = digest(so_far, message)
+            call = known.get(so_far) if message.get("role") == "assistant" else None
+            found.append({"role": "assistant", "content": call.response} if call else dict(message))
+        return found
+
     def tokens(self, text: str) -> tuple[np.ndarray, Call | None]:
         """Return a prompt's tokens, int64 [P], and the call that it continues."""
         parent = self.continued(text)
@@ -59,14 +94,19 @@ class Turns:
         own = np.array(new, dtype=np.int64)
         return (np.concatenate([parent.tokens, own]) if parent else own), parent
 
-    def add(self, prompt: str, tokens: np.ndarray, completion: Completion, parent: Call | None) -> Call:
-        """Take a response to the prompt that `tokens` gave."""
+    def add(
+        self,
+        prompt: str,
+        tokens: np.ndarray,
+        completion: Completion,
+        parent: Call | None,
+        messages: bytes,
+        answer: Callable[[], Mapping[str, Any]],
+    ) -> Call:
+        """Take a response to the prompt that `tokens` gave; `answer` makes the message that it becomes."""
         whole = np.concatenate([tokens, completion.tokens])
-        self.calls.append(Call(prompt, whole, len(tokens), completion, self._written, parent))
+        self.calls.append(Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, answer, parent))
         return self.calls[-1]
-
-    def _written(self, tokens: np.ndarray) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def branches(self) -> list[tuple[Experience, Call]]:
         """Return an experience for each way in which the conversation went, with its last call.
@@ -87,12 +127,39 @@ class Turns:
         return [call for call in self.calls if call not in continued]
 
 
+def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
+    """Return what a conversation that ends with `message` is known by, `before` being that of what comes before it.
+
+    Two ways to write one message make no difference: numbers of tool calls, and spaces in their arguments.
+    """
+    said = message.get("content")
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    meant = [
+        message.get("role"),
+        "" if said is None else said,
+        [[c.get("name"), _read(c.get("arguments"))] for c in calls],
+    ]
+    return hashlib.blake2b(before + json.dumps(meant, sort_keys=True, default=str).encode(), digest_size=16).digest()
+
+
+def _read(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
 def experience(path: Sequence[Call], without: "set[Call] | frozenset[Call]" = frozenset()) -> Experience:
     """Return calls that continue each other as one experience.
 
     What lies between their responses, and the responses `without`, the model is not asked to learn.
     """
     first, last = path[0], path[-1]
+    versions = sorted({call.completion.weights_version for call in path})
+    if len(versions) > 1:
+        raise ValueError(
+            f"weights {versions} have answered in one conversation; they are to stay while it is under way"
+        )
     length = len(last.tokens) - first.start
     mask, logprobs = np.zeros(length, bool), np.zeros(length, np.float32)
     for call in path:

@@ -12,6 +12,7 @@ from stage import PURE, SHORT, WITH_REWARD, Stage, optimizer_of
 from tests.pages import blocks
 
 GUIDE = """
+import asyncio
 from typing import List
 
 from roll_opd.workflows import WORKFLOWS, Experience, ModelWrapper, Task, Workflow
@@ -100,6 +101,47 @@ class Taught(Workflow):
         response.metrics["gap"] = float((own[response.prompt_length - 1 :] - response.logprobs).abs().max())
         response.info["teacher_logprobs"] = response.logprobs - 0.25
         return [response]
+
+
+# unmodified OpenAI clients, of every kind: three turns with tools, each told the log-probs of what it is told
+@WORKFLOWS.register_module("clients")
+class Clients(Workflow):
+    def run(self) -> List[Experience]:
+        messages, told = [{"role": "user", "content": self.task.raw_task["question"]}], []
+        options = {"model": "policy", "max_tokens": 12, "logprobs": True, "tools": [TOOL]}
+        for turn in range(3):
+            kind = (self.model.tokenizer.encode(messages[0]["content"])[0] + turn) % 3
+            options["messages"] = messages
+            if kind == 0:
+                done = self.model.get_openai_client().chat.completions.create(**options)
+            elif kind == 1:
+                done = asyncio.run(self.asked(options))
+            else:
+                done = self.model.get_openai_client().chat.completions.create(**options, stream=True)
+            if kind == 2:
+                pieces = [piece.choices[0] for piece in done]
+                content = "".join(piece.delta.content or "" for piece in pieces)
+                logprobs = pieces[-1].logprobs.content
+            else:
+                content, logprobs = done.choices[0].message.content, done.choices[0].logprobs.content
+            told += [token.logprob for token in logprobs]
+            messages += [
+                {"role": "assistant", "content": content},
+                {"role": "tool", "tool_call_id": "1", "content": "12+34="},
+            ]
+        made = self.model.branches()
+        learned = sorted(float(x) for one in made for x in one.logprobs[one.action_mask])
+        assert learned == sorted(told), "what clients are told is not what is learned from"
+        for one in made:
+            one.reward = float(len(one.tokens) % 2)
+        return made
+
+    async def asked(self, options):
+        async with self.model.get_openai_async_client() as client:
+            return await client.chat.completions.create(**options)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 """
 
 
@@ -110,6 +152,7 @@ def mine(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, .
     (place / "plugins").mkdir()
     (place / "plugins" / "guide_workflows.py").write_text(GUIDE)
     (place / "plugins" / "sums.py").write_text(blocks("workflows.md", "python")[0])
+    (place / "plugins" / "my_agent.py").write_text(blocks("agents.md", "python")[0])
     rng = np.random.default_rng(0)
     rows = [f'{{"question": "{a}+{b}=", "answer": "{a + b}"}}' for a, b in rng.integers(100, 999, (60, 2))]
     (place / "rows.jsonl").write_text("\n".join(rows) + "\n")
@@ -119,8 +162,8 @@ def mine(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, .
 def reinforced(stage: Stage, mine: tuple[str, ...], name: str, *more: str) -> Run:
     *settings, rows = mine
     file = f"actor_train.data_args.file_name={rows.partition('=')[2]}"
-    settings += [*SHORT, *optimizer_of("actor_train"), "deterministic=false", f"workflow={name}", file, *more]
-    return stage.run(*settings, "max_steps=2", config=WITH_REWARD)
+    settings += [*SHORT, *optimizer_of("actor_train"), "deterministic=false", f"workflow={name}", file]
+    return stage.run(*settings, "max_steps=2", *more, config=WITH_REWARD)
 
 
 @pytest.mark.parametrize("name", ["documented", "older"])
@@ -159,6 +202,25 @@ def test_a_conversation_is_trained_on_as_it_was_sampled(stage: Stage, mine: tupl
         assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
     for sample in run.rows("samples.jsonl"):
         assert 0 < sum(sample["action_mask"]) < len(sample["action_mask"])
+
+
+def test_64_openai_clients_of_every_kind_are_told_what_is_trained_on(stage: Stage, mine: tuple[str, ...]) -> None:
+    run = reinforced(stage, mine, "clients", "response_length=200", "workflow_workers=1", "max_steps=1")
+    assert run.code == 0
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["workflow/runs"] == 16 * 4 and not any(name.startswith("workflow/failed") for name in row)
+    assert row["workflow/endpoint/200"] == 16 * 4 * 3 and row["workflow/calls_mean"] == 3
+    assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
+
+
+def test_the_agent_of_the_page_is_trained(stage: Stage, mine: tuple[str, ...]) -> None:
+    settings = "workflow_args={agent: my_agent.solve}", "response_length=120", "max_steps=1", "rollout_batch_size=8"
+    run = reinforced(stage, mine, "agent_workflow", *settings)
+    assert run.code == 0
+    for row in run.rows("metrics.jsonl")[1:]:
+        assert row["workflow/runs"] == 8 * 4 and not any(name.startswith("workflow/failed") for name in row)
+        assert row["actor/grad_norm"] > 0 and row["rollout/mismatch/logprob_diff_max"] < 1e-3
+    assert {0.0, 1.0} <= {sample["reward"] for sample in run.rows("samples.jsonl")} <= {0.0, 0.5, 1.0}
 
 
 def test_log_probs_that_a_workflow_brings_stand_in_for_the_teachers(stage: Stage, mine: tuple[str, ...]) -> None:

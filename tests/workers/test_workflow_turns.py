@@ -2,7 +2,7 @@
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference.completion import Completion
 from roll_opd.workflows.model import RUN, ModelWrapper, Responses, RunState
+from tests.workers.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 THINKING = (  # writes what an assistant thought, up to "=", in the last turn alone, as Qwen3's does
@@ -20,33 +20,6 @@ THINKING = (  # writes what an assistant thought, up to "=", in the last turn al
     "{{ m.content.split('=')[-1] if m.role == 'assistant' and not loop.last else m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-class Sampled:
-    """An engine that answers with given tokens, or random ones; remembers what it was asked."""
-
-    def __init__(self, tokenizer: Any, answers: Sequence[str] = (), seed: int = 0) -> None:
-        self._tokenizer, self._answers, self._rng = tokenizer, list(answers), np.random.default_rng(seed)
-        self.asked: list[np.ndarray] = []
-        self.answered: list[Completion] = []
-
-    async def generate(
-        self, group: int, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: SamplingPlan
-    ) -> list[Completion]:
-        for prompt in prompts:
-            tokens = self._rng.integers(0, len(self._tokenizer), self._rng.integers(1, 9))
-            if self._answers:
-                tokens = np.array(self._tokenizer.encode(self._answers.pop(0), add_special_tokens=False))
-            logprobs = -self._rng.random(len(tokens)).astype(np.float32)
-            self.asked.append(prompt)
-            self.answered.append(Completion(tokens, logprobs, "stop", 3))
-        return self.answered[-len(prompts) :]
-
-    async def prompt_logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
-        return -np.arange(1, len(tokens), dtype=np.float32)
-
-    async def weights_version(self) -> int:
-        return 3
 
 
 def play(engine: Sampled, tokenizer: Any, script: Callable[[ModelWrapper], Awaitable[Any]], runs: int = 1) -> Any:

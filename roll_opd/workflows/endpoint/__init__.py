@@ -1,0 +1,1 @@
+"""The policy at an address that OpenAI's clients know."""

@@ -1,0 +1,244 @@
+"""Chat completions as OpenAI's clients write and read them: requests are checked, answers and streams are made."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_opd.inference.tool_calls import ToolCallParser
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MOST_RESPONSES = 128  # `n` of one request
+STREAMED_CHARACTERS = 64  # of a piece of a stream
+
+# how to sample, under the names of `ModelWrapper.chat`
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "max_completion_tokens", "stop", "n")
+_TEMPLATE = ("chat_template_kwargs", "continue_final_message")
+_READ = ("messages", "model", "tools", "tool_choice", "stream", "stream_options", "logprobs")
+# what changes nothing: seeds are the run's, and log-probs are there anyway
+_NO_MATTER = (
+    *("seed", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity"),
+    *(
+        "prompt_cache_key",
+        "safety_identifier",
+        "add_generation_prompt",
+        "return_token_ids",
+        "function_call",
+        "functions",
+    ),
+)
+# what would change the distribution that is sampled from: the values with which it does not
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+_NUMBERS = {"temperature": (0, 100), "top_p": (0, 1), "repetition_penalty": (0, 100)}
+_COUNTS = {"max_tokens": (1, None), "max_completion_tokens": (1, None), "n": (1, MOST_RESPONSES), "top_k": (-1, None)}
+
+
+class Refusal(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        """`status` is HTTP's; `param` the field that is wrong; `code` a word for programs."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that can be answered."""
+
+    messages: list[dict[str, Any]]  # contents as text, arguments of tool calls as objects
+    tools: list[dict[str, Any]]
+    options: dict[str, Any]  # of `ModelWrapper.answer`
+    model: str
+    stream: bool
+    usage_at_end: bool  # of a stream
+    logprobs: bool
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Return what a request asks; Refusal, with the field that is wrong, where it cannot be answered as it asks."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refusal(400, f"the body is a JSON {type(asked).__name__}, expected an object")
+    for name, value in asked.items():
+        if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
+            raise _wrong(name, f"{value!r} is not supported: it would change what is sampled from; leave it out")
+        if name not in (*_SAMPLING, *_TEMPLATE, *_READ, *_NO_MATTER, *_NEUTRAL):
+            raise _wrong(name, "is unknown here; leave it out")
+    for name, (least, most) in _NUMBERS.items():
+        _check_number(asked, name, least, most, int | float)
+    for name, (least, most_of_all) in _COUNTS.items():
+        _check_number(asked, name, least, most_of_all, int)
+    stop = asked.get("stop")
+    if not (stop is None or isinstance(stop, str) or _is_list(stop, str)) or stop == "" or (stop and "" in stop):
+        raise _wrong("stop", f"{stop!r} is not a text or a list of texts")
+    if not isinstance(asked.get("chat_template_kwargs") or {}, dict):
+        raise _wrong("chat_template_kwargs", "is not an object")
+    tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
+    if asked.get("tool_choice") not in (None, "auto", "none"):
+        raise _wrong("tool_choice", "auto and none are supported: a forced call would not be the policy's")
+    if not _is_list(tools, dict):
+        raise _wrong("tools", "is not a list of objects")
+    stream_options = asked.get("stream_options") or {}
+    options = {name: asked[name] for name in (*_SAMPLING, *_TEMPLATE) if asked.get(name) is not None}
+    return ChatRequest(
+        messages=_read_messages(asked.get("messages")),
+        tools=tools,
+        options={"continue_final_message": False, **options},
+        model=str(asked.get("model") or ""),
+        stream=bool(asked.get("stream")),
+        usage_at_end=isinstance(stream_options, dict) and bool(stream_options.get("include_usage")),
+        logprobs=bool(asked.get("logprobs")),
+    )
+
+
+def as_message(text: str, tools: Sequence[Mapping[str, Any]], parse: ToolCallParser, number: str) -> dict[str, Any]:
+    """Return the assistant's message that a response is; `number` tells its tool calls from others."""
+    content, calls = parse(text, tools) if tools else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}_{place}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for place, call in enumerate(calls)
+        ]
+    return message
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response as a choice: what was said, why it ended, its tokens as texts with their log-probs."""
+
+    message: dict[str, Any]
+    finish_reason: str
+    tokens: Sequence[str]
+    logprobs: Sequence[float]
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in OpenAI's words."""
+        return "tool_calls" if self.message.get("tool_calls") and self.finish_reason == "stop" else self.finish_reason
+
+    @property
+    def token_logprobs(self) -> dict[str, Any]:
+        """The tokens with their log-probs."""
+        entries = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+            for text, logprob in zip(self.tokens, self.logprobs, strict=True)
+        ]
+        return {"content": entries, "refusal": None}
+
+
+def completion(
+    head: Mapping[str, Any], asked: ChatRequest, answers: Sequence[Answer], usage: Mapping
+) -> dict[str, Any]:
+    """Return the whole answer; `head` has its id, time and model."""
+    choices = [
+        {
+            "index": index,
+            "message": {"refusal": None, **answer.message},
+            "finish_reason": answer.reason,
+            "logprobs": answer.token_logprobs if asked.logprobs else None,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+
+def stream(
+    head: Mapping[str, Any], asked: ChatRequest, answers: Sequence[Answer], usage: Mapping
+) -> Iterator[dict[str, Any]]:
+    """Yield the same in pieces; the log-probs of an answer are with its last one."""
+
+    def piece(index: int, delta: Mapping, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    for index, answer in enumerate(answers):
+        text, calls = answer.message["content"] or "", answer.message.get("tool_calls", [])
+        yield piece(index, {"role": "assistant", "content": "" if text or not calls else None})
+        for start in range(0, len(text), STREAMED_CHARACTERS):
+            yield piece(index, {"content": text[start : start + STREAMED_CHARACTERS]})
+        for place, call in enumerate(calls):
+            yield piece(index, {"tool_calls": [{"index": place, **call}]})
+        yield piece(index, {}, answer.reason, answer.token_logprobs if asked.logprobs else None)
+    if asked.usage_at_end:
+        yield {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
+    if not _is_list(messages, dict) or not messages:
+        raise _wrong("messages", "is not a list of objects, at least one")
+    return [_read_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"{role!r} is none of {', '.join(ROLES)}")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise _wrong(f"{where}.content", "has parts other than text, which this model does not read")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise _wrong(f"{where}.content", "is not a text")
+    kept = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
+    if calls:
+        if not _is_list(calls, dict):
+            raise _wrong(f"{where}.tool_calls", "is not a list of objects")
+        kept["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return kept
+
+
+def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object: chat templates write it as JSON themselves."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong(f"{where}.function", "has no name")
+    arguments = function.get("arguments") or "{}"
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        raise _wrong(f"{where}.function.arguments", "is not JSON") from None
+    return {**call, "function": {**function, "arguments": read}}
+
+
+def _check_number(asked: Mapping[str, Any], name: str, least: float, most: float | None, kind: Any) -> None:
+    value = asked.get(name)
+    if value is None:
+        return
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kind)
+        or not least <= value <= (value if most is None else most)
+    ):
+        upper = "" if most is None else f" to {most}"
+        raise _wrong(name, f"is {value!r}, expected a number from {least}{upper}")
+
+
+def _is_list(value: Any, of: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, of) for item in value)
+
+
+def _wrong(field: str, what: str) -> Refusal:
+    return Refusal(400, f"{field}: {what}", field)

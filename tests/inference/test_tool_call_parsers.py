@@ -1,0 +1,42 @@
+"""Parsers of tool calls that are vLLM's."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from roll_opd.inference.tool_calls import find_parser, read_hermes
+
+TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_a_parser_of_vllm_reads_its_models_way_to_call() -> None:
+    read = find_parser("pythonic", TOKENIZER)
+    content, (call,) = read("[add(a=1, b='x')]", TOOLS)
+    assert content == "" and call.name == "add" and json.loads(call.arguments) == {"a": 1, "b": "x"}
+    assert read("no call", TOOLS) == ("no call", [])
+    with pytest.raises(ValueError, match=r"tool_call_parser: pythonik is unknown; known are .*pythonic"):
+        find_parser("pythonik", TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'so <tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": "b", "arguments": {}}</tool_call>',
+        "nothing to call",
+    ],
+)  # fmt: skip
+def test_ours_reads_what_vllms_of_the_same_format_does(text: str) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(model="", messages=[], tools=TOOLS)
+    found = ToolParserManager.get_tool_parser("hermes")(TOKENIZER, request.tools).extract_tool_calls(text, request)
+    content, calls = read_hermes(text, TOOLS)
+    assert content == (found.content or "").rstrip() and len(calls) == len(found.tool_calls)
+    for ours, theirs in zip(calls, found.tool_calls, strict=True):
+        assert ours.name == theirs.function.name
+        assert json.loads(ours.arguments) == json.loads(theirs.function.arguments)
