@@ -26,7 +26,8 @@ Trinity-RFT's or ours.
 
 The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
 `teacher` (one, or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are needed
-`teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward).
+`teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to the
+models that a workflow asks: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
 SANITY = (2**31 - 1, 10**6)  # bounds that nobody meets, except by a slip
 TITLES = {
@@ -35,6 +36,7 @@ TITLES = {
     schema.Reward: "A reward",
     schema.Term: "A term of a reward",
     schema.TokenFilter: "A filter of tokens",
+    schema.RemoteModelKeys: "An auxiliary model that runs elsewhere",
     schema.SupervisedWorker: "The role of a supervised pipeline",
     schema.EpochArgs: "training_args of a supervised pipeline",
     schema.HeldOut: "validation of a supervised pipeline",
@@ -55,7 +57,14 @@ def sections() -> list[type[Section]]:
             for inner in _inside(annotation):
                 visit(inner)
 
-    for top in (schema.Top, schema.Worker, schema.Reward, *SUPERVISED.values(), schema.SupervisedWorker):
+    for top in (
+        schema.Top,
+        schema.Worker,
+        schema.Reward,
+        schema.RemoteModelKeys,
+        *SUPERVISED.values(),
+        schema.SupervisedWorker,
+    ):
         visit(top)
     return found
 

@@ -17,6 +17,7 @@ from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
 from roll_opd.config.load import LoadedConfig, load_config, write_yaml
 from roll_opd.config.plan import (
+    AuxiliaryPlan,
     CheckpointPlan,
     CriticPlan,
     DataPlan,
@@ -35,6 +36,7 @@ from roll_opd.config.schema import (
     CheckpointKeys,
     CriticKeys,
     EpochArgs,
+    RemoteModelKeys,
     RolloutKeys,
     Run,
     RunKeys,
@@ -153,6 +155,8 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if not agentic:
         check_objective.check_samples(top, sizes.n, bool(sections.rewards))
     rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n)
+    if sections.auxiliaries and not top.workflow:
+        top.tell.ignore("auxiliary_models")
     if mode != "pure":
         check_objective.check_groups(top, sizes.n, agentic)
         check_objective.check_rewards(top, rewards)
@@ -169,6 +173,8 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     plan = _assembled(top, roles, sizes, (*rows, given), agentic=agentic_sections, **common)
     engines = {domain: parts.judge_plan(role, top, sizes.response or 0) for domain, role in roles.judges.items()}
     plan = replace(plan, rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards))
+    if plan.workflow:
+        plan = replace(plan, workflow=_with_auxiliaries(plan.workflow, sections, roles, top, sizes.response or 0))
     return _finished(plan, loaded, top, roles, top.prompt_length + (sizes.response or 0))
 
 
@@ -230,6 +236,17 @@ def _workflow(top: Top) -> WorkflowPlan | None:
         with top.tell.about("plugin_dir", PathError):
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
     return WorkflowPlan(**{**values, "workflow_args": FrozenDict(top.workflow_args)})
+
+
+def _with_auxiliaries(plan: WorkflowPlan, sections: Sections, roles: Roles, top: Top, response: int) -> WorkflowPlan:
+    """Return `plan` with the models that its workflow asks, in the order in which they are written."""
+    found = []
+    for name, section in sections.auxiliaries.items():
+        if isinstance(section, RemoteModelKeys):
+            found.append(AuxiliaryPlan(name, None, section.base_url.rstrip("/"), section.api_key, section.model_name))
+        elif name in roles.auxiliaries:
+            found.append(AuxiliaryPlan(name, parts.judge_plan(roles.auxiliaries[name], top, response)))
+    return replace(plan, auxiliary_models=tuple(found))
 
 
 def _supervised(loaded: LoadedConfig, keys: type[Supervised], tell: Diagnostics) -> RunPlan | None:

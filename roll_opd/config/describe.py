@@ -11,6 +11,7 @@ from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, 
 from roll_opd.frozen import thaw
 from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
 from roll_opd.terminal import table, wrapped
+from roll_opd.tracking.secrets import without_secrets
 
 T = TypeVar("T")
 SHOWN = {  # keys of the objective that its formulas show
@@ -45,7 +46,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "validation": thaw(asdict(plan.validation.sampling)) if plan.validation and plan.rollout else None,
         },
         "objective": thaw(asdict(plan.objective)),
-        "workflow": thaw(asdict(plan.workflow)) if plan.workflow else None,
+        "workflow": without_secrets(thaw(asdict(plan.workflow))) if plan.workflow else None,
         "environments": thaw(plan.agentic),
         "memory_bytes_per_device": {str(device): size for device, size in device_memory(plan).items()},
         "warnings": list(plan.warnings),
@@ -198,6 +199,9 @@ def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
         lines.append(
             f"  by workflow {kept.workflow}, in {kept.workflow_workers} x {kept.workflow_concurrency} runs at once"
         )
+        for model in kept.auxiliary_models:
+            place = model.engine.model.path if model.engine else f"{model.model_name} at {model.base_url}"
+            lines.append(f"  which may ask {model.name}, {place}")
     if plan.extra_prompts:
         lines.append(f"  up to {plan.extra_prompts} more prompts under way; what is not needed is aborted")
     if plan.rollout and plan.rollout.max_running_requests:

@@ -288,9 +288,22 @@ class DemonstrationPlan:
         return self.rows_per_update * self.updates
 
 
+@dataclass(frozen=True)
+class AuxiliaryPlan:
+    """A model that workflows may ask, and that is never trained: engines of the run's own, or an address."""
+
+    name: str
+    engine: RolloutPlan | None = None
+    base_url: str = ""
+    api_key: str = field(default="", repr=False)
+    model_name: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkflowPlan(WorkflowKeys):
     """What is done with a row, in processes of its own."""
+
+    auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +385,7 @@ class RunPlan(RunKeys, RolloutKeys):
         return {role.name: role for role in roles if role}
 
     def inference_roles(self) -> dict[str, RolloutPlan]:
-        """Return every inference role by name: the student's engines, and judges that run here."""
-        roles = (self.rollout, *(reward.engine for reward in self.rewards))
+        """Return every inference role by name: the student's engines, judges and auxiliary models that run here."""
+        auxiliary = self.workflow.auxiliary_models if self.workflow else ()
+        roles = (self.rollout, *(reward.engine for reward in self.rewards), *(model.engine for model in auxiliary))
         return {role.name: role for role in roles if role}

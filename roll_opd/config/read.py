@@ -21,6 +21,7 @@ from roll_opd.config.schema import (
     DataArgs,
     GeneratingArgs,
     ModelArgs,
+    RemoteModelKeys,
     Reward,
     Run,
     Section,
@@ -41,6 +42,7 @@ PURE_ROLES = ("student_train", "student_infer")
 MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
 CRITIC = "critic"
+AUXILIARY = "auxiliary_models"
 LOCAL_JUDGE = "inference"  # `judge_model_type` of a judge that runs here
 SHARED_JUDGE = "cluster"  # ... of one whose engine is the section `reward_model`
 SAME_WORD = 0.85  # names that a user chooses may resemble a key by chance: it takes more to call them a typing error
@@ -67,6 +69,7 @@ class Sections:
     teachers: dict[str, Worker | None] = field(default_factory=dict)  # by teacher name
     rewards: dict[str, Reward | None] = field(default_factory=dict)
     judges: dict[str, Worker | None] = field(default_factory=dict)  # domain -> the engine that is its judge
+    auxiliaries: dict[str, Worker | RemoteModelKeys | None] = field(default_factory=dict)  # models that workflows ask
     pretrain: str | None = None  # as written, so that a mistake elsewhere at the top does not take the models away
 
 
@@ -86,7 +89,7 @@ def read_sections(
     if pipeline is not None:
         roles = {pipeline.role: SupervisedWorker} | ({REFERENCE: Worker} if pipeline.has_reference else {})
         keys = pipeline
-    known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model") if pipeline is None else ())}
+    known = {*keys_of(keys), *roles, *(("teacher", "rewards", "reward_model", AUXILIARY) if pipeline is None else ())}
     left_out = _variables(values, known, keys.ignored, variables, tell)
     rest = {key: value for key, value in values.items() if key not in left_out}
     if pipeline is not None and pipeline.has_reference:
@@ -97,6 +100,7 @@ def read_sections(
     if pipeline is None:
         _read_teachers(rest.pop("teacher", None), sections, tell)
         _read_rewards(rest.pop("rewards", None), rest.pop("reward_model", None), sections, tell)
+        _read_auxiliaries(rest.pop(AUXILIARY, None), sections, tell)
     sections.top = _with_devices(read_section(keys, rest, tell, known), sections)
     return sections
 
@@ -181,6 +185,19 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, tell: Diagnostics
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, place), place)
     if shared is not None:
         tell.ignore("reward_model")
+
+
+def _read_auxiliaries(value: Any, sections: Sections, tell: Diagnostics) -> None:
+    """Read the models that workflows ask: sections of engines, or of addresses."""
+    for name, data in _mapping(value, AUXILIARY, tell).items():
+        place = tell.below(f"{AUXILIARY}.{name}")
+        if not (isinstance(data, dict) and keys_of(RemoteModelKeys).keys() & data.keys()):
+            sections.auxiliaries[name] = read_section(Worker, data, place)
+            continue
+        remote = sections.auxiliaries[name] = read_section(RemoteModelKeys, data, place)
+        for key in ("base_url", "model_name"):
+            if remote is not None and key not in remote.written:
+                place.problem(key, "is missing; write where the model is, and what it is called there")
 
 
 def _judge_type(reward: Any) -> Any:

@@ -55,10 +55,11 @@ class Roles:
     reference: Role | None = None
     critic: Role | None = None
     judges: dict[str, Role] = field(default_factory=dict)  # domain -> the engine that is its judge
+    auxiliaries: dict[str, Role] = field(default_factory=dict)  # name -> an engine that workflows ask
 
     def placed(self) -> list[Role]:
         """Return every role that has devices."""
-        return [*self.all(), *self.judges.values()]
+        return [*self.all(), *self.judges.values(), *self.auxiliaries.values()]
 
     def all(self) -> list[Role]:
         """Return every role that reads the run's tokens."""
@@ -136,6 +137,9 @@ class RoleReader:
         for domain, worker in sections.judges.items():
             if worker is not None:
                 roles.judges[domain] = self._engine(worker, None, "bf16")
+        for name, model in sections.auxiliaries.items():
+            if isinstance(model, Worker):
+                roles.auxiliaries[name] = self._engine(model, None, "bf16")
         self._refuse_adapters()
         return roles
 

@@ -535,9 +535,18 @@ class WorkflowKeys(Section):
     endpoint_port: Annotated[int, Field(ge=0, le=65000)] = key(
         0, "its port in the first process, the next in the second, and so on; 0: any, started when a run asks", OURS
     )
-    endpoint_key: Name | None = key(None, "an API key for all runs, which then are told apart by URL or header", OURS)
+    endpoint_api_key: Name | None = key(None, "an API key of all runs, told apart by URL or header", OURS)
     tool_call_parser: Name = key("hermes", "how the model writes tool calls; names of vLLM's --tool-call-parser", OURS)
     on_workflow_error: Literal["drop", "stop"] = key("drop", "a run that fails: leave it out, or end", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteModelKeys(Section):
+    """An auxiliary model that runs elsewhere, behind an OpenAI-compatible address."""
+
+    base_url: Name = key("", "its address, with the /v1", OURS)
+    api_key: Name = key("EMPTY", "its key", OURS)
+    model_name: Name = key("", "what it is called there", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.plan import MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.config.plan import AuxiliaryPlan, MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
 from roll_opd.pipelines.checkpoints import CRITIC
@@ -176,10 +176,15 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
     return tuple(await asyncio.gather(*[begin(reward) for reward in plan.rewards]))
 
 
-async def start_workflow(plan: RunPlan, sampler: Sampler) -> WorkflowPool | None:
-    """Start the processes of the run's workflow, where it has one."""
+async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) -> WorkflowPool | None:
+    """Start the processes of the run's workflow, where it has one, and the models that it asks beside the student."""
     if plan.workflow is None:
         return None
+
+    async def engines(model: AuxiliaryPlan) -> Sampler | None:
+        return await start_sampler(plan, model.engine, placement) if model.engine else None
+
+    auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]  # they may share devices
     assert plan.workflow.workflow and plan.rollout
     variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables()}
     actor_class: Any = WorkflowWorker
@@ -195,7 +200,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler) -> WorkflowPool | None
         chunk=chunk_samples(plan),
         deterministic=plan.deterministic,
     )
-    await pool.start(sampler)
+    await pool.start(sampler, auxiliaries)
     return pool
 
 

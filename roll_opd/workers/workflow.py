@@ -4,13 +4,15 @@ import asyncio
 import contextvars
 import inspect
 import os
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ MOST_THREADS = 10_000  # a run that cannot be ended keeps its thread
 MEMORY_SECONDS = 0.25  # between looks at the process's memory
 OUT_OF_MEMORY = 77  # exit code
 # kinds of failures
-RAISED, TIMEOUT, INVALID = "raised", "timeout", "invalid"
+RAISED, TIMEOUT, INVALID, API_ERROR = "raised", "timeout", "invalid", "api_error"
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ class SamplerEngines:
         return self._sampler.engines.actors[self._sampler.engine_of(group)]
 
 
+def _is_of_api(error: Exception) -> bool:
+    """Whether a model behind an address has failed, after OpenAI's client has tried again."""
+    openai = sys.modules.get("openai")  # who has not imported it has no such error
+    return openai is not None and isinstance(error, openai.APIError)
+
+
 @contextmanager
 def _staying() -> Iterator[None]:
     """Make an error of what would end the process: it is not the run's alone."""
@@ -115,14 +123,17 @@ class WorkflowWorker:
         plan: WorkflowPlan,
         rollout: RolloutPlan,
         engines: Sequence[ray.actor.ActorHandle],
+        auxiliary_engines: Sequence[Sequence[ray.actor.ActorHandle]],
         chunk: int | None,
         deterministic: bool,
         number: int,
     ) -> None:
-        """Find the workflow, and load the tokenizer. `engines` are `RolloutWorker`s of `rollout`.
+        """Find the workflow, and load the tokenizer.
 
-        `number` tells this process from the others that run now.
+        `engines` are `RolloutWorker`s of `rollout`, `auxiliary_engines` those of each auxiliary model, none for one
+        elsewhere. `number` tells this process from the others that run now.
         """
+        from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import Endpoint
         from roll_opd.workflows.experience import Limits
         from roll_opd.workflows.model import ModelWrapper
@@ -134,23 +145,28 @@ class WorkflowWorker:
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
         self._ready: list[Any] = []  # instances that can be reset
         self._hung = 0
-        self._model = ModelWrapper(
-            SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic),
-            load_tokenizer(rollout.model.path),
-            model_path=rollout.model.path,
-            max_model_len=rollout.max_model_len,
-            loop=asyncio.get_running_loop(),
-        )
-        self._endpoint = self._model.endpoint = Endpoint(
-            self._model,
-            asyncio.get_running_loop(),
-            find_parser(plan.tool_call_parser, self._model.tokenizer),
-            host=plan.endpoint_host,
-            port=plan.endpoint_port + number if plan.endpoint_port else 0,
-            key=plan.endpoint_key,
-        )
-        if plan.endpoint_port:
-            _ = self._endpoint.address  # whoever knows the port need not wait for a run
+        self._endpoints: list[Any] = []
+
+        def served(kind: Callable[..., Any], plan: RolloutPlan, engines: Sequence, **address: Any) -> Any:
+            """Return a model in engines, with an address of its own."""
+            sampler = SamplerEngines(Sampler(ActorGroup(engines)), chunk, deterministic)
+            tokenizer, loop = load_tokenizer(plan.model.path), asyncio.get_running_loop()
+            model = kind(sampler, tokenizer, model_path=plan.model.path, max_model_len=plan.max_model_len, loop=loop)
+            model.endpoint = Endpoint(model, loop, find_parser(self._plan.tool_call_parser, tokenizer), **address)
+            self._endpoints.append(model.endpoint)
+            return model
+
+        port = plan.endpoint_port + number if plan.endpoint_port else 0
+        address = {"host": plan.endpoint_host, "port": port, "key": plan.endpoint_api_key}
+        self._model = served(ModelWrapper, rollout, engines, **address)
+        self._auxiliaries = [
+            served(partial(AuxiliaryModel, place, model.engine.sampling), model.engine, of_model)
+            if model.engine
+            else RemoteModel(model.model_name, model.base_url, model.api_key)
+            for place, (model, of_model) in enumerate(zip(plan.auxiliary_models, auxiliary_engines, strict=True))
+        ]
+        if port:
+            _ = self._model.api_address  # whoever knows the port need not wait for a run
         threading.Thread(target=self._watch_memory, daemon=True).start()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
@@ -200,10 +216,12 @@ class WorkflowWorker:
             outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
         except Exception as error:
             invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
-            outcome.failure = (INVALID if invalid else RAISED, own_traceback(error))
+            kind = INVALID if invalid else API_ERROR if _is_of_api(error) else RAISED
+            outcome.failure = (kind, own_traceback(error))
         finally:
-            self._endpoint.close(state)
-        outcome.requests, self._endpoint.counts = self._endpoint.counts, Counter()
+            for endpoint in self._endpoints:
+                endpoint.close(state)
+        outcome.requests, self._model.endpoint.counts = self._model.endpoint.counts, Counter()
         outcome.calls, outcome.hung = state.calls, self._hung > 0
         outcome.branches = len(state.turns.leaves()) if state.turns else 0
         return outcome
@@ -271,8 +289,10 @@ class WorkflowWorker:
         except IndexError:
             workflow = self._class.__new__(self._class)
             workflow.task = task  # older classes read it and do not pass it on
-            given = {"task": task, "model": self._model, "auxiliary_models": []}
             taken = inspect.signature(self._class).parameters
+            given = {"task": task, "model": self._model, "auxiliary_models": self._auxiliaries}
+            if "auxiliary_model_wrappers" in taken:
+                given["auxiliary_model_wrappers"] = self._auxiliaries
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
                 given = {name: value for name, value in given.items() if name in taken}
             workflow.__init__(**given)

@@ -79,9 +79,12 @@ class WorkflowPool:
         self._broken: BaseException | None = None
         self._reset()
 
-    async def start(self, sampler: Sampler) -> None:
-        """Start the processes, whose model is in the engines of `sampler`."""
-        self._sampler = sampler
+    async def start(self, sampler: Sampler, auxiliaries: Sequence[Sampler | None] = ()) -> None:
+        """Start the processes, whose model is in the engines of `sampler`, and auxiliary models in others.
+
+        Those end with the pool; None is a model elsewhere.
+        """
+        self._sampler, self._auxiliaries = sampler, auxiliaries
         await asyncio.gather(*[self._add_worker(number) for number in range(self.plan.workflow_workers)])
 
     async def run(self, task: Any, model: Any) -> Sequence[Experience]:
@@ -131,6 +134,7 @@ class WorkflowPool:
         await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers:
             ray.kill(worker.actor)
+        await asyncio.gather(*[model.end() for model in self._auxiliaries if model])
 
     def _reset(self) -> None:
         self._failures: Counter[str] = Counter()
@@ -243,7 +247,9 @@ class WorkflowPool:
         actor = self._spawn()
         engines = self._sampler.engines.actors
         try:
-            await actor.setup.remote(self.plan, self._rollout, engines, self._chunk, self._deterministic, number)
+            others = [model.engines.actors if model else () for model in self._auxiliaries]
+            settings = self._chunk, self._deterministic, number
+            await actor.setup.remote(self.plan, self._rollout, engines, others, *settings)
         except ray.exceptions.RayError as error:
             raise RunError(f"workflow {self.plan.workflow}: a process does not start: {error}") from error
         self._workers.append(_Worker(actor, number))

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from roll_opd.extensions import Registry
@@ -83,10 +84,17 @@ class Workflow:
     def __init__(self, model: ModelWrapper, task: Task | None = None, auxiliary_models: list | None = None) -> None:
         if task is not None:
             self.task = task
-        self.model, self.auxiliary_models = model, auxiliary_models
-        self.auxiliary_model_wrappers = auxiliary_models
+        self.model, self.auxiliary_model_wrappers = model, auxiliary_models
         self.repeat_times, self.run_id_base = 1, 0
         self.logger = logging.getLogger(type(self).__module__)
+
+    @cached_property
+    def auxiliary_models(self) -> list:
+        """The auxiliary models as OpenAI clients, whose `model_path` is the name; the models are in the wrappers."""
+        models = self.auxiliary_model_wrappers or []
+        return [
+            model.get_openai_async_client() if flag(self, "is_async") else model.get_openai_client() for model in models
+        ]
 
     @property
     def resettable(self) -> bool:

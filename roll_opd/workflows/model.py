@@ -23,7 +23,7 @@ from roll_opd.workflows.turns import Call, Turns, digest, experience
 
 Value = TypeVar("Value")
 
-_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 # what a call may say of sampling -> what it is here
 _SAMPLING = {
@@ -57,7 +57,7 @@ class RunState:
     """The runs at a prompt that one call of a workflow makes, mostly one, as their calls to the model know them."""
 
     group: int  # calls of one group go to one engine
-    seed: tuple[int, int]  # of the training, and the draw
+    seed: tuple[int, ...]  # of the training, and the draw
     runs: tuple[int, ...]  # their numbers
     sampling: SamplingPlan
     calls: int = 0
@@ -66,6 +66,7 @@ class RunState:
     turns: Turns | None = None
     reward: float | None = None  # that somebody outside gave, for experiences without one of their own
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
+    asked_others: int = 0  # calls of auxiliary models
 
     def seeds(self, n: int) -> list[int]:
         """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
@@ -78,6 +79,12 @@ class RunState:
         ]
         self.calls += 1
         return [derived_seed(*key) for key in numbers]
+
+    def turns_of(self, tokenizer: Any) -> Turns:
+        """Return the tree of calls."""
+        if self.turns is None:
+            self.turns = Turns(tokenizer)
+        return self.turns
 
     def take_reward(self, body: bytes | str) -> None:
         """Read JSON: a number, or an object with `reward` and `metrics`, numbers by name. ValueError for another."""
@@ -163,25 +170,28 @@ class ModelWrapper:
         goes_on = continue_final_message
         if goes_on is None:  # an assistant's words are the beginning of the response
             goes_on = bool(given) and given[-1].get("role") == "assistant"
+        run = self._run()
+        turns = run.turns_of(self.tokenizer)
         text = self._conversation(
-            given, tools, chat_template_kwargs, goes_on=goes_on, add_generation_prompt=not goes_on
+            turns, given, tools, chat_template_kwargs, goes_on=goes_on, add_generation_prompt=not goes_on
         )
-        tokens, parent = self._turns.tokens(text)
-        (responses,) = await self._respond([tokens], options)
+        tokens, parent = turns.tokens(text)
+        (responses,) = await self._respond(run, [tokens], options)
         past = reduce(digest, given, b"")
         answered = []
         for response, completion in responses:
             message = partial(as_message or said, response)
-            answered.append((response, self._turns.add(text, tokens, completion, parent, past, message)))
+            answered.append((response, turns.add(text, tokens, completion, parent, past, message)))
             response.messages, response.prompt_text = given, text
             response.tools = [dict(tool) for tool in tools or ()] or None
         return answered
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
         """Take back what `answer` returned: it did not reach who asked."""
-        lost = [part for pair in answered for part in pair]
-        self._turns.calls = [call for call in self._turns.calls if call not in lost]
-        self.history[:] = [response for response in self.history if response not in lost]
+        run, lost = self._run(), [part for pair in answered for part in pair]
+        turns = run.turns_of(self.tokenizer)
+        turns.calls = [call for call in turns.calls if call not in lost]
+        run.history[:] = [response for response in run.history if response not in lost]
 
     def convert_messages_to_experience(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -193,7 +203,8 @@ class ModelWrapper:
         chat template rewrites the past, it is that of the last call alone, and `branches` has the others.
         """
         given = [dict(message) for message in messages]
-        call = self._turns.continued(self._conversation(given, tools))
+        turns = self._run().turns_of(self.tokenizer)
+        call = turns.continued(self._conversation(turns, given, tools))
         if call is None:
             raise ValueError("no response in these messages was sampled by this run; give them as `chat` answered")
         made = self._described(experience(call.path()), call)
@@ -211,7 +222,7 @@ class ModelWrapper:
 
         Mostly it is one. A new one begins where a call's messages do not continue an earlier call's.
         """
-        return [self._described(made, call) for made, call in self._turns.branches()]
+        return [self._described(made, call) for made, call in self._run().turns_of(self.tokenizer).branches()]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
         """Return `n` responses to each text, one after another; `options` as for `chat`."""
@@ -222,7 +233,7 @@ class ModelWrapper:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [np.array(self.tokenizer(text).input_ids) for text in texts]
         found = Responses()
-        for text, responses in zip(texts, await self._respond(tokens, options), strict=True):
+        for text, responses in zip(texts, await self._respond(self._run(), tokens, options), strict=True):
             for response, _ in responses:
                 response.prompt_text = text
                 found.append(response)
@@ -261,7 +272,7 @@ class ModelWrapper:
 
     @property
     def session_url(self) -> str:
-        """The same for a client whose key is `endpoint_key`: it names this run."""
+        """The same for a client whose key is `endpoint_api_key`: it names this run."""
         return f"{self.api_address}/sessions/{self._endpoint.session(self._run()).id}/v1"
 
     @property
@@ -270,16 +281,19 @@ class ModelWrapper:
         return str(self._endpoint.session(self._run()).key)
 
     def get_openai_client(self) -> Any:
-        """Return an `openai.OpenAI` client of this run, for a thread."""
+        """Return an `openai.OpenAI` client, for threads; it asks for the run that calls it."""
         from openai import DefaultHttpxClient, OpenAI
 
-        return self._client(OpenAI, DefaultHttpxClient)
+        return self._client(OpenAI, lambda: self.api_key, DefaultHttpxClient)
 
     def get_openai_async_client(self) -> Any:
-        """Return an `openai.AsyncOpenAI` client of this run."""
+        """Return an `openai.AsyncOpenAI` client; it asks for the run that calls it."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        return self._client(AsyncOpenAI, DefaultAsyncHttpxClient)
+        async def key() -> str:
+            return self.api_key
+
+        return self._client(AsyncOpenAI, key, DefaultAsyncHttpxClient)
 
     @property
     def reward(self) -> float | None:
@@ -303,10 +317,9 @@ class ModelWrapper:
         return found
 
     async def _respond(
-        self, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
+        self, run: RunState, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
     ) -> list[list[tuple[Experience, Completion]]]:
         """Return the `n` responses to each prompt."""
-        run = self._run()
         sampling = sampling_of(run.sampling, options)
         longest = max(map(len, prompts), default=0)
         room = self._max_model_len - longest
@@ -345,6 +358,7 @@ class ModelWrapper:
 
     def _conversation(
         self,
+        turns: Turns,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None = None,
@@ -361,7 +375,7 @@ class ModelWrapper:
             continue_final_message=goes_on,
             **(variables or {}),
         )
-        restored = self._turns.restored(messages)
+        restored = turns.restored(messages)
         try:
             return str(write(restored))
         except TemplateError:  # some want to see the call that a tool's message answers
@@ -369,9 +383,9 @@ class ModelWrapper:
                 raise
             return str(write(messages))
 
-    def _client(self, kind: Any, http: Any) -> Any:
+    def _client(self, kind: Any, key: Callable, http: Any) -> Any:
         # one context for all clients: to make it takes 50 ms, and this address is none of TLS
-        client = kind(base_url=self.base_url, api_key=self.api_key, timeout=None, http_client=http(verify=_NO_TLS))
+        client = kind(base_url=self.base_url, api_key=key, timeout=None, http_client=http(verify=NO_TLS))
         client.model_path = self.model_path  # where Trinity-RFT's workflows read it
         return client
 
@@ -380,13 +394,6 @@ class ModelWrapper:
         if self.endpoint is None:
             raise RuntimeError("this model has no address; it is asked by its own methods")
         return self.endpoint
-
-    @property
-    def _turns(self) -> Turns:
-        run = self._run()
-        if run.turns is None:
-            run.turns = Turns(self.tokenizer)
-        return run.turns
 
     def _run(self) -> RunState:
         try:

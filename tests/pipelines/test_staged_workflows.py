@@ -103,6 +103,34 @@ class Taught(Workflow):
         return [response]
 
 
+# a judge in engines of the run's own, asked in both ways
+@WORKFLOWS.register_module("judged")
+class Judged(Workflow):
+    is_async = True
+    can_reset = True
+
+    def __init__(self, task, model, auxiliary_models):
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.client = self.auxiliary_models[0]  # kept from one run to the next
+
+    def reset(self, task):
+        pass
+
+    async def run_async(self) -> List[Experience]:
+        question = [{"role": "user", "content": self.task.raw_task["question"]}]
+        (response,) = await self.model.chat_async(question)
+        (judge,) = self.auxiliary_model_wrappers
+        (one,) = await judge.chat_async(question, temperature=0)
+        completion = await self.client.chat.completions.create(
+            model=self.client.model_path, messages=question, temperature=0
+        )
+        other = completion.choices[0].message.content
+        assert one.response_text == other, (one.response_text, other)
+        assert len(self.model.history) == 1 and not judge.history
+        response.reward = exact(one.response_text, self.task.raw_task["answer"])
+        return [response]
+
+
 # unmodified OpenAI clients, of every kind: three turns with tools, each told the log-probs of what it is told
 @WORKFLOWS.register_module("clients")
 class Clients(Workflow):
@@ -221,6 +249,21 @@ def test_the_agent_of_the_page_is_trained(stage: Stage, mine: tuple[str, ...]) -
         assert row["workflow/runs"] == 8 * 4 and not any(name.startswith("workflow/failed") for name in row)
         assert row["actor/grad_norm"] > 0 and row["rollout/mismatch/logprob_diff_max"] < 1e-3
     assert {0.0, 1.0} <= {sample["reward"] for sample in run.rows("samples.jsonl")} <= {0.0, 0.5, 1.0}
+
+
+def test_a_model_beside_the_student_is_asked(stage: Stage, mine: tuple[str, ...]) -> None:
+    """The judge is the demo's teacher, which knows the sums that the student does not."""
+    judge = (
+        "model_args: {model_name_or_path: examples/demo/models/teacher, dtype: fp32},"
+        " generating_args: {max_new_tokens: 48}, device_mapping: '[0]',"
+        " strategy_args: {strategy_name: vllm, strategy_config: {max_num_seqs: 16, kv_cache_memory_bytes: 33554432}}"
+    )
+    judges = f"+auxiliary_models={{judge: {{{judge}}}}}"
+    run = reinforced(stage, mine, "judged", "max_steps=1", judges)
+    assert run.code == 0
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["workflow/runs"] == 16 * 4 and row["workflow/calls_mean"] == 1
+    assert row["critic/score/mean"] > 0.8 and not any(name.startswith("workflow/failed") for name in row)
 
 
 def test_log_probs_that_a_workflow_brings_stand_in_for_the_teachers(stage: Stage, mine: tuple[str, ...]) -> None:

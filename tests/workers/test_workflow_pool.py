@@ -11,6 +11,7 @@ import pytest
 
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import (
+    AuxiliaryPlan,
     Layout,
     MegatronPlan,
     MicroBatchLimits,
@@ -31,6 +32,7 @@ from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.interface import Workflow
 from roll_opd.workflows.plugins import find_workflow, load_plugins
+from tests.rewards.scripted_server import ScriptedServer
 
 MODEL = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "demo", "models", "student")
 SAMPLING = SamplingPlan(max_new_tokens=8)
@@ -43,13 +45,14 @@ def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Start]:
     pools = []
 
     def begin(name: str, repeats: bool = False, **settings) -> WorkflowPool:
+        others = settings.get("auxiliary_models", ())
         plan = WorkflowPlan(workflow=f"my_workflows.{name}", **settings)
         rollout = RolloutPlan("infer", ModelPlan(MODEL), (0,), 1, 1, SAMPLING, 64)
         worker = MegatronPlan("teacher", ModelPlan(MODEL), (0,), Layout(), MicroBatchLimits())
         teachers = [TeacherPlan("teacher", worker, 1.0)]
         spawn = WorkflowWorker.options(num_cpus=0).remote
         pools.append(WorkflowPool(plan, spawn, rollout, teachers, 7, repeats=repeats))
-        loop.run_until_complete(pools[-1].start(Sampler(ActorGroup([]))))
+        loop.run_until_complete(pools[-1].start(Sampler(ActorGroup([])), [None] * len(others)))
         return pools[-1]
 
     yield begin
@@ -144,6 +147,30 @@ def test_what_a_run_does_to_its_process_costs_the_others_nothing(start: Start, l
     pool = start("Faulty", workflow_timeout=2.0 if what == "hang" else 60.0, workflow_memory_gb=1.2)
     assert disturbed(loop, pool, what) == {kind: 2}
     assert all(len(made) == 1 for made in run_all(loop, pool, [task(number) for number in range(8)]))
+
+
+def test_a_model_elsewhere_that_fails_costs_its_runs_alone(start: Start, loop) -> None:
+    """OpenAI's client tries three times; what is broken even then is counted, and the others go on."""
+    faults = ["500", "reset", None, "500", "reset", "429 after 0", None, "503", "503", "503"]
+
+    def reply(asked: dict) -> dict:
+        message = {"role": "assistant", "content": asked["messages"][-1]["content"]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice]}
+
+    server = ScriptedServer(reply, faults)
+    elsewhere = AuxiliaryPlan("judge", None, f"{server.url}/v1", "secret", "large")
+    pool = start("Judged", auxiliary_models=(elsewhere,), workflow_workers=1)
+    made = [run_all(loop, pool, [task(number)])[0] for number in range(5)]
+    assert [[one.reward for one in found] for found in made] == [[0], [], [2], [], [4]]
+    metrics = pool.drain_metrics()
+    assert (
+        metrics["workflow/failed/api_error"] == 2
+        and metrics["workflow/runs"] == 5
+        and metrics["workflow/restarts"] == 0
+    )
+    assert {body["model"] for body in server.bodies} == {"large"}
+    assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
 def test_a_failure_ends_the_run_where_that_is_wanted(start: Start, loop) -> None:

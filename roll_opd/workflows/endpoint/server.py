@@ -275,7 +275,7 @@ class Endpoint:
         if key in self._closed:
             raise Refusal(410, "the session is closed: its run has ended", code="session_closed")
         if not (self._key and secrets.compare_digest(key.encode(), self._key.encode())):
-            raise Refusal(401, "wrong API key: give the session's own, or endpoint_key", code="invalid_api_key")
+            raise Refusal(401, "wrong API key: give the session's own, or endpoint_api_key", code="invalid_api_key")
         if name is None:
             raise Refusal(400, f"which session? name it in the URL, /sessions/ID/v1, or as {SESSION_HEADER}")
         if name in self._closed:

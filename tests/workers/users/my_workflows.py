@@ -99,3 +99,18 @@ class Faulty(Plain):
             return nonsense[what]
         time.sleep(0.05)
         return [answer(self.task)]
+
+
+class Judged(Workflow):
+    """Has a model elsewhere say what the answer is worth."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        (judge,) = self.auxiliary_models
+        question = [{"role": "user", "content": str(self.task.raw_task["number"])}]
+        if self.task.raw_task["number"] % 2:
+            (verdict,) = await self.auxiliary_model_wrappers[0].chat_async(question)
+            return [answer(self.task, reward=float(verdict.response_text))]
+        verdict = await judge.chat.completions.create(model=judge.model_path, messages=question)
+        return [answer(self.task, reward=float(verdict.choices[0].message.content))]

@@ -1,0 +1,55 @@
+"""What is done with rows beyond one answer, as it is configured: workflows, and the models that they ask."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll_opd.config.describe import to_json
+from roll_opd.config.plan import RunPlan
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[str]]
+HERE = {"strategy_args": {"strategy_name": "vllm"}, "device_mapping": "[0]"}
+ELSEWHERE = {"base_url": "https://models.example.com/v1/", "model_name": "large", "api_key": "sk-hidden"}
+
+
+def engine(root: Any, **more: Any) -> dict[str, Any]:
+    return {**HERE, "model_args": {"model_name_or_path": str(root / "student")}, **more}
+
+
+def test_auxiliary_models_are_planned_in_their_order(plan: Plan, root: Any) -> None:
+    models = {"judge": engine(root, generating_args={"max_new_tokens": 9}), "user": ELSEWHERE}
+    run = plan({"workflow": "simple_workflow", "auxiliary_models": models, "endpoint_api_key": "sk-house"})
+    judge, user = run.workflow.auxiliary_models
+    assert (judge.name, user.name, user.base_url, user.model_name) == (
+        "judge",
+        "user",
+        "https://models.example.com/v1",
+        "large",
+    )
+    assert judge.engine.name == "auxiliary_models.judge" and judge.engine.sampling.max_new_tokens == 9
+    assert judge.engine.sampling.temperature == 0 and judge.engine.devices == (0,)
+    assert "auxiliary_models.judge" in run.roles() and user.api_key == "sk-hidden"
+    told = json.dumps(to_json(run)) + run.config_yaml + repr(run)
+    assert "large" in told and "sk-hidden" not in told
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({"user": {"base_url": "http://x/v1"}}, "auxiliary_models.user.model_name: is missing"),
+        ({"user": {"model_name": "large"}}, "auxiliary_models.user.base_url: is missing"),
+        ({"user": {**ELSEWHERE, "model_nam": 1}}, "did you mean 'model_name'"),
+        ({"judge": {"strategy_args": {"strategy_name": "vllm"}}}, "auxiliary_models.judge"),
+        (["judge"], "auxiliary_models: expected a mapping of names to sections"),
+    ],
+)
+def test_auxiliary_models_that_cannot_be(problems: Problems, models: Any, message: str) -> None:
+    assert any(message in text for text in problems({"workflow": "simple_workflow", "auxiliary_models": models}))
+
+
+def test_without_a_workflow_nobody_asks_them(plan: Plan) -> None:
+    run = plan({"auxiliary_models": {"user": ELSEWHERE}})
+    assert run.workflow is None and any("auxiliary_models" in text for text in run.warnings)
