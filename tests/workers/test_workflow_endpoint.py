@@ -476,7 +476,7 @@ def test_a_program_that_fails_is_told_and_one_that_is_not_awaited_is_ended(token
         hanging = asyncio.create_task(agent(served, "hang", command=command).run_async())
         while len(served.engine.answered) < 4:
             await asyncio.sleep(0.05)
-        children = psutil.Process().children()
+        children = [child for child in psutil.Process().children() if AGENT in child.cmdline()]
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
