@@ -124,14 +124,15 @@ SPLITS = {
     "tokens": (None, 140, True, False),
     "sequences": (4, None, True, False),
     "shared": (None, 240, False, True),
+    "observed": (None, 140, True, False),  # as "tokens", with other values where nothing is learned from
 }
 # every factorisation of four ranks, and one rank -> its splits
 INVARIANCE_LAYOUTS = {
-    "tp1": ("whole", "tokens", "sequences", "shared"),
+    "tp1": ("whole", "tokens", "sequences", "shared", "observed"),
     "tp4": ("tokens",),
     "pp4": ("sequences",),
     "dp4": ("tokens", "sequences", "shared"),
-    "tp2pp2": ("tokens", "shared"),
+    "tp2pp2": ("tokens", "shared", "observed"),
     "tp2dp2": ("sequences",),
     "pp2dp2": ("tokens",),
 }
@@ -295,6 +296,28 @@ def invariance_objective(name: str) -> ObjectivePlan:
         loss_normaliser=50.0,
         paired=name == "dpo",
     )
+
+
+def disturbed(sample: TrainSample | ValueSample) -> Any:
+    """Return a sample with 100 more or less in every number that is there of an observed token."""
+    actions = getattr(sample, "actions", None)
+    off = ~(sample.action_mask if actions is None else actions | sample.action_mask)
+    rng = np.random.default_rng(int(off.sum()))
+
+    def wild(values: np.ndarray) -> np.ndarray:
+        other = values + rng.choice([-100, 100], values.shape).astype(values.dtype)
+        return np.where(off if values.ndim == 1 else off[:, None], other, values)
+
+    if isinstance(sample, ValueSample):
+        return replace(sample, old_values=wild(sample.old_values), returns=wild(sample.returns))
+    names = ("advantages", "opd_teacher", "old_logprobs", "ref_logprobs", "importance_weights")
+    there = {name: getattr(sample, name) for name in names}
+    teachers = {
+        name: replace(t, arrays={key: wild(v) if v.dtype.kind == "f" else v for key, v in t.arrays.items()})
+        for name, t in sample.teachers.items()
+    }
+    columns = {name: wild(values) for name, values in there.items() if values is not None}
+    return replace(sample, **columns, teachers=teachers)
 
 
 def invariance_samples(name: str) -> list[TrainSample]:

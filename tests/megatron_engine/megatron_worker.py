@@ -138,7 +138,8 @@ def over_splits(
     for split in cases.INVARIANCE_LAYOUTS[job["layout"]]:
         sequences, tokens, backwards, learner.share_prompts = cases.SPLITS[split]
         learner.plan = replace(learner.plan, train_limits=MicroBatchLimits(sequences=sequences, tokens=tokens))
-        result = record(update([sample for unit in (reversed(units) if backwards else units) for sample in unit]))
+        batch = [sample for unit in (reversed(units) if backwards else units) for sample in unit]
+        result = record(update([cases.disturbed(sample) for sample in batch] if split == "observed" else batch))
         found[f"{name}-{split}-loss"] = np.array(result["weighted_loss"])
         found[f"{name}-{split}-gradient"] = gradient(learner)
     return found

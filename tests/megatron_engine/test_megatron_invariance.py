@@ -6,6 +6,15 @@ import pytest
 from megatron_answers import Answers
 
 
+@pytest.mark.parametrize("layout", [name for name, splits in cases.INVARIANCE_LAYOUTS.items() if "observed" in splits])
+@pytest.mark.parametrize("loss", (*cases.INVARIANT, cases.CRITIC_LOSS))
+def test_observed_tokens_change_no_bit_of_loss_and_gradient(answers: Answers, loss: str, layout: str) -> None:
+    kind = "critic_invariance" if loss == cases.CRITIC_LOSS else "invariance"
+    found = answers.arrays(f"{kind}-{layout}")
+    for what in ("loss", "gradient"):
+        np.testing.assert_array_equal(found[f"{loss}-observed-{what}"], found[f"{loss}-tokens-{what}"])
+
+
 @pytest.mark.parametrize("layout", cases.INVARIANCE_LAYOUTS)
 @pytest.mark.parametrize("loss", (*cases.INVARIANT, cases.CRITIC_LOSS))
 def test_loss_and_gradient_do_not_depend_on_split_order_and_layout(answers: Answers, loss: str, layout: str) -> None:
