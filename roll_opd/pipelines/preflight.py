@@ -237,7 +237,15 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
         held_out_tags = validation.by_tag() if validation else {}
         workers = {term.worker for reward in plan.rewards for term in reward.terms}
         needing_truth = {worker for worker in workers if rewards.REWARDS.facts(worker).needs_ground_truth}
-        check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags, needing_truth)
+        check_coverage(
+            plan.mode,
+            plan.teachers,
+            plan.rewards,
+            training.by_tag(),
+            held_out_tags,
+            needing_truth,
+            scored_by_workflow=plan.workflow is not None,
+        )
     held_out = validation.all() if validation else []
     if plan.demonstrations:
         return MixedSource(training, prompts["demonstrations"], plan.seed), held_out
