@@ -241,7 +241,10 @@ def _workflow(top: Top) -> WorkflowPlan | None:
     if top.plugin_dir:
         with top.tell.about("plugin_dir", PathError):
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
-    return WorkflowPlan(**{**values, "workflow_args": FrozenDict(top.workflow_args)})
+    if top.workflow_reward is None:
+        top.tell.ignore(*{"workflow_reward_args"} & top.written)
+    arguments = {key: FrozenDict(getattr(top, key)) for key in ("workflow_args", "workflow_reward_args")}
+    return WorkflowPlan(**{**values, **arguments})
 
 
 def _with_auxiliaries(plan: WorkflowPlan, sections: Sections, roles: Roles, top: Top, response: int) -> WorkflowPlan:

@@ -24,6 +24,7 @@ from roll_opd.config.legacy_trinity import (
 from roll_opd.config.trinity_objective import objective
 from roll_opd.config.trinity_reading import Machine, Translation, sort
 from roll_opd.config.trinity_sizes import batches, devices, steps, training
+from roll_opd.declared import declarations
 
 OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
 INPUT = "buffer.explorer_input"
@@ -202,7 +203,10 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
 
 
 def _reward(read: Translation) -> None:
-    """Their reward function as a section of `rewards`; a workflow of theirs that names none has its own."""
+    """Their reward function as a section of `rewards`; a workflow of theirs that names none has its own.
+
+    A user's workflow calls the function itself, and so does one of the package where `rewards` has no counterpart.
+    """
     name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
     workflow = read.values.get("workflow")
     name = name or (REWARD_OF_WORKFLOW.get(workflow) if isinstance(workflow, str) else None)
@@ -211,10 +215,12 @@ def _reward(read: Translation) -> None:
         if args:
             read.drop(args_key, "no reward function is named")
         return
-    if not isinstance(name, str) or name not in REWARDS:
-        read.tell.problem(
-            key, f"{name!r} has no counterpart among rewards; score in the workflow, or write a reward of your own"
-        )
+    builtin = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    own = not isinstance(workflow, str) or workflow not in builtin
+    if own or not isinstance(name, str) or name not in REWARDS:
+        read.put("workflow_reward", name, key)
+        if args:
+            read.put("workflow_reward_args", args, args_key)
         return
     for domain, section in REWARDS[name].items():
         read.put(f"rewards.{domain}", {**section}, key)

@@ -7,32 +7,69 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll_opd.workflows.builtin.reward_functions import (
+        AccuracyReward,
+        CountDownRewardFn,
+        FormatReward,
+        MathBoxedRewardFn,
+        MathRewardFn,
+    )
     from roll_opd.workflows.builtin.single_turn import AsyncSimpleWorkflow, BaseSimpleWorkflow, SimpleWorkflow
     from roll_opd.workflows.errors import WorkflowError
     from roll_opd.workflows.experience import EID, Experience
     from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
     from roll_opd.workflows.model import ModelWrapper
+    from roll_opd.workflows.multi_turn import MultiTurnWorkflow
+    from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
+    from roll_opd.workflows.step_wise import (
+        AsyncRewardPropagationWorkflow,
+        AsyncStepWiseRewardWorkflow,
+        RewardPropagationWorkflow,
+        StepWiseRewardWorkflow,
+    )
 
 __all__ = [
     "EID",
+    "REWARD_FUNCTIONS",
     "WORKFLOWS",
+    "AccuracyReward",
+    "AsyncRewardPropagationWorkflow",
     "AsyncSimpleWorkflow",
+    "AsyncStepWiseRewardWorkflow",
     "BaseSimpleWorkflow",
+    "CountDownRewardFn",
     "Experience",
     "FormatConfig",
+    "FormatReward",
     "GenerationConfig",
+    "MathBoxedRewardFn",
+    "MathRewardFn",
     "ModelWrapper",
+    "MultiTurnWorkflow",
+    "RewardFn",
+    "RewardPropagationWorkflow",
     "SimpleWorkflow",
+    "StepWiseRewardWorkflow",
     "Task",
     "Workflow",
     "WorkflowError",
 ]
 _HOMES = {
+    "builtin.reward_functions": (
+        *("AccuracyReward", "CountDownRewardFn", "FormatReward"),
+        *("MathBoxedRewardFn", "MathRewardFn"),
+    ),
     "builtin.single_turn": ("AsyncSimpleWorkflow", "BaseSimpleWorkflow", "SimpleWorkflow"),
     "errors": ("WorkflowError",),
     "experience": ("EID", "Experience"),
     "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     "model": ("ModelWrapper",),
+    "multi_turn": ("MultiTurnWorkflow",),
+    "reward_fn": ("REWARD_FUNCTIONS", "RewardFn"),
+    "step_wise": (
+        *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
+        *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
+    ),
 }
 
 

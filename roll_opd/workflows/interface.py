@@ -128,8 +128,8 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
 
-class Workflows(Registry[dict]):
-    """The registry of workflows, also under the names of Trinity-RFT's methods."""
+class Modules(Registry[dict]):
+    """A registry whose methods have Trinity-RFT's names, too."""
 
     def register_module(self, name: str, **_: Any) -> Callable[[Class], Class]:
         """Make a class known as `name`."""
@@ -140,7 +140,7 @@ class Workflows(Registry[dict]):
         return self.find(name)
 
 
-WORKFLOWS = Workflows(
+WORKFLOWS = Modules(
     "workflow",
     "class",
     "my_workflows.MyWorkflow",

@@ -257,6 +257,15 @@ def test_demonstrations(plan: Planner) -> None:
     assert found.student.mini_batch_sequences == 40 and found.reference is None
 
 
+@pytest.mark.parametrize(("workflow", "name"), [("simple_workflow", "countdown_reward"), ("mine", "math_reward")])
+def test_a_reward_that_the_workflow_calls(plan: Planner, workflow: str, name: str) -> None:
+    """Where `rewards` has no counterpart, and where the workflow is the user's own."""
+    changes = {"default_workflow_type": workflow, "default_reward_fn_type": name, "taskset.reward_fn_args": {"a": 1}}
+    found, _ = plan(GRPO, {f"buffer.explorer_input.{key}": value for key, value in changes.items()})
+    assert found.workflow and found.workflow.workflow_reward == name and not found.rewards
+    assert found.workflow.workflow_reward_args == {"a": 1}
+
+
 def test_overrides_are_of_our_keys(plan: Planner) -> None:
     more = ("max_steps=3", "+student_infer.generating_args.top_k=5", "~opd_kl_coef", "exp_name=other")
     found, _ = plan(DISTIL, {}, *more)
@@ -310,7 +319,6 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         "algorithm.batch_size": 3,
         "buffer.explorer_input.taskset.path": "openai/gsm8k",
         "buffer.explorer_input.taskset.storage_type": "sql",
-        "buffer.explorer_input.default_reward_fn_type": "mine",
         "model.lora_configs": [{"name": "lora"}],
         "data_processor.experience_pipeline.operators": [{"name": "x"}],
         "stages": [{"stage_name": "one"}],
@@ -324,7 +332,6 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         "algorithm.batch_size": "belongs to buffer.batch_size",
         "buffer.explorer_input.taskset.path": "hf download openai/gsm8k",
         "buffer.explorer_input.taskset.storage_type": "sql is not available",
-        "buffer.explorer_input.default_reward_fn_type": "'mine'",
         "model.lora_configs": "LoRA",
         "data_processor.experience_pipeline.operators": "in the workflow",
         "stages": "for each stage",
