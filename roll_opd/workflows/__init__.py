@@ -4,6 +4,7 @@ from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
         MathBoxedRewardFn,
         MathRewardFn,
     )
-    from roll_opd.workflows.builtin.single_turn import AsyncSimpleWorkflow, BaseSimpleWorkflow, SimpleWorkflow
+    from roll_opd.workflows.builtin.single_turn import (
+        AsyncMathBoxedWorkflow,
+        AsyncMathWorkflow,
+        AsyncSimpleWorkflow,
+        BaseSimpleWorkflow,
+        MathBoxedWorkflow,
+        MathWorkflow,
+        OnPolicyDistillMathWorkflow,
+        OnPolicyDistillWorkflow,
+        SimpleWorkflow,
+    )
     from roll_opd.workflows.errors import WorkflowError
     from roll_opd.workflows.experience import EID, Experience
     from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
@@ -33,6 +44,8 @@ __all__ = [
     "REWARD_FUNCTIONS",
     "WORKFLOWS",
     "AccuracyReward",
+    "AsyncMathBoxedWorkflow",
+    "AsyncMathWorkflow",
     "AsyncRewardPropagationWorkflow",
     "AsyncSimpleWorkflow",
     "AsyncStepWiseRewardWorkflow",
@@ -43,9 +56,13 @@ __all__ = [
     "FormatReward",
     "GenerationConfig",
     "MathBoxedRewardFn",
+    "MathBoxedWorkflow",
     "MathRewardFn",
+    "MathWorkflow",
     "ModelWrapper",
     "MultiTurnWorkflow",
+    "OnPolicyDistillMathWorkflow",
+    "OnPolicyDistillWorkflow",
     "RewardFn",
     "RewardPropagationWorkflow",
     "SimpleWorkflow",
@@ -53,13 +70,18 @@ __all__ = [
     "Task",
     "Workflow",
     "WorkflowError",
+    "get_logger",
 ]
 _HOMES = {
     "builtin.reward_functions": (
         *("AccuracyReward", "CountDownRewardFn", "FormatReward"),
         *("MathBoxedRewardFn", "MathRewardFn"),
     ),
-    "builtin.single_turn": ("AsyncSimpleWorkflow", "BaseSimpleWorkflow", "SimpleWorkflow"),
+    "builtin.single_turn": (
+        *("AsyncMathBoxedWorkflow", "AsyncMathWorkflow", "AsyncSimpleWorkflow", "BaseSimpleWorkflow"),
+        *("MathBoxedWorkflow", "MathWorkflow", "OnPolicyDistillMathWorkflow", "OnPolicyDistillWorkflow"),
+        "SimpleWorkflow",
+    ),
     "errors": ("WorkflowError",),
     "experience": ("EID", "Experience"),
     "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
@@ -71,6 +93,11 @@ _HOMES = {
         *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
     ),
 }
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """Return the logger of that name."""
+    return logging.getLogger(name)
 
 
 def __getattr__(name: str) -> Any:

@@ -77,6 +77,15 @@ class Experience:
         self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
 
     @property
+    def teacher_logprobs(self) -> Any:
+        """Log-probs of a teacher that the workflow has asked itself, f32 [T-P]: those in `info`."""
+        return self.info.get(TEACHER)
+
+    @teacher_logprobs.setter
+    def teacher_logprobs(self, logprobs: Any) -> None:
+        self.info[TEACHER] = logprobs
+
+    @property
     def response_text(self) -> str | None:
         """What was written, without special tokens."""
         if callable(self._response_text):

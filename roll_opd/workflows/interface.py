@@ -26,14 +26,14 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """How the model samples by default."""
+    """How the model samples; None: as the configuration has it."""
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 16
-    logprobs: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
 
 
 @dataclass
