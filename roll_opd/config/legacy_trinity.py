@@ -92,8 +92,10 @@ ENGINE_KEYS: dict[str, Rule] = {
     **_all(NOTHING, "use_v1 bundle_indices name"),
     "enable_history": nothing("what a run's calls answered is always kept"),
     "enable_thinking": nothing("the model's chat template decides; a workflow may pass chat_template_kwargs"),
-    "enable_openai_api": nothing("a workflow asks self.model"),
-    **_all(nothing("responses are texts"), "enable_auto_tool_choice tool_call_parser reasoning_parser"),
+    "enable_openai_api": nothing("every run has an OpenAI address of the model"),
+    "enable_auto_tool_choice": nothing("tools that a request has may be called"),
+    "reasoning_parser": nothing("a thought is a part of the response"),
+    "tool_call_parser": nothing("a teacher answers nothing"),
     "min_response_tokens": only(None, 0, 1, instead="a response may be as short as the model likes; remove it"),
     "ignore_eos": only(False, None, instead="a response ends where the model ends it; remove it"),
     "chat_template": _TEMPLATE,
@@ -103,6 +105,7 @@ ENGINE_KEYS: dict[str, Rule] = {
 ROLLOUT_KEYS: dict[str, Rule] = {
     **ENGINE_KEYS,
     "seed": to("seed"),
+    "tool_call_parser": to("tool_call_parser"),
     "model_path": nothing("it is that of the student"),
     "gpu_memory_utilization": PART,
     **{

@@ -5,7 +5,6 @@ in `eid.step` which one it was; advantages of several steps compare runs, and kn
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from roll_opd.workflows.experience import Experience
@@ -27,13 +26,15 @@ class _Steps(Workflow):
         use_openai_client: bool = True,
     ) -> None:
         super().__init__(model, task, auxiliary_models)
-        if not use_openai_client:
-            self.client = None
+        self._uses_client, self._client = use_openai_client, (("", ""), None)
 
-    @cached_property
+    @property
     def client(self) -> Any:
-        """An OpenAI client of the model, made when it is asked for; None where none is wanted."""
-        return self.model.get_openai_client()  # type: ignore[attr-defined]
+        """An OpenAI client of this run, made when it is asked for; None where none is wanted."""
+        run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
+        if run != self._client[0]:  # an instance that can be reset serves one run after another
+            self._client = (run, self.model.get_openai_client())
+        return self._client[1]
 
     @property
     def max_step_num(self) -> int:

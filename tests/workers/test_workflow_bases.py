@@ -28,7 +28,9 @@ from roll_opd.workflows.builtin.multi_step import FEEDBACK, TryAgainWorkflow
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import EID, Limits, by_run, trained
 from roll_opd.workflows.plugins import find_reward
-from tests.workers.test_workflow_turns import Sampled, play
+from tests.workers.sampled import Sampled
+from tests.workers.test_workflow_endpoint import Served, served
+from tests.workers.test_workflow_turns import play
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 ANSWERS = ["1<|end|>", "22<|end|>", "333<|end|>", "4<|end|>"]
@@ -104,6 +106,31 @@ def test_all_steps_have_the_reward_of_the_end(kind: Any, tokenizer: Any) -> None
     assert [one.eid.step for one in made] == [0, 1, 1, 2]
     assert [one.reward for one in made] == [4.0] * 4
     assert all(one.metrics == {"actual_env_steps": 3} for one in made)
+
+
+def test_steps_by_an_openai_client(tokenizer: Any) -> None:
+    """An instance that serves two runs asks for each with a client of that run's own."""
+
+    class Clients(Stepped):
+        def step(self, step_num: int) -> bool:
+            assert self.client is self.client
+            for messages in self.asked(step_num):
+                self.client.chat.completions.create(model="policy", messages=messages)
+            return step_num < 2
+
+    async def script(served: Served) -> list[list[Experience]]:
+        served.run()
+        workflow = Clients(task=Task(), model=served.model)
+        runs = []
+        for number in range(2):
+            served.run(number)
+            runs.append(await asyncio.to_thread(workflow.run))
+        assert Clients(task=Task(), model=served.model, use_openai_client=False).client is None
+        return runs
+
+    for made in served(script, tokenizer, *ANSWERS, *ANSWERS):
+        assert [one.response_text for one in made] == ["1", "22", "333", "4"]
+        assert [(one.eid.step, one.reward) for one in made] == [(0, 0.1), (1, 1.2), (1, 1.2), (2, 2.1)]
 
 
 def test_what_is_not_written_is_said(tokenizer: Any) -> None:

@@ -29,7 +29,8 @@ from roll_opd.workflows import (
     get_logger,
 )
 from roll_opd.workflows.experience import Limits, by_run, trained
-from tests.workers.test_workflow_turns import Sampled, play
+from tests.workers.sampled import Sampled
+from tests.workers.test_workflow_turns import play
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 RUNS = 3
