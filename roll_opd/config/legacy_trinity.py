@@ -144,8 +144,10 @@ KEYS: dict[str, Rule] = {
     "algorithm.repeat_times": to("num_return_sequences_in_group"),
     "algorithm.advantage_fn": to("advantage_fn"),
     "algorithm.policy_loss_fn": to("policy_loss_fn"),
-    "algorithm.policy_loss_fn_args": to("policy_loss_fn_args"),
-    **_below("algorithm", _all(PART, "advantage_fn_args kl_loss_fn kl_loss_fn_args kl_penalty_fn kl_penalty_fn_args")),
+    **_below(
+        "algorithm",
+        _all(PART, "policy_loss_fn_args advantage_fn_args kl_loss_fn kl_loss_fn_args kl_penalty_fn kl_penalty_fn_args"),
+    ),
     "algorithm.entropy_loss_fn": only(
         "default", "basic", "none", None, instead="entropy_loss_coef is the one form of it; remove the key"
     ),
@@ -250,6 +252,13 @@ KEYS: dict[str, Rule] = {
         instead="write a configuration for each stage, and begin the next one with the checkpoint of the one before",
     ),
 }
+# arguments of their losses of demonstrations that say how veRL cuts a batch
+BATCH_ARGUMENTS = frozenset(
+    (
+        *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
+        *("train_batch_size_expert", "train_batch_size_usual"),
+    )
+)
 UNREAD = ("trainer.trainer_config",)  # sections whose other keys mean nothing
 
 # workflows whose reward is theirs where none is named

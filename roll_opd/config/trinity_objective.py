@@ -4,7 +4,7 @@ from typing import Any
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.algorithms.table import algorithm
-from roll_opd.config.legacy_trinity import KL_PENALTIES
+from roll_opd.config.legacy_trinity import BATCH_ARGUMENTS, KL_PENALTIES
 from roll_opd.config.trinity_reading import Translation
 
 
@@ -25,6 +25,14 @@ def objective(read: Translation) -> None:
     advantage = read.below("algorithm.advantage_fn_args")
     if read.is_pure and "kl_coef" in advantage:
         read.put("opd_kl_coef", advantage.pop("kl_coef"), "algorithm.advantage_fn_args.kl_coef")
+    loss = read.below("algorithm.policy_loss_fn_args")
+    for argument in sorted(BATCH_ARGUMENTS & loss.keys()):
+        read.drop(f"algorithm.policy_loss_fn_args.{argument}", "a loss is that of the whole batch, however it is cut")
+    if loss.get("use_token_level_loss_in_sft") is True:
+        read.drop("algorithm.policy_loss_fn_args.use_token_level_loss_in_sft", "loss_agg_mode says it")
+        loss = {argument: value for argument, value in loss.items() if argument != "use_token_level_loss_in_sft"}
+    if loss := {argument: value for argument, value in loss.items() if argument not in BATCH_ARGUMENTS}:
+        read.put("policy_loss_fn_args", loss, "algorithm.policy_loss_fn_args")
     if advantage:
         read.put("advantage_fn_args", advantage, "algorithm.advantage_fn_args")
     compares = _kl_loss(read, bool(row and row.kl_loss)) | _kl_penalty(read)

@@ -117,7 +117,9 @@ trainer:
 """
 CHORD = """
 algorithm: {algorithm_type: mix_chord, kl_loss_fn: none, repeat_times: 4,
-            sample_strategy_args: {expert_data_ratio: 0.2}}
+            sample_strategy_args: {expert_data_ratio: 0.2},
+            policy_loss_fn_args: {mu_peak: 0.4, clip_range: 0.2, ngpus_trainer: 4, train_batch_size_expert: 64,
+                                  use_token_level_loss_in_sft: true}}
 model: {model_path: {root}/student, max_prompt_tokens: 32, max_response_tokens: 48}
 buffer:
   batch_size: 8
@@ -252,7 +254,8 @@ def test_ppo(plan: Planner, root: Path) -> None:
 
 
 def test_demonstrations(plan: Planner) -> None:
-    found, _ = plan(CHORD)
+    found, told = plan(CHORD)
+    assert found.objective.policy_loss_args["mu_peak"] == 0.4 and "policy_loss_fn_args.ngpus_trainer" in told
     assert found.demonstrations and found.demonstrations.rows_per_update == 8  # beside 8 x 4 samples: a fifth of 40
     assert found.student.mini_batch_sequences == 40 and found.reference is None
 
