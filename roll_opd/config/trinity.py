@@ -119,7 +119,10 @@ def _auxiliary_models(read: Translation) -> None:
     for number, model in enumerate(models):
         place = f"{AUXILIARY}.{number}"
         if not read.is_pure or number:
-            read.tell.problem(place, "cannot be asked by a workflow yet; remove it")
+            read.tell.problem(
+                place,
+                "is not read from here; remove it, and write it under our key auxiliary_models (docs/workflows.md)",
+            )
         else:
             sort(read, model, TEACHER_KEYS, f"{place}.")
             read.put("teacher.model_args.model_name_or_path", read.get(f"{place}.model_path"), f"{place}.model_path")

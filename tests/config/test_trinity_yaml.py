@@ -351,7 +351,7 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
     ("text", "changes", "told"),
     [
         (DISTIL, {"explorer.auxiliary_models": []}, "its first model is the teacher"),
-        (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "cannot be asked by a workflow"),
+        (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "under our key auxiliary_models"),
         (DISTIL, {"buffer.train_batch_size": 12}, "does not divide the 32 sequences of a step"),
         (DISTIL, {"model.max_prompt_tokens": ...}, "model.max_prompt_tokens: is missing"),
         (DISTIL, {"model.model_path": ...}, "model.model_path: is missing"),
