@@ -49,7 +49,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     try:
         asked = asked_pipeline(arguments)
-        plan = load_plan(*configuration(arguments), **asked, runnable=False)
+        said = (lambda text: None) if arguments.json else tell
+        plan = load_plan(*configuration(arguments), **asked, runnable=False, say=said)
     except ConfigError as error:
         tell(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR

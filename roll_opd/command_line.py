@@ -34,6 +34,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
         f"%(prog)s [options] {pipeline}CONFIG.yaml [key=value ...]\n"
         f"       %(prog)s [options] {pipeline}--config_path DIR --config_name NAME [key=value ...]"
     )
+    parser.add_argument("--config", metavar="FILE", help="the configuration's file, as the word CONFIG.yaml")
     parser.add_argument("--config_path", metavar="DIR", help="directory, from here, examples/ or beside the script")
     parser.add_argument("--config_name", metavar="NAME", help="YAML file in it, with or without .yaml")
     pipeline = "the pipeline (without it the configuration tells), " if takes_pipeline else ""
@@ -52,7 +53,7 @@ def asked_pipeline(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
     """Return directory, name and overrides of the configuration that a command line names, or raise ConfigError."""
-    files = [word for word in parsed.overrides if _is_file(word)]
+    files = [*filter(None, [parsed.config]), *(word for word in parsed.overrides if _is_file(word))]
     overrides = [word for word in parsed.overrides if not _is_file(word)]
     named = [option for option in ("config_path", "config_name") if getattr(parsed, option) is not None]
     if len(files) > 1:

@@ -42,6 +42,7 @@ FLOORS = {
     "roll_opd.rewards": (3, "rewards"),
     "roll_opd.report": (3, "report"),
     "roll_opd.workflows": (3, "workflows"),
+    "roll_opd.workflows.builtin": (4, "workflows of the package"),  # they know what rewards know
     "roll_opd.workers": (4, "workers"),
     "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
     "roll_opd.rollout": (5, "rollout"),

@@ -5,7 +5,7 @@ models, layouts, devices, lengths, batches, data, output. Everything that can be
 out together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from roll_opd.config import check_devices, check_files, check_objective, check_v
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
-from roll_opd.config.load import LoadedConfig, load_config, write_yaml
+from roll_opd.config.load import LoadedConfig, write_yaml
+from roll_opd.config.load_trinity import load_any
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     CheckpointPlan,
@@ -74,6 +75,7 @@ def load_plan(
     pure: bool | None = None,
     pipeline: str | None = None,
     runnable: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> RunPlan:
     """Return the plan of a run, or raise ConfigError with every problem that could be found.
 
@@ -81,12 +83,16 @@ def load_plan(
     `pure` True: pure distillation (start_onpolicy_distill_pipeline.py runs it); False: the RLVR entry, where `use_opd`
     decides. `pipeline`: a supervised one, as start_sft_pipeline.py and start_dpo_pipeline.py run, or a dotted path.
     Where both are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in
-    `warnings`.
+    `warnings`. A configuration of Trinity-RFT tells for itself, whatever is asked for; `say` is given the list of how
+    it was read.
 
     Relative paths inside a configuration are relative to the current directory, as in ROLL; what is not found there is
     looked for beside the configuration's file, then in the repository (the parent of `examples/`).
     """
-    loaded = load_config(config_path, config_name, list(overrides))
+    loaded = load_any(config_path, config_name, list(overrides))
+    if loaded.told:
+        say(loaded.told)
+        pure = pipeline = None
     with looking_beside(loaded.directory):
         return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
 
@@ -235,7 +241,10 @@ def _workflow(top: Top) -> WorkflowPlan | None:
     if top.plugin_dir:
         with top.tell.about("plugin_dir", PathError):
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
-    return WorkflowPlan(**{**values, "workflow_args": FrozenDict(top.workflow_args)})
+    if top.workflow_reward is None:
+        top.tell.ignore(*{"workflow_reward_args"} & top.written)
+    arguments = {key: FrozenDict(getattr(top, key)) for key in ("workflow_args", "workflow_reward_args")}
+    return WorkflowPlan(**{**values, **arguments})
 
 
 def _with_auxiliaries(plan: WorkflowPlan, sections: Sections, roles: Roles, top: Top, response: int) -> WorkflowPlan:

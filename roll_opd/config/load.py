@@ -43,7 +43,8 @@ DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)
 class LoadedConfig:
     """A composed configuration: plain `values`, where each dotted key was written, and its name.
 
-    `variables` are the top-level keys that some value refers to by `${name}`.
+    `variables` are the top-level keys that some value refers to by `${name}`, `told` is the list of how a configuration
+    of another system was read.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LoadedConfig:
     values: dict[str, Any]
     origins: dict[str, str]
     variables: frozenset[str] = frozenset()
+    told: str = ""
 
 
 def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
@@ -70,7 +72,7 @@ def load_config(config_path: str, config_name: str, overrides: list[str]) -> Loa
 
 def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     file = directory / f"{name}.yaml"
-    parsed = _parse_overrides(overrides)
+    parsed = parse_overrides(overrides)
     check_file(file)
     use_bounded_files()
     places: SearchPath | None = None
@@ -91,13 +93,13 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
         absent = places.missing if places else []
         hint = f"; hydra.searchpath names {_listed(absent)}, which is no directory" if absent else ""
-        raise ConfigError([f"{file}: {_one_line(error)}{hint}"]) from None
+        raise ConfigError([f"{file}: {one_line(error)}{hint}"]) from None
     for override in parsed:
-        origins.update(dict.fromkeys(_keys_below(override.key_or_group, override.value()), COMMAND_LINE))
+        origins.update(dict.fromkeys(keys_below(override.key_or_group, override.value()), COMMAND_LINE))
     if not config:
         raise ConfigError([f"{file} is empty; write at least the roles of a run, or copy an example"])
     tell = Diagnostics(origins)
-    values = _resolve(config, tell)
+    values = resolve(config, tell)
     if tell.problems:
         raise ConfigError(tell.problems)
     variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
@@ -140,7 +142,7 @@ def _listed(places: Sequence[Path | str]) -> str:
     return " or ".join(map(str, places))
 
 
-def _parse_overrides(overrides: list[str]) -> list[Override]:
+def parse_overrides(overrides: list[str]) -> list[Override]:
     problems, parsed = [], []
     for text in overrides:
         devices = DEVICES.fullmatch(text)
@@ -149,9 +151,7 @@ def _parse_overrides(overrides: list[str]) -> list[Override]:
         try:
             override = OverridesParser.create().parse_override(text)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
-            problems.append(
-                f"override {text!r} cannot be read: {_one_line(error)}; write key=value, +key=value or ~key"
-            )
+            problems.append(f"override {text!r} cannot be read: {one_line(error)}; write key=value, +key=value or ~key")
             continue
         if override.is_sweep_override():
             problems.append(f"override {text!r} names several values; a run takes one (quote a text with commas)")
@@ -181,12 +181,12 @@ def _origins(name: str, arguments: list[str], places: SearchPath) -> dict[str, s
             file = root / f"{default.config_path}.yaml"
             if file.is_file():
                 shown = file.name if default.primary else f"{default.config_path}.yaml"
-                origins.update(_key_lines(file, shown, default.package or ""))
+                origins.update(key_lines(file, shown, default.package or ""))
                 break
     return origins
 
 
-def _key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
+def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
     lines: dict[str, str] = {}
 
     def visit(node: yaml.Node, prefix: str) -> None:
@@ -202,14 +202,14 @@ def _key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
     return lines
 
 
-def _keys_below(key: str, value: Any) -> Iterator[str]:
+def keys_below(key: str, value: Any) -> Iterator[str]:
     """Yield a dotted key and, where its value is a mapping, those in it."""
     yield key
     for name, item in value.items() if isinstance(value, dict) else ():
-        yield from _keys_below(f"{key}.{name}", item)
+        yield from keys_below(f"{key}.{name}", item)
 
 
-def _resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
+def resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
     """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
     keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
     resolved = {}
@@ -220,13 +220,13 @@ def _resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
             tell.problem(str(key), "has no value yet (???); give one, here or on the command line")
             continue
         except (OmegaConfBaseException, RecursionError) as error:
-            tell.problem(str(key), _unresolved(_one_line(error)))
+            tell.problem(str(key), _unresolved(one_line(error)))
             continue
         for text in (key, value):
             if wrong := value_problem(text):
                 tell.problem(str(key), wrong)
         if isinstance(value, DictConfig | ListConfig):
-            value = _resolve(value, tell.below(str(key)))
+            value = resolve(value, tell.below(str(key)))
         resolved[key] = value
     return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
 
@@ -240,7 +240,7 @@ def _unresolved(text: str) -> str:
     return f"{text}; write that key, or change this reference to it"
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
     if isinstance(error, OSError) and error.strerror:
         return os_sentence(error)

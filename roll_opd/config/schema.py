@@ -522,6 +522,8 @@ class WorkflowKeys(Section):
 
     workflow: Name | None = key(None, "the workflow: a name or a dotted path; without it one answer", OURS)
     workflow_args: dict[str, Any] = key({}, "its task.workflow_args", OURS)
+    workflow_reward: Name | None = key(None, "its task.reward_fn: a registered name or a dotted path", OURS)
+    workflow_reward_args: dict[str, Any] = key({}, "arguments of that function", OURS)
     plugin_dir: Name | None = key(None, "a directory whose modules are imported, to register workflows", OURS)
     prompt_key: Name = key("prompt", "column of a row that is task.task_desc", OURS)
     response_key: Name = key("ground_truth", "column of a row that is task.truth, and its ground truth", OURS)

@@ -23,13 +23,15 @@ def check_coverage(
     training: Mapping[str, TagRows],
     validation: Mapping[str, TagRows],
     needing_truth: Collection[str],
+    *,
+    scored_by_workflow: bool = False,
 ) -> None:
     """Raise `DataError` that names every tag without a teacher or reward, and rows without a ground truth they need.
 
     `training` and `validation` hold the tags of those prompts; `needing_truth` names the reward workers that need a
     row's ground truth. Domains follow from tags: a row whose column `domain` names the domain of another reward is
     refused as well, since ROLL would give it to that one. In pure distillation rewards are only logged, so a training
-    prompt may go without.
+    prompt may go without; so may all prompts of a workflow that brings its rewards itself, where none are configured.
     """
     wrong = []
     if teachers:
@@ -38,9 +40,11 @@ def check_coverage(
             for tag in training
             if not any(teacher.accepts(tag) for teacher in teachers)
         ]
-    if mode != "pure":
+    free = scored_by_workflow and not rewards
+    if mode != "pure" and not free:
         wrong += _unrewarded("training", training, rewards, needing_truth)
-    wrong += _unrewarded("validation", validation, rewards, needing_truth)
+    if not free:
+        wrong += _unrewarded("validation", validation, rewards, needing_truth)
     wrong += _misrouted("training", training, rewards) + _misrouted("validation", validation, rewards)
     if wrong:
         raise DataError("\n".join(wrong))

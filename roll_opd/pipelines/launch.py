@@ -81,7 +81,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
 def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None) -> int:
     with warm_server() as server:
         try:
-            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline)
+            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
         except (Exception, KeyboardInterrupt) as error:
             return exit_code(error, is_started=False)
         server.serve(plan)

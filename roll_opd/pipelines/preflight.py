@@ -24,6 +24,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.source import MixedSource, PromptSource
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extensions import argument_problems
+from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
 from roll_opd.pipelines.checkpoints import CRITIC, STATE_FILE, Checkpoint, CheckpointError, find
@@ -31,7 +32,7 @@ from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
-from roll_opd.workflows.plugins import find_workflow
+from roll_opd.workflows.plugins import find_reward, find_workflow
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -213,8 +214,11 @@ def _check_named_parts(plan: RunPlan) -> None:
     policy_loss(objective.policy_loss, objective.policy_loss_args)
     if plan.rollout and not plan.rewards_are_monitored:
         advantage(objective.adv_estimator, objective.advantage_args)
-    if plan.workflow and plan.workflow.workflow:
-        find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir)
+    workflow = plan.workflow
+    if workflow and workflow.workflow:
+        find_workflow(workflow.workflow, workflow.plugin_dir)
+        if workflow.workflow_reward:
+            find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))
     for tracker in plan.trackers:
         if tracker != JSONL:
             made = trackers.TRACKERS.find(tracker)
@@ -237,7 +241,15 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Promp
         held_out_tags = validation.by_tag() if validation else {}
         workers = {term.worker for reward in plan.rewards for term in reward.terms}
         needing_truth = {worker for worker in workers if rewards.REWARDS.facts(worker).needs_ground_truth}
-        check_coverage(plan.mode, plan.teachers, plan.rewards, training.by_tag(), held_out_tags, needing_truth)
+        check_coverage(
+            plan.mode,
+            plan.teachers,
+            plan.rewards,
+            training.by_tag(),
+            held_out_tags,
+            needing_truth,
+            scored_by_workflow=plan.workflow is not None,
+        )
     held_out = validation.all() if validation else []
     if plan.demonstrations:
         return MixedSource(training, prompts["demonstrations"], plan.seed), held_out

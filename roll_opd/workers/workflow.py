@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -117,6 +117,7 @@ class WorkflowWorker:
     _limits: Any
     _class: Any
     _model: Any
+    _reward: Any  # the class of a reward function, or None
 
     async def setup(
         self,
@@ -137,11 +138,13 @@ class WorkflowWorker:
         from roll_opd.workflows.endpoint.server import Endpoint
         from roll_opd.workflows.experience import Limits
         from roll_opd.workflows.model import ModelWrapper
-        from roll_opd.workflows.plugins import find_workflow
+        from roll_opd.workflows.plugins import find_reward, find_workflow
 
         self._plan, self._chunk = plan, chunk
         self._limits = Limits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
         self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
+        arguments = thaw(plan.workflow_reward_args)
+        self._reward = plan.workflow_reward and find_reward(plan.workflow_reward, plan.plugin_dir, arguments)
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
         self._ready: list[Any] = []  # instances that can be reset
         self._hung = 0
@@ -191,7 +194,7 @@ class WorkflowWorker:
 
     async def _outcome(self, job: Job) -> Outcome:
         """Do one job. What its code raises is an outcome, too."""
-        from roll_opd.workflows.experience import trained
+        from roll_opd.workflows.experience import by_run, trained
         from roll_opd.workflows.model import RUN, RunState
         from roll_opd.workflows.plugins import own_traceback
 
@@ -201,15 +204,14 @@ class WorkflowWorker:
         context.run(RUN.set, state)
         try:
             found = await asyncio.create_task(self._call(job, context), context=context)
-            made: dict[int, list[Experience]] = defaultdict(list)
-            for one in found:
-                run = job.runs[0] if len(job.runs) == 1 else one.eid.run
-                if run not in job.runs:
-                    raise ValueError(f"eid.run is {run}; this call made runs {job.runs[0]} to {job.runs[-1]}")
-                learned = trained(one, self._limits, job.prompt, job.draw, run, len(made[run]))
-                reward = state.reward if learned.reward is None else learned.reward
-                made[run].append(replace(learned, reward=reward, metrics={**state.metrics, **learned.metrics}))
-            outcome.made = dict(made)
+            made: dict[int, list[Experience]] = {}
+            for run, of_run in by_run(found, job.runs).items():
+                made[run] = []
+                for place, (step, one) in enumerate(of_run):
+                    learned = trained(one, self._limits, job.prompt, job.draw, run, place, step)
+                    reward = state.reward if learned.reward is None else learned.reward
+                    made[run].append(replace(learned, reward=reward, metrics={**state.metrics, **learned.metrics}))
+            outcome.made = made
         except asyncio.CancelledError:
             raise
         except TimeoutError:
@@ -280,6 +282,8 @@ class WorkflowWorker:
                 max_tokens=sampling.max_new_tokens,
             ),
             workflow_args=thaw(plan.workflow_args),
+            reward_fn=self._reward,
+            reward_fn_args=thaw(plan.workflow_reward_args),
             repeat_times=len(job.runs),
             is_eval=job.is_eval,
             task_id=job.prompt.id,

@@ -4,36 +4,100 @@ from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll_opd.workflows.builtin.single_turn import AsyncSimpleWorkflow, BaseSimpleWorkflow, SimpleWorkflow
+    from roll_opd.workflows.builtin.reward_functions import (
+        AccuracyReward,
+        CountDownRewardFn,
+        FormatReward,
+        MathBoxedRewardFn,
+        MathRewardFn,
+    )
+    from roll_opd.workflows.builtin.single_turn import (
+        AsyncMathBoxedWorkflow,
+        AsyncMathWorkflow,
+        AsyncSimpleWorkflow,
+        BaseSimpleWorkflow,
+        MathBoxedWorkflow,
+        MathWorkflow,
+        OnPolicyDistillMathWorkflow,
+        OnPolicyDistillWorkflow,
+        SimpleWorkflow,
+    )
     from roll_opd.workflows.errors import WorkflowError
     from roll_opd.workflows.experience import EID, Experience
     from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
     from roll_opd.workflows.model import ModelWrapper
+    from roll_opd.workflows.multi_turn import MultiTurnWorkflow
+    from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
+    from roll_opd.workflows.step_wise import (
+        AsyncRewardPropagationWorkflow,
+        AsyncStepWiseRewardWorkflow,
+        RewardPropagationWorkflow,
+        StepWiseRewardWorkflow,
+    )
 
 __all__ = [
     "EID",
+    "REWARD_FUNCTIONS",
     "WORKFLOWS",
+    "AccuracyReward",
+    "AsyncMathBoxedWorkflow",
+    "AsyncMathWorkflow",
+    "AsyncRewardPropagationWorkflow",
     "AsyncSimpleWorkflow",
+    "AsyncStepWiseRewardWorkflow",
     "BaseSimpleWorkflow",
+    "CountDownRewardFn",
     "Experience",
     "FormatConfig",
+    "FormatReward",
     "GenerationConfig",
+    "MathBoxedRewardFn",
+    "MathBoxedWorkflow",
+    "MathRewardFn",
+    "MathWorkflow",
     "ModelWrapper",
+    "MultiTurnWorkflow",
+    "OnPolicyDistillMathWorkflow",
+    "OnPolicyDistillWorkflow",
+    "RewardFn",
+    "RewardPropagationWorkflow",
     "SimpleWorkflow",
+    "StepWiseRewardWorkflow",
     "Task",
     "Workflow",
     "WorkflowError",
+    "get_logger",
 ]
 _HOMES = {
-    "builtin.single_turn": ("AsyncSimpleWorkflow", "BaseSimpleWorkflow", "SimpleWorkflow"),
+    "builtin.reward_functions": (
+        *("AccuracyReward", "CountDownRewardFn", "FormatReward"),
+        *("MathBoxedRewardFn", "MathRewardFn"),
+    ),
+    "builtin.single_turn": (
+        *("AsyncMathBoxedWorkflow", "AsyncMathWorkflow", "AsyncSimpleWorkflow", "BaseSimpleWorkflow"),
+        *("MathBoxedWorkflow", "MathWorkflow", "OnPolicyDistillMathWorkflow", "OnPolicyDistillWorkflow"),
+        "SimpleWorkflow",
+    ),
     "errors": ("WorkflowError",),
     "experience": ("EID", "Experience"),
     "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     "model": ("ModelWrapper",),
+    "multi_turn": ("MultiTurnWorkflow",),
+    "reward_fn": ("REWARD_FUNCTIONS", "RewardFn"),
+    "step_wise": (
+        *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
+        *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
+    ),
 }
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """Return the logger of that name."""
+    return logging.getLogger(name)
 
 
 def __getattr__(name: str) -> Any:

@@ -77,6 +77,15 @@ class Experience:
         self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
 
     @property
+    def teacher_logprobs(self) -> Any:
+        """Log-probs of a teacher that the workflow has asked itself, f32 [T-P]: those in `info`."""
+        return self.info.get(TEACHER)
+
+    @teacher_logprobs.setter
+    def teacher_logprobs(self, logprobs: Any) -> None:
+        self.info[TEACHER] = logprobs
+
+    @property
     def response_text(self) -> str | None:
         """What was written, without special tokens."""
         if callable(self._response_text):
@@ -96,15 +105,39 @@ class Limits:
     vocabulary: int
 
 
-def trained(made: Any, limits: Limits, prompt: Prompt, draw: int, run: int, place: int) -> Trained:
-    """Return what a run hands over as the pipeline's own experience, number `place` of the run.
+def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
+    """Return what one call made, of each run in the order of its steps, each with its step's number.
+
+    A run that says no steps has one for each experience. Where a call made several runs, experiences say theirs in
+    `eid.run`; as many as runs that all say 0, as new ones do, are one a run. TypeError and ValueError for others.
+    """
+    found: dict[int, list[tuple[int, Experience]]] = {}
+    for one in made:
+        if not isinstance(one, Experience):
+            raise TypeError(f"a run returned {type(one).__name__} where an Experience was expected")
+    unsaid = len(made) == len(runs) and not any(one.eid.run for one in made)
+    for place, one in enumerate(made):
+        run = runs[0] if len(runs) == 1 else runs[place] if unsaid else one.eid.run
+        if run not in runs:
+            raise ValueError(f"eid.run is {run}; this call made runs {runs[0]} to {runs[-1]}")
+        found.setdefault(run, []).append((one.eid.step, one))
+    for run, steps in found.items():
+        if any(step for step, _ in steps):
+            steps.sort(key=lambda pair: pair[0])
+        else:
+            found[run] = [(place, one) for place, (_, one) in enumerate(steps)]
+    return found
+
+
+def trained(
+    made: Experience, limits: Limits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
+) -> Trained:
+    """Return what a run hands over as the pipeline's own experience, number `place` of the run, of its step `step`.
 
     The row's ground truth and other columns are left out: where it goes, they are known.
 
     Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
     """
-    if not isinstance(made, Experience):
-        raise TypeError(f"a run returned {type(made).__name__} where an Experience was expected")
     tokens = made.tokens.cpu().numpy()
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TypeError(f"tokens should be whole numbers [T], not {tokens.dtype} {list(tokens.shape)}")
@@ -130,7 +163,7 @@ def trained(made: Any, limits: Limits, prompt: Prompt, draw: int, run: int, plac
         id=f"{prompt.id}#{draw}/{run}{suffix}",
         group_id=f"{prompt.id}#{draw}",
         run=run,
-        step=place,
+        step=place if step is None else int(step),
         tag=prompt.tag,
         domain="",
         tokens=tokens.astype(np.int64),

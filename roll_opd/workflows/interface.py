@@ -26,14 +26,14 @@ class FormatConfig:
 
 @dataclass
 class GenerationConfig:
-    """How the model samples by default."""
+    """How the model samples; None: as the configuration has it."""
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 16
-    logprobs: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
 
 
 @dataclass
@@ -128,8 +128,8 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
 
-class Workflows(Registry[dict]):
-    """The registry of workflows, also under the names of Trinity-RFT's methods."""
+class Modules(Registry[dict]):
+    """A registry whose methods have Trinity-RFT's names, too."""
 
     def register_module(self, name: str, **_: Any) -> Callable[[Class], Class]:
         """Make a class known as `name`."""
@@ -140,7 +140,7 @@ class Workflows(Registry[dict]):
         return self.find(name)
 
 
-WORKFLOWS = Workflows(
+WORKFLOWS = Modules(
     "workflow",
     "class",
     "my_workflows.MyWorkflow",

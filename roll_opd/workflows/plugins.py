@@ -6,11 +6,14 @@ import itertools
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll_opd.extensions import argument_problems
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.interface import WORKFLOWS, Workflow, flag
+from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS
 
 
 def load_plugins(directory: str) -> None:
@@ -50,6 +53,18 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
         own = getattr(found, method, None)
         if not callable(own) or own is getattr(Workflow, method):
             raise WorkflowError(f"workflow {name}: expected a class with a method {method}; write it")
+    return found
+
+
+def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any]) -> Any:
+    """Return the reward function that `name` means, which takes `arguments`; WorkflowError where there is none."""
+    if plugin_dir:
+        load_plugins(plugin_dir)
+    found: Any = REWARD_FUNCTIONS.find(name)
+    if not isinstance(found, type) or not any("__call__" in vars(kind) for kind in found.__mro__):
+        raise WorkflowError(f"workflow_reward {name}: expected a class with a method __call__; write it")
+    for argument, problem in argument_problems(found, arguments, given_by_us=0):
+        raise WorkflowError(f"workflow_reward_args.{argument}: {problem} (of {name})")
     return found
 
 

@@ -71,6 +71,7 @@ def test_covered_prompts_pass(mode: str) -> None:
     check_coverage(mode, teachers, (MATH, CODE), training, training, NEEDING)
     check_coverage("pure", (TEACHER,), (), {"math": LACKING}, {}, NEEDING)
     check_coverage("pure", (TEACHER,), (MATH,), {"math": LACKING, "code": LACKING}, {"math": ANSWERED}, NEEDING)
+    check_coverage(mode, teachers, (), {"math": LACKING}, {"math": LACKING}, NEEDING, scored_by_workflow=True)
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])

@@ -266,6 +266,30 @@ def test_a_model_beside_the_student_is_asked(stage: Stage, mine: tuple[str, ...]
     assert row["critic/score/mean"] > 0.8 and not any(name.startswith("workflow/failed") for name in row)
 
 
+def test_steps_are_compared_by_the_last_one_of_their_run(stage: Stage, mine: tuple[str, ...]) -> None:
+    """A wrong sum is tried again: naively, the rewards of the runs' last tries are compared, and all tries get that."""
+    more = ("prompt_key=question", "workflow_reward=accuracy_reward", "workflow_args={max_steps: 2}")
+    sizes = ("response_length=120", "samples_per_step=512", "adv_estimator=step_wise_grpo", "max_grad_norm=1")
+    run = reinforced(stage, mine, "try_again_workflow", *more, *sizes)
+    assert run.code == 0
+    samples = run.rows("samples.jsonl")
+    assert {len(sample["id"].split(".")) for sample in samples} == {1, 2}  # some runs have two tries
+    for step in (1, 2):
+        groups: dict[str, dict[str, list[dict]]] = {}
+        for sample in [sample for sample in samples if sample["step"] == step]:
+            group, _, name = sample["id"].rpartition("/")
+            groups.setdefault(group, {}).setdefault(name.partition(".")[0], []).append(sample)
+        for runs in groups.values():
+            last = {name: max(tries, key=lambda sample: sample["id"])["reward"] for name, tries in runs.items()}
+            mean, deviation = np.mean(list(last.values())), np.std(list(last.values()), ddof=1)
+            for name, tries in runs.items():
+                assert all(sample["reward"] == 0 for sample in tries[:-1])
+                for sample in tries:
+                    np.testing.assert_allclose(
+                        sample["advantages"][0], (last[name] - mean) / (deviation + 1e-6), atol=1e-5
+                    )
+
+
 def test_log_probs_that_a_workflow_brings_stand_in_for_the_teachers(stage: Stage, mine: tuple[str, ...]) -> None:
     *settings, rows = mine
     file = f"student_train.data_args.file_name={rows.partition('=')[2]}"

@@ -14,6 +14,8 @@ from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION
 from roll_opd.rewards.mathematics.processes import Algebra, Busy, Crashed, TimedOut
 from roll_opd.rewards.registry import register
 
+GSM8K = "####"  # behind which its rows have their answer
+
 
 @register("math_rule", needs_ground_truth=True, keeps_time=True)
 class MathRule:
@@ -52,7 +54,7 @@ def is_right(response: str, ground_truth: str, timeout: float = 3.0) -> bool | N
 
     Raises `TimedOut`, `Crashed` or `Busy` where the comparison did not end.
     """
-    gold = boxed(ground_truth) or ground_truth
+    gold = boxed(ground_truth) or ground_truth.rpartition(GSM8K)[2]
     answer = final_answer(response, numeric=number_in(gold) is not None)
     if answer is None or not answer.strip():
         return None

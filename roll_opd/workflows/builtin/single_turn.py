@@ -20,6 +20,7 @@ class BaseSimpleWorkflow(Workflow):
     """What workflows of one turn share: the messages, and what becomes of the responses."""
 
     can_reset = can_repeat = True
+    _rollout_args: dict[str, Any] | None = None
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: list | None = None) -> None:
         super().__init__(model, task, auxiliary_models)
@@ -29,19 +30,23 @@ class BaseSimpleWorkflow(Workflow):
         """Take the next task."""
         self.task, self.raw_task, self.format_args = task, task.raw_task, task.format_args
         self.system_prompt, self.reply_prefix = task.format_args.system_prompt, task.format_args.reply_prefix
-        self.truth, self.conversation = task.truth, conversation_of(task)
-        self.task_desc = self.conversation[-1]["content"]
+        self.truth, self.task_desc, self.is_eval = task.truth, task.task_desc, task.is_eval
+        self.workflow_args, self.reward_fn_args = task.workflow_args, task.reward_fn_args
         self.reward_fn = task.reward_fn(**task.reward_fn_args) if task.reward_fn else None
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """How to sample, with as many responses as runs."""
-        return {**asdict(self.task.rollout_args), "n": self.repeat_times}
+        """How to sample, with as many responses as runs; older workflows write their own."""
+        return {**(self._rollout_args or asdict(self.task.rollout_args)), "n": self.repeat_times}
+
+    @rollout_args.setter
+    def rollout_args(self, given: dict[str, Any]) -> None:
+        self._rollout_args = given
 
     def format_messages(self) -> list[dict[str, str]]:
         """Return the conversation that the model goes on with."""
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        messages += self.conversation
+        messages += conversation_of(self.task)
         if self.reply_prefix:
             messages.append({"role": "assistant", "content": self.reply_prefix})
         return messages

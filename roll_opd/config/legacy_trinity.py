@@ -1,0 +1,281 @@
+"""Trinity-RFT's legacy: its keys, and what each is here: a key of ours, a part of one, nothing, or a reason to refuse.
+
+`trinity.py` reads a configuration by this table; docs/coming-from-trinity.md tells its users the same in prose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# sections of which any one makes a file Trinity-RFT's, where it has no role of ours
+SECTIONS = frozenset(
+    ("algorithm", "buffer", "cluster", "explorer", "model", "synchronizer", "trainer", "checkpoint_root_dir")
+)
+AUXILIARY = "explorer.auxiliary_models"
+TASKSET, EVAL_TASKSETS = "buffer.explorer_input.taskset", "buffer.explorer_input.eval_tasksets"
+SFT_ROWS = ("buffer.trainer_input.sft_warmup_dataset", "buffer.trainer_input.auxiliary_buffers.sft_dataset")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of a key: it is `ours` ({train} and {infer} are the student's roles), read with others (a `part`),
+    or means nothing, for the reason `why`. With `harmless` it means nothing with these values, and others are refused.
+    """
+
+    ours: str = ""
+    part: bool = False
+    why: str = ""
+    harmless: tuple[Any, ...] | None = None
+
+
+PART = Rule(part=True)
+NOTHING = Rule()
+
+
+def to(ours: str) -> Rule:
+    """Return the rule of a key whose value goes to a key of ours as it is."""
+    return Rule(ours=ours)
+
+
+def nothing(why: str) -> Rule:
+    """Return the rule of a key that means nothing here."""
+    return Rule(why=why)
+
+
+def only(*harmless: Any, instead: str) -> Rule:
+    """Return the rule of a key of which some values mean nothing; others are refused with what to do `instead`."""
+    return Rule(harmless=harmless, why=instead)
+
+
+def _all(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def _below(prefix: str, keys: Mapping[str, Rule]) -> dict[str, Rule]:
+    return {f"{prefix}.{key}": rule for key, rule in keys.items()}
+
+
+_ONE_LOOP = nothing("each step samples with the weights of the step before")
+_OWN_LOADER = nothing("rows are read by the package's own reader")
+_NO_BUFFER = nothing("a step's experiences go from rollout to training without a buffer between them")
+_NO_RETRY = nothing("a run that fails is left out (on_workflow_error), a process that dies is replaced")
+_TEMPLATE = only(None, "", instead="write it into chat_template of the model's tokenizer_config.json, remove the key")
+_IMAGES = only(None, "", {}, instead="rows with images cannot be trained on; remove it")
+
+TASKSET_KEYS: dict[str, Rule] = {
+    **_all(PART, "path split subset_name workflow_args default_workflow_type default_reward_fn_type reward_fn_args"),
+    **_below("rollout_args", _all(PART, "temperature top_p top_k max_tokens n")),
+    **_below("format", _all(PART, "prompt_key response_key system_prompt reply_prefix")),
+    "rollout_args.logprobs": nothing("the log-prob of each sampled token is always there"),
+    "repeat_times": PART,
+    **_all(NOTHING, "name enable_progress_bar index is_eval total_epochs total_steps batch_size"),
+    "storage_type": only("file", instead="rows are files; write the table into a JSONL or Parquet file, and its path"),
+    "format.workflow_key": only("", None, instead="all rows have one workflow; let that one choose by the row"),
+    "format.reward_fn_key": only("", None, instead="rows choose their reward by their tag; see docs/rewards/README.md"),
+    "format.system_prompt_key": only("", None, instead="let the workflow read it from task.raw_task; remove the key"),
+    **_below("format", _all(_IMAGES, "image_key video_key")),
+    **_below("format", _all(NOTHING, "prompt_type messages_key tools_key chosen_key rejected_key")),
+    **_below("format", _all(NOTHING, "enable_concatenated_multi_turn")),
+    "format.chat_template": _TEMPLATE,
+    "mm_data_kwargs": _IMAGES,
+    "task_selector.selector_type": only(
+        "sequential", "shuffle", "random", instead="rows come in a new random order in each pass; remove it"
+    ),
+    **_below("task_selector", _all(NOTHING, "seed feature_keys kwargs")),
+    **_all(_OWN_LOADER, "max_retry_times max_retry_interval ray_namespace wrap_in_ray"),
+}
+
+ENGINE_KEYS: dict[str, Rule] = {
+    **_all(PART, "engine_num tensor_parallel_size dtype"),
+    **_all(PART, "max_model_len max_prompt_tokens max_response_tokens"),
+    "engine_type": only("vllm", "vllm_async", instead="engines are vLLM's; write vllm"),
+    **_all(NOTHING, "use_v1 bundle_indices name"),
+    "enable_history": nothing("what a run's calls answered is always kept"),
+    "enable_thinking": nothing("the model's chat template decides; a workflow may pass chat_template_kwargs"),
+    "enable_openai_api": nothing("every run has an OpenAI address of the model"),
+    "enable_auto_tool_choice": nothing("tools that a request has may be called"),
+    "reasoning_parser": nothing("a thought is a part of the response"),
+    "tool_call_parser": nothing("a teacher answers nothing"),
+    "min_response_tokens": only(None, 0, 1, instead="a response may be as short as the model likes; remove it"),
+    "ignore_eos": only(False, None, instead="a response ends where the model ends it; remove it"),
+    "chat_template": _TEMPLATE,
+    "enable_lora": only(False, None, instead="LoRA is not available; remove it"),
+}
+# of the student's engines alone: a teacher is scored by Megatron here
+ROLLOUT_KEYS: dict[str, Rule] = {
+    **ENGINE_KEYS,
+    "seed": to("seed"),
+    "tool_call_parser": to("tool_call_parser"),
+    "model_path": nothing("it is that of the student"),
+    "gpu_memory_utilization": PART,
+    **{
+        key: to(f"{{infer}}.strategy_args.strategy_config.{key}")
+        for key in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
+    },
+}
+_SCORED = nothing("a teacher is a Megatron model that scores given tokens")
+TEACHER_KEYS: dict[str, Rule] = {
+    "model_path": PART,
+    **_all(
+        _SCORED, "seed gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill temperature"
+    ),
+    **ENGINE_KEYS,
+}
+
+# veRL's own, of which these are read and the rest is not
+_VERL = {
+    "actor_rollout_ref.actor": "optim.lr ppo_epochs grad_clip use_dynamic_bsz ppo_max_token_len_per_gpu"
+    " ulysses_sequence_parallel_size",
+    "critic": "optim.lr cliprange_value",
+    "trainer": "max_actor_ckpt_to_keep critic_warmup",
+}
+
+KEYS: dict[str, Rule] = {
+    "mode": only(
+        "both",
+        instead="exploring and training are one loop here (both); rows with answers are trained on by"
+        " start_sft_pipeline.py and start_dpo_pipeline.py, and validation measures a model",
+    ),
+    **_all(PART, "project checkpoint_root_dir"),
+    "name": to("exp_name"),
+    "continue_from_checkpoint": to("resume_from_checkpoint"),
+    **_all(NOTHING, "group ray_namespace checkpoint_job_dir log"),
+    "algorithm.algorithm_type": PART,
+    "algorithm.repeat_times": to("num_return_sequences_in_group"),
+    "algorithm.advantage_fn": to("advantage_fn"),
+    "algorithm.policy_loss_fn": to("policy_loss_fn"),
+    **_below(
+        "algorithm",
+        _all(PART, "policy_loss_fn_args advantage_fn_args kl_loss_fn kl_loss_fn_args kl_penalty_fn kl_penalty_fn_args"),
+    ),
+    "algorithm.entropy_loss_fn": only(
+        "default", "basic", "none", None, instead="entropy_loss_coef is the one form of it; remove the key"
+    ),
+    "algorithm.entropy_loss_fn_args": PART,
+    "algorithm.sample_strategy": only(
+        "default", "mix", None, instead="every experience is learned from once, in its step; remove it"
+    ),
+    "algorithm.sample_strategy_args": PART,
+    "algorithm.add_strategy": only(
+        None, "", "reward_variance", instead="algorithm_type: multi_step_grpo compares runs of several steps; remove it"
+    ),
+    "algorithm.use_token_level_loss": NOTHING,
+    "algorithm.optimizer.lr": PART,
+    "algorithm.optimizer.lr_warmup_steps": PART,
+    "algorithm.optimizer.lr_warmup_steps_ratio": to("{train}.training_args.warmup_ratio"),
+    "algorithm.optimizer.weight_decay": to("{train}.training_args.weight_decay"),
+    **_below("algorithm.optimizer", _all(PART, "min_lr_ratio warmup_style lr_scheduler_type betas")),
+    "algorithm.optimizer.optimizer_type": only("adam", "adamw", instead="AdamW is the one optimizer; remove it"),
+    "model.model_path": PART,
+    "model.critic_model_path": PART,
+    **_below("model", _all(PART, "max_model_len max_prompt_tokens max_response_tokens temperature top_p top_k")),
+    "model.logprobs": nothing("the log-prob of each sampled token is always there"),
+    "model.min_response_tokens": ENGINE_KEYS["min_response_tokens"],
+    "model.enable_prompt_truncation": nothing("on_long_prompt says what becomes of a prompt that is too long"),
+    "model.custom_chat_template": _TEMPLATE,
+    "model.lora_configs": only(None, [], instead="LoRA is not available; remove it, and the whole model is trained"),
+    **_below("model", _all(NOTHING, "fully_sharded_loras max_cpu_loras")),
+    "model.tinker": only(
+        None, {}, {"enable": False}, instead="training is done here, with Megatron-core; remove the section"
+    ),
+    **_below("cluster", _all(PART, "node_num gpu_per_node")),
+    "cluster.ray_address": nothing("a run starts its own Ray, or joins with torchrun"),
+    "buffer.batch_size": PART,
+    "buffer.train_batch_size": PART,
+    "buffer.total_steps": PART,
+    "buffer.total_epochs": PART,
+    **_below("buffer", _all(_OWN_LOADER, "max_retry_times max_retry_interval")),
+    **_below("buffer", _all(NOTHING, "explorer_output tokenizer_path pad_token_id cache_dir")),
+    **_below(TASKSET, TASKSET_KEYS),
+    "buffer.explorer_input.tasksets": PART,
+    EVAL_TASKSETS: PART,
+    **_below(
+        "buffer.explorer_input",
+        _all(
+            PART, "default_workflow_type default_eval_workflow_type default_reward_fn_type system_prompt reply_prefix"
+        ),
+    ),
+    "buffer.trainer_input.experience_buffer": _NO_BUFFER,
+    **dict.fromkeys(SFT_ROWS, PART),
+    "buffer.trainer_input.sft_warmup_steps": only(
+        0, None, instead="warm up with start_sft_pipeline.py first, and begin with its checkpoint; remove the key"
+    ),
+    "explorer.runner_per_model": PART,
+    "explorer.max_timeout": to("workflow_timeout"),
+    "explorer.env_vars": to("system_envs"),
+    **_below("explorer", _all(_NO_RETRY, "max_retry_times")),
+    **_below(
+        "explorer",
+        _all(NOTHING, "name api_port listen_address service_status_check_interval bench_on_latest_checkpoint"),
+    ),
+    **_below("explorer", _all(NOTHING, "min_running_model_num proxy_port")),
+    "explorer.runner_num": nothing("runner_per_model says it"),
+    "explorer.max_repeat_times_per_runner": nothing("runs of a prompt are spread over all processes"),
+    "explorer.concurrent_mode": nothing("runs are under way at once in threads and coroutines"),
+    "explorer.over_rollout": only(
+        None, {}, {"ratio": 0.0}, instead="is_use_additional_prompts answers more prompts than needed; remove it"
+    ),
+    "explorer.dynamic_timeout": only(
+        None, {}, {"enable": False}, instead="max_timeout (workflow_timeout) is the one limit; remove it"
+    ),
+    "explorer.eval_interval": PART,
+    "explorer.eval_on_startup": nothing("a run with validation always begins with one"),
+    **_below("explorer.rollout_model", ROLLOUT_KEYS),
+    AUXILIARY: PART,
+    **_below(
+        "synchronizer",
+        _all(_ONE_LOOP, "sync_method sync_style sync_interval sync_offset sync_timeout wait_for_checkpoint"),
+    ),
+    **_below("synchronizer", _all(NOTHING, "explorer_world_size ray_namespace")),
+    "trainer.trainer_type": only("verl", instead="training is done with Megatron-core; write verl, or remove the key"),
+    "trainer.trainer_strategy": nothing("Megatron-core spreads the model"),
+    "trainer.save_interval": PART,
+    "trainer.max_checkpoints_to_keep": to("max_ckpt_to_keep"),
+    "trainer.total_steps": PART,
+    **_below("trainer", _all(PART, "grad_clip use_dynamic_bsz max_token_len_per_gpu ppo_max_token_len_per_gpu")),
+    **_below("trainer", _all(PART, "ulysses_sequence_parallel_size actor_grad_clip")),
+    **_below("trainer", _all(NOTHING, "name enable_preview save_strategy save_hf_checkpoint")),
+    "trainer.fix_actor_microbatch_loss_scale": nothing("a loss is always that of the whole batch"),
+    "trainer.trainer_config_path": only(
+        None, "", instead="that file is not read; write algorithm.optimizer and trainer.grad_clip here, remove the key"
+    ),
+    **{f"trainer.trainer_config.{section}.{key}": PART for section, keys in _VERL.items() for key in keys.split()},
+    "monitor.monitor_type": to("track_with"),
+    "monitor.monitor_args": to("tracker_kwargs"),
+    **_below("monitor", _all(NOTHING, "enable_ray_timeline detailed_stats cache_dir")),
+    "data_processor.task_pipeline": only(None, {}, instead="process the rows before the run, into a file; remove it"),
+    "data_processor.experience_pipeline": PART,
+    "service": only(None, {}, {"data_juicer": None}, instead="no other service is asked; remove the section"),
+    "stages": only(
+        None,
+        [],
+        instead="write a configuration for each stage, and begin the next one with the checkpoint of the one before",
+    ),
+}
+# arguments of their losses of demonstrations that say how veRL cuts a batch
+BATCH_ARGUMENTS = frozenset(
+    (
+        *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
+        *("train_batch_size_expert", "train_batch_size_usual"),
+    )
+)
+UNREAD = ("trainer.trainer_config",)  # sections whose other keys mean nothing
+
+# workflows whose reward is theirs where none is named
+REWARD_OF_WORKFLOW = {
+    **dict.fromkeys(("math_workflow", "async_math_workflow"), "math_reward"),
+    **dict.fromkeys(("math_boxed_workflow", "async_math_boxed_workflow"), "math_boxed_reward"),
+    **dict.fromkeys(("on_policy_distill_math_workflow", "math_eval_workflow"), "accuracy_reward"),
+}
+# their reward -> the sections of `rewards` that are its counterpart
+# theirs is 0.1 or -0.1: the same but for a constant
+_FORMAT = {"weight": 0.2, "pattern": r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*"}
+REWARDS: dict[str, dict[str, Any]] = {
+    "accuracy_reward": {"math_rule": {"worker_cls": "math_rule"}},
+    "math_boxed_reward": {"math_rule": {"worker_cls": "math_rule"}},
+    "math_reward": {"math_rule": {"worker_cls": "math_rule", "terms": {"format": _FORMAT}}},
+    "format_reward": {"format": {"worker_cls": "format", **_FORMAT}},
+    "math_dapo_reward": {"math_rule": {"worker_cls": "math_rule"}},
+}
+KL_PENALTIES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "low_var_kl": "low_var_kl", "abs": "abs"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}

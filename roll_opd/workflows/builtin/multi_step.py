@@ -1,0 +1,56 @@
+"""A workflow of several steps: a wrong answer may be corrected, and each try is learned from by itself."""
+
+from dataclasses import asdict
+from typing import Any
+
+from roll_opd.workflows.builtin.reward_functions import AccuracyReward
+from roll_opd.workflows.builtin.single_turn import conversation_of
+from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.interface import WORKFLOWS, Task
+from roll_opd.workflows.step_wise import AsyncStepWiseRewardWorkflow
+
+FEEDBACK = "That is not right. Look for the mistake, and answer again."
+
+
+@WORKFLOWS.register_module("try_again_workflow")
+class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
+    """A question; an answer whose reward is below `enough` is told so, and tried again. Each try is a step.
+
+    `workflow_args`: `max_steps` (3) tries, `enough` (1.0), `feedback` (what is said to a wrong answer). The reward is
+    the configuration's `workflow_reward`, without it `accuracy_reward`.
+    """
+
+    can_reset = True
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take the next task."""
+        self.task = task
+        self.reward_fn = (task.reward_fn or AccuracyReward)(**task.reward_fn_args)
+        system = task.format_args.system_prompt
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages += conversation_of(task)
+        self.parts: dict[str, float] = {}
+
+    @property
+    def max_step_num(self) -> int:
+        """Most tries."""
+        return int(self.task.workflow_args.get("max_steps", 3))
+
+    async def step_async(self, step_num: int) -> bool:
+        """Ask once; return whether the answer is to be corrected."""
+        (response,) = await self.model.chat_async(self.messages, **{**asdict(self.task.rollout_args), "n": 1})
+        text = response.response_text or ""
+        self.parts = self.reward_fn(response=text, truth=self.task.truth)
+        feedback = self.task.workflow_args.get("feedback", FEEDBACK)
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": feedback}]
+        return sum(self.parts.values()) < float(self.task.workflow_args.get("enough", 1.0))
+
+    async def reward_async(self, exps: list[Experience], step_num: int) -> float:
+        """Return the try's own reward."""
+        for one in exps:
+            one.metrics.update(self.parts)
+        return sum(self.parts.values())

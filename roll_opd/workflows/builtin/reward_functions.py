@@ -1,0 +1,134 @@
+"""Trinity-RFT's reward functions of mathematics, with this package's verdict on whether an answer is right.
+
+Workflows of the package are scored by the configuration's `rewards`; these are for workflows that call a function.
+"""
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from roll_opd.rewards.builtin.math_rule import is_right
+from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut
+from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
+
+LONGEST = 1000  # characters of a formula that is computed
+FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"
+LOOSE_FORMAT = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*"
+THOUGHT = re.compile(r"<think>.*?</think>.+", re.DOTALL)
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def accuracy(response: str, truth: str | None) -> float:
+    """Return 1.0 where the response's final answer equals the truth; 0.0 too where the comparison does not end."""
+    try:
+        return float(bool(is_right(response, str(truth or ""))))
+    except (TimedOut, Crashed, Busy):
+        return 0.0
+
+
+@REWARD_FUNCTIONS.register_module("accuracy_reward")
+class AccuracyReward(RewardFn):
+    """1 for a right final answer; with an `answer_parser`, for one that is parsed to the same as the truth."""
+
+    def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
+        self.answer_parser = answer_parser
+
+    def __call__(self, response: str, prompt: Any = None, truth: str | None = None) -> dict[str, float]:
+        """Return `accuracy`."""
+        if self.answer_parser is None:
+            return {"accuracy": accuracy(response, truth)}
+        return {"accuracy": float(self.answer_parser(response) == self.answer_parser(str(truth or "")))}
+
+
+@REWARD_FUNCTIONS.register_module("format_reward")
+class FormatReward(RewardFn):
+    """0.1 for a response that matches the whole `pattern`, else -0.1."""
+
+    def __init__(self, pattern: str | None = None) -> None:
+        self.pattern = re.compile(pattern or FORMAT, re.DOTALL)
+
+    def __call__(self, response: str, prompt: Any = None, truth: str | None = None) -> dict[str, float]:
+        """Return `format_score`."""
+        return {"format_score": 0.1 if self.pattern.fullmatch(response) else -0.1}
+
+
+@REWARD_FUNCTIONS.register_module("math_reward")
+class MathRewardFn(RewardFn):
+    """`accuracy_reward` plus `format_reward`, of a thought and an answer in their tags."""
+
+    def __init__(self, answer_parser: Callable[[str], Any] | None = None, pattern: str = LOOSE_FORMAT) -> None:
+        self.accuracy_reward, self.format_reward = AccuracyReward(answer_parser), FormatReward(pattern)
+
+    def __call__(self, response: str, prompt: Any = None, truth: str | None = None) -> dict[str, float]:
+        """Return `accuracy` and `format_score`."""
+        return self.accuracy_reward(response, prompt, truth) | self.format_reward(response)
+
+
+@REWARD_FUNCTIONS.register_module("math_boxed_reward")
+class MathBoxedRewardFn(RewardFn):
+    """1 for a right final answer; with `with_think`, less `format_score_coef` where no thought comes before it."""
+
+    def __call__(
+        self,
+        response: str,
+        prompt: Any = None,
+        truth: str | None = None,
+        with_think: bool | None = False,
+        format_score_coef: float | None = 0.1,
+    ) -> dict[str, float]:
+        """Return `accuracy` and `format_score`."""
+        thoughtless = bool(with_think) and THOUGHT.fullmatch(response.strip()) is None
+        return {"accuracy": accuracy(response, truth), "format_score": -(format_score_coef or 0.1) * thoughtless}
+
+
+@REWARD_FUNCTIONS.register_module("countdown_reward")
+class CountDownRewardFn(RewardFn):
+    """1 for a formula in `<answer>` that makes the target of each given number once, 0.1 for another formula, else 0.
+
+    The truth is an object with `target` and `numbers`, or JSON of it.
+    """
+
+    def __call__(self, response: str, prompt: Any = None, truth: Any = None) -> dict[str, float]:
+        """Return `score`."""
+        wanted = json.loads(truth) if isinstance(truth, str) else truth
+        answers = ANSWER.findall(response)
+        if not answers:
+            return {"score": 0.0}
+        formula = answers[-1].strip()
+        numbers = Counter(map(int, re.findall(r"\d+", formula[:LONGEST])))
+        try:
+            right = numbers == Counter(map(int, wanted["numbers"])) and computed(formula) == Fraction(wanted["target"])
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            right = False
+        return {"score": 1.0 if right else 0.1}
+
+
+def computed(formula: str) -> Fraction:
+    """Return the value of a formula of whole numbers, + - * / and parentheses, exactly.
+
+    ValueError or SyntaxError for anything else, ZeroDivisionError as it says.
+    """
+    if len(formula) > LONGEST:
+        raise ValueError(f"the formula has {len(formula)} characters")
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return Fraction(node.value)
+        raise ValueError(f"no formula of whole numbers: {ast.unparse(node)}")
+
+    return value(ast.parse(formula, mode="eval").body)
