@@ -16,7 +16,6 @@ from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
 from roll_opd.config.load import LoadedConfig, write_yaml
-from roll_opd.config.load_trinity import load_any
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     CheckpointPlan,
@@ -48,6 +47,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.config.trackers import read_trackers
+from roll_opd.config.trinity.load import load_any
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.extensions import users_module

@@ -14,11 +14,11 @@ from config_assets import set_key, write_model
 from roll_opd.config import machine
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.legacy_trinity import KEYS
 from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Top, Worker, keys_of
-from roll_opd.config.trinity import translated
-from roll_opd.config.trinity_reading import Machine
+from roll_opd.config.trinity.keys import KEYS
+from roll_opd.config.trinity.reading import Machine
+from roll_opd.config.trinity.translate import translated
 from tests.pages import DOCS
 
 # In the forms of Trinity-RFT's own examples, in small. {root} is where models and rows are.

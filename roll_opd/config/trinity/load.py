@@ -22,8 +22,8 @@ from roll_opd.config.load import (
     resolve,
 )
 from roll_opd.config.plan import DataPlan
-from roll_opd.config.trinity import is_trinity, translated
-from roll_opd.config.trinity_reading import Machine
+from roll_opd.config.trinity.reading import Machine
+from roll_opd.config.trinity.translate import is_trinity, translated
 from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, yaml_message
 from roll_opd.data.files import SUFFIXES
 from roll_opd.data.preview import count_rows

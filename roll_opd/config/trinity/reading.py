@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_trinity import UNREAD, Rule
+from roll_opd.config.trinity.keys import UNREAD, Rule
 from roll_opd.hints import nearest
 from roll_opd.tracking.secrets import is_secret
 

@@ -1,6 +1,6 @@
 """Trinity-RFT's legacy: its keys, and what each is here: a key of ours, a part of one, nothing, or a reason to refuse.
 
-`trinity.py` reads a configuration by this table; docs/coming-from-trinity.md tells its users the same in prose.
+`translate.py` reads a configuration by this table; docs/coming-from-trinity.md tells its users the same in prose.
 """
 
 from collections.abc import Mapping

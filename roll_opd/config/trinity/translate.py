@@ -1,7 +1,7 @@
 """Reads a configuration of Trinity-RFT: its values under our keys, and what becomes of each of its keys, in one list.
 
-`legacy_trinity.py` says what each key is. What is put together from several keys is here: models, lengths, rows,
-rewards; the objective is in `trinity_objective.py`, sizes are in `trinity_sizes.py`. Where Trinity-RFT has another
+`keys.py` says what each key is. What is put together from several keys is here: models, lengths, rows,
+rewards; the objective is in `objective.py`, sizes are in `sizes.py`. Where Trinity-RFT has another
 default than this package, it is written out.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_trinity import (
+from roll_opd.config.trinity.keys import (
     AUXILIARY,
     EVAL_TASKSETS,
     KEYS,
@@ -21,9 +21,9 @@ from roll_opd.config.legacy_trinity import (
     TASKSET_KEYS,
     TEACHER_KEYS,
 )
-from roll_opd.config.trinity_objective import objective
-from roll_opd.config.trinity_reading import Machine, Translation, sort
-from roll_opd.config.trinity_sizes import batches, devices, steps, training
+from roll_opd.config.trinity.objective import objective
+from roll_opd.config.trinity.reading import Machine, Translation, sort
+from roll_opd.config.trinity.sizes import batches, devices, steps, training
 from roll_opd.declared import declarations
 
 OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")

@@ -1,0 +1,1 @@
+"""Configurations of Trinity-RFT, put under our keys."""
