@@ -15,6 +15,7 @@ ENTROPY_LEFT = 0.2  # share of the first entropy, below which a student hardly h
 SHORTER, LONGER = 0.5, 2.0  # times the first length
 DISAGREEMENT_LEFT = 0.2  # share of the first disagreement, below which a teacher has nothing left to say
 GAIN = 0.05  # of rewards from 0 to 1: less is no gain
+LOST = 0.5  # share of a gain
 
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
@@ -35,6 +36,7 @@ class CollapseAlarm:
         self._first: list[Mapping[str, float]] = []
         self._last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._steps = 0
+        self._best = -np.inf  # of the reward's means over so many steps
         self._sounded: set[str] = set()
 
     def after(self, metrics: Mapping[str, float]) -> list[str]:
@@ -46,19 +48,30 @@ class CollapseAlarm:
             self._first.append(read)
         if self._steps < 2 * WINDOW:
             return []
-        found = dict(alarms(_means(self._first), _means(self._last), is_itself=self._is_itself))
+        first, last = _means(self._first), _means(self._last)
+        self._best = max(self._best, last.get(REWARD, -np.inf))
+        found = dict(alarms(first, last, is_itself=self._is_itself, best=self._best))
         new = [text for name, text in found.items() if name not in self._sounded]
         self._sounded |= found.keys()
         return new
 
 
-def alarms(first: Mapping[str, float], last: Mapping[str, float], *, is_itself: bool) -> Iterator[tuple[str, str]]:
+def alarms(
+    first: Mapping[str, float], last: Mapping[str, float], *, is_itself: bool, best: float = -np.inf
+) -> Iterator[tuple[str, str]]:
     """Yield (name, sentence) for what has collapsed from the `first` values of the metrics `READ` to the `last` ones.
 
-    Nothing has where the reward has risen. Without a reward, only a teacher that `is_itself` the student is suspected:
+    The reward itself has where it has lost half of what it had gained when it was at its `best`. Else nothing has where
+    the reward has risen. Without a reward, only a teacher that `is_itself` the student is suspected:
     to become as sure, as brief and as the teacher is what one learns from another.
     """
     has_reward = REWARD in first and REWARD in last
+    if has_reward and best - first[REWARD] > GAIN and best - last[REWARD] > LOST * (best - first[REWARD]):
+        yield (
+            "reward",
+            f"{REWARD}: the reward has risen from {first[REWARD]:.3g} to {best:.3g} and fallen to {last[REWARD]:.3g}:"
+            f" what was learned is being lost; {_SLOWER}",
+        )
     if last.get(REWARD, 0.0) - first.get(REWARD, 0.0) > GAIN if has_reward else not is_itself:
         return
     of_reward = f"the reward has not risen ({first[REWARD]:.3g}, now {last[REWARD]:.3g})" if has_reward else ""

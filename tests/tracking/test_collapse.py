@@ -29,6 +29,18 @@ def test_what_sounds_an_alarm(change: dict, expected: set) -> None:
     assert other == expected - {"agreement"}  # to become as another teacher is the aim
 
 
+def test_what_was_learned_and_is_lost() -> None:
+    """Half of the gain, whatever is left of it; also of a teacher that is another model."""
+    for last, sounds in ((0.7, False), (0.56, False), (0.54, True), (0.3, True)):
+        for is_itself in (True, False):
+            found = dict(alarms(FIRST, FIRST | {REWARD: last}, is_itself=is_itself, best=0.8))
+            assert ("reward" in found) == sounds
+    assert not dict(alarms(FIRST, FIRST | {REWARD: 0.2}, is_itself=True, best=0.34))  # there was no gain
+    alarm = CollapseAlarm(is_itself=False)
+    rows = [FIRST] * WINDOW + [FIRST | {REWARD: 0.9}] * WINDOW + [FIRST] * WINDOW
+    assert [bool(alarm.after(row)) for row in rows].index(True) == 2 * WINDOW + WINDOW // 2
+
+
 def test_without_a_reward_only_a_self_teacher_is_suspected() -> None:
     first = {name: value for name, value in FIRST.items() if name != REWARD}
     last = first | {ENTROPY: 0.0, LENGTH: 5.0, AGREEMENT: 1.0}
