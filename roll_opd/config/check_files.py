@@ -316,10 +316,14 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         elif found.conflict:
             role.tell.remark(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
         if found.differences:
+            counts = "the student's tokenizer and template count"
+            if what == "teacher":
+                own = getattr(role.worker, "template", None)
+                counts = f"the teacher reads template {own}" if own else f"{counts}, unless template: native is written"
             role.tell.remark(
                 "",
                 f"the tokenizers of student and {what} differ in what no token id depends on:"
-                f" {'; '.join(found.differences)}; the student's tokenizer and template count",
+                f" {'; '.join(found.differences)}; {counts}",
             )
         return True
     return False

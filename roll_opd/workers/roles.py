@@ -258,4 +258,14 @@ class FrozenModels:
         unread = sorted({e.tag for e in result if not e.teacher_logprobs}) if self.teachers else []
         if unread:
             raise RunError(f"no teacher scores samples tagged {', '.join(unread)}: add the tag to a tag_included")
-        return result
+        return [self._in_order(e) for e in result] if len(self.teachers) > 1 else result
+
+    def _in_order(self, experience: Experience) -> Experience:
+        """Have the teachers' answers in the teachers' order, and not in that of their coming: they are summed in it."""
+        names = [teacher.plan.name for teacher in self.teachers]
+        logprobs, targets = experience.teacher_logprobs, experience.teacher_targets
+        return replace(
+            experience,
+            teacher_logprobs={name: logprobs[name] for name in names if name in logprobs},
+            teacher_targets={name: targets[name] for name in names if name in targets},
+        )

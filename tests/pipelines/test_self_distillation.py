@@ -49,8 +49,21 @@ def test_a_live_teacher_with_a_hint_that_says_nothing_of_the_row_collapses(tmp_p
 
 
 FOLLOWS = {"slow": "{decay: 0.75}", "late": "{every: 3}", "live": "{}"}
+LAYOUTS = {"slow": "tensor_model_parallel_size: 2", "late": "pipeline_model_parallel_size: 2", "live": ""}
 STEPS, SAVED = 4, 2
-TEACHER = "model_args: {{dtype: fp32}}, device_mapping: '[1]', hint: '{{ground_truth}}', follows_student: {}"
+
+
+def section(name: str) -> str:
+    keys = (
+        "model_args: {dtype: fp32}",
+        f"strategy_args: {{strategy_name: megatron_infer, strategy_config: {{{LAYOUTS[name]}}}}}",
+        f"device_mapping: '{'[0,1]' if LAYOUTS[name] else '[1]'}'",
+        "hint: '{ground_truth}'",
+        f"follows_student: {FOLLOWS[name]}",
+    )
+    return f"{name}: {{{', '.join(keys)}}}"
+
+
 FOLLOWERS = (
     "exp_name=demo",
     "deterministic=true",
@@ -64,7 +77,7 @@ FOLLOWERS = (
     "student_train.training_args.lr_scheduler_type=constant",
     "student_train.training_args.warmup_steps=0",
     "~teacher",
-    f"+teacher={{{', '.join(f'{name}: {{{TEACHER.format(keys)}}}' for name, keys in FOLLOWS.items())}}}",
+    f"+teacher={{{', '.join(map(section, FOLLOWS))}}}",
 )
 
 
