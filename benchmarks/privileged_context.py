@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_opd.tracking.collapse import READ
+from roll_opd.tracking.collapse import AGREEMENT, ENTROPY, LENGTH, READ, REWARD
 from roll_opd.tracking.summary import ACCURACY
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "examples" / "start_onpolicy_distill_pipeline.py"
@@ -32,6 +32,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "live": ("+teacher.follows_student={}",),
     "live, a hint that is always the same": ("+teacher.follows_student={}", 'teacher.hint="000"'),
 }
+SHORT = {REWARD: "reward", ENTROPY: "entropy", LENGTH: "length", AGREEMENT: "agreement"}
 GOAL = 0.8  # validation accuracy; the table says when it was first seen
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(run(mode, seed, options.steps))
             print(json.dumps(results[-1]), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(results, indent=1) + "\n")
+                options.json.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
     print(table(results))
     return 0
 
@@ -87,7 +88,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for r in results:
         accuracies = [accuracy for _, accuracy in r["curve"]]
         reached = next((step for step, accuracy in r["curve"] if accuracy >= GOAL), "not reached")
-        alarms = ", ".join(name.removeprefix("opd/").split("/")[-1] for name in r["alarms"]) or "none"
+        alarms = ", ".join(SHORT[name] for name in r["alarms"]) or "none"
         lines.append(
             f"| {r['mode']} | {r['seed']} | {r['bare_teacher_accuracy']:.3f} | {accuracies[0]:.3f} |"
             f" {max(accuracies):.3f} | {accuracies[-1]:.3f} | {reached} | {alarms} |"
