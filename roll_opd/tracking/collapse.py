@@ -39,9 +39,10 @@ class CollapseAlarm:
         self._best = -np.inf  # of the reward's means over so many steps
         self._sounded: set[str] = set()
 
-    def after(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return the warnings that the metrics of one more step give rise to."""
-        read = {name: metrics[name] for name in READ if name in metrics}
+    def after(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """Return the warnings that the metrics of one more step give rise to. What is not finite is None on record."""
+        measured = {name: metrics.get(name) for name in READ}
+        read = {name: value for name, value in measured.items() if value is not None and np.isfinite(value)}
         self._steps += 1
         self._last.append(read)
         if len(self._first) < WINDOW:

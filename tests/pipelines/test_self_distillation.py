@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from roll_opd.tracking.collapse import AGREEMENT, ENTROPY, READ
 from tests.pages import blocks
 
-pytestmark = pytest.mark.slow
-
 START = REPOSITORY / "examples/demo/models/hinted"
 HINTS = ("demo", "hints")
 

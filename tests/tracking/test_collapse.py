@@ -59,6 +59,13 @@ def test_an_alarm_sounds_once_and_names_the_numbers() -> None:
         assert part in text
 
 
+def test_a_step_without_numbers_sounds_no_alarm() -> None:
+    for nothing in (None, float("nan")):
+        alarm = CollapseAlarm(is_itself=True)
+        rows = [dict(FIRST), dict.fromkeys(FIRST, nothing)] * (2 * WINDOW)
+        assert not any(alarm.after(row) for row in rows)
+
+
 def test_agreement_estimates_what_two_distributions_share() -> None:
     """Over samples of s, the mean of min(1, t / s) tends to sum of min(s, t) = 1 - total variation."""
     rng = np.random.default_rng(0)
