@@ -25,14 +25,15 @@ values are held against the installed version before anything starts. *Origin* i
 Trinity-RFT's or ours.
 
 The roles are sections with the keys of [a role](#a-role): in pure distillation `student_train`, `student_infer` and
-`teacher` (one, or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are needed
-`teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to the
-models that a workflow asks: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
+`teacher` ([one](#a-teacher), or a mapping of names to teachers); else `actor_train`, `actor_infer`, and as they are
+needed `teacher`, `reference` and `critic`. `rewards` maps domains to [rewards](#a-reward), `auxiliary_models` names to
+the models that a workflow asks: roles, or [addresses](#an-auxiliary-model-that-runs-elsewhere).
 """
 SANITY = (2**31 - 1, 10**6)  # bounds that nobody meets, except by a slip
 TITLES = {
     schema.Top: "A run that rolls out",
     schema.Worker: "A role",
+    schema.TeacherWorker: "A teacher",
     schema.Reward: "A reward",
     schema.Term: "A term of a reward",
     schema.TokenFilter: "A filter of tokens",
@@ -43,6 +44,8 @@ TITLES = {
     schema.Sft: "The SFT pipeline",
     schema.Dpo: "The DPO pipeline",
 }
+
+BESIDE = {schema.TeacherWorker: schema.Worker}  # whose keys have a table of their own
 
 
 def sections() -> list[type[Section]]:
@@ -60,6 +63,7 @@ def sections() -> list[type[Section]]:
     for top in (
         schema.Top,
         schema.Worker,
+        schema.TeacherWorker,
         schema.Reward,
         schema.RemoteModelKeys,
         *SUPERVISED.values(),
@@ -131,7 +135,7 @@ def table(section: type[Section]) -> str:
     """Return one section of the page."""
     rows = ["| key | type | default | meaning | origin |", "|---|---|---|---|---|"]
     for item in fields(section):
-        if item.name in section.ignored:
+        if item.name in section.ignored or item.name in schema.keys_of(BESIDE.get(section, Section)):
             continue
         annotation = schema.keys_of(section)[item.name]
         meaning, origin = item.metadata["meaning"], item.metadata["origin"]

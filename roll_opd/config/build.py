@@ -11,7 +11,15 @@ from typing import Any
 
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
-from roll_opd.config import check_devices, check_files, check_objective, check_values, machine, parts
+from roll_opd.config import (
+    check_devices,
+    check_files,
+    check_objective,
+    check_values,
+    machine,
+    parts,
+    teacher_context,
+)
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -158,6 +166,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     check_objective.check_topk(top, roles.shared_vocabulary)
     check_devices.check_devices(roles.placed(), top)
     sizes = check_values.read_sizes(top, roles, agentic)
+    teacher_context.check_teachers(roles, top, sizes.response or 0)
     if not agentic:
         check_objective.check_samples(top, sizes.n, bool(sections.rewards))
     rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n)
@@ -207,6 +216,10 @@ def _assembled(
         trained = parts.train_plan(roles.critic, top, sizes.critic_mini_batch, total)
         critic = CriticPlan(**vars(trained), **shared(CriticKeys, top))
         steps -= critic.critic_warmup
+    student = roles.train
+    teachers = tuple(
+        parts.teacher_plan(name, role, top, student, sizes.response) for name, role in roles.teachers.items()
+    )
     if top.validation and validation:
         args, new = top.validation.generating_args, sizes.held_out or sizes.response
         sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)
@@ -220,8 +233,8 @@ def _assembled(
         max_steps=top.max_steps,
         student=parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps),
         rollout=parts.rollout_plan(roles.infer, top, sizes.n, sizes.response, sizes.held_out or 0),
-        teachers=tuple(parts.teacher_plan(name, role, top, roles.train) for name, role in roles.teachers.items()),
-        data=data,
+        teachers=teachers,
+        data=replace(data, contexts=tuple(teacher.context for teacher in teachers if teacher.context)),
         objective=parts.objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary),
         reference=parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
         critic=critic,

@@ -13,6 +13,7 @@ from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
 from roll_opd.config.roles import MODEL, Role, Roles
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, Top, shared
+from roll_opd.config.teacher_context import follows, has_context
 from roll_opd.data.files import find_files
 from roll_opd.data.formats import refusal
 from roll_opd.data.preview import first_tags
@@ -273,14 +274,15 @@ def compare_models(roles: Roles, top: Run | None) -> None:
     for role in roles.teachers.values():
         if role.info is None:
             continue
-        if not may_be_itself:
+        if not (may_be_itself or follows(role) or has_context(role)):
             with role.tell.about(MODEL):
                 if same_weights(train.info, role.info):
                     same = "path" if train.info.path == role.info.path else "weights"
                     role.tell.problem(
                         MODEL,
                         f"the teacher has the student's {same} ({role.info.path}), so there is nothing to learn from"
-                        " it; give another model, or set allow_self_teacher: true",
+                        " it; give another model, let it see more (hint, system_prompt), or set"
+                        " allow_self_teacher: true",
                     )
         if not _compare_tokenizers(train, role, "teacher", refuses):
             continue
@@ -314,10 +316,14 @@ def _compare_tokenizers(train: Role, role: Role, what: str, refuses: bool = True
         elif found.conflict:
             role.tell.remark(MODEL, f"{sentence}; its log-probs of such tokens mean nothing")
         if found.differences:
+            counts = "the student's tokenizer and template count"
+            if what == "teacher":
+                own = getattr(role.worker, "template", None)
+                counts = f"the teacher reads template {own}" if own else f"{counts}, unless template: native is written"
             role.tell.remark(
                 "",
                 f"the tokenizers of student and {what} differ in what no token id depends on:"
-                f" {'; '.join(found.differences)}; the student's tokenizer and template count",
+                f" {'; '.join(found.differences)}; {counts}",
             )
         return True
     return False

@@ -6,8 +6,25 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.plan import CorrectionPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan, TrainPlan
-from roll_opd.config.schema import CriticKeys, DistillationKeys, ObjectiveKeys, Section, keys_of
+from roll_opd.config.plan import (
+    CorrectionPlan,
+    FollowingPlan,
+    RewardPlan,
+    RolloutPlan,
+    RunPlan,
+    TeacherPlan,
+    TrainPlan,
+)
+from roll_opd.config.schema import (
+    ContextKeys,
+    CriticKeys,
+    DistillationKeys,
+    FollowKeys,
+    ObjectiveKeys,
+    Section,
+    keys_of,
+    shared,
+)
 from roll_opd.frozen import thaw
 from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
 from roll_opd.terminal import table, wrapped
@@ -26,7 +43,8 @@ OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer`, and memory in bytes,
+    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer`, of teachers `context` and
+    `follows_student`, and memory in bytes,
     `memory_bytes_per_rank` (of the stage that needs most) and `memory_bytes_of_stages` (the parts of each); what does
     not apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a
     reward names, and "*" for all others, to its `teachers` and `rewards`.
@@ -67,6 +85,8 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "devices": list(role.devices),
             "tags": list(teacher.tags) if teacher and teacher.tags is not None else None,
             "opd_kl_coef": teacher.opd_kl_coef if teacher else None,
+            "context": asdict(teacher.context) if teacher and teacher.context else None,
+            "follows_student": shared(FollowKeys, role) if isinstance(role, FollowingPlan) else None,
             "optimizer": asdict(role.optimizer) if isinstance(role, TrainPlan) else None,
             "memory_bytes_per_rank": sum(fullest(plan.memory.get(name, ())).values()),
             "memory_bytes_of_stages": [dict(parts) for parts in plan.memory.get(name, ())],
@@ -131,6 +151,7 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
         ),
         "Devices": _sharing(content["roles"]),
         "Routing": _routing_lines(plan, content),
+        "Teachers": _teacher_lines(plan),
         "Batch": _batch_lines(plan, content["batch"]),
         "Memory a rank (estimate)": [*_memory_lines(plan), *_device_lines(plan)],
         "Objective": _objective_lines(plan),
@@ -229,6 +250,28 @@ def _routing_lines(plan: RunPlan, content: dict[str, Any]) -> list[str]:
         )
         lines.append(f"  rewards.{domain}: {terms} x {reward['world_size']}" + "".join(f", {f}" for f in filters))
     return lines
+
+
+def _teacher_lines(plan: RunPlan) -> list[str]:
+    """Say what teachers read beside the student's prompt, and which follow the student."""
+    lines = []
+    for teacher in plan.teachers:
+        if context := teacher.context:
+            texts = {name: getattr(context, name) for name in keys_of(ContextKeys)}
+            read = ", ".join(f"{name} {text!r}" for name, text in texts.items() if text is not None)
+            lines.append(f"  {teacher.name} reads {read}; at most {context.prompt_length} tokens before a response")
+        if isinstance(teacher.worker, FollowingPlan):
+            lines.append(f"  {teacher.name} is the student, {_age(teacher.worker)}")
+    return lines
+
+
+def _age(worker: FollowingPlan) -> str:
+    if worker.is_live:
+        return "as it is in each step"
+    steps = "every step" if worker.every == 1 else f"every {worker.every} steps"
+    if not worker.decay:
+        return f"as it was at most {worker.every} steps ago"
+    return f"as a moving average: {steps}, {worker.decay:g} of the average and {1 - worker.decay:g} of the student"
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:

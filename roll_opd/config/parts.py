@@ -8,6 +8,7 @@ from roll_opd.config import correction
 from roll_opd.config.check_objective import clip_range, has_norm_levels
 from roll_opd.config.check_values import micro_batch
 from roll_opd.config.plan import (
+    FollowingPlan,
     MegatronPlan,
     ModelPlan,
     ObjectivePlan,
@@ -21,17 +22,20 @@ from roll_opd.config.roles import Role
 from roll_opd.config.schedule import read_schedule
 from roll_opd.config.schema import (
     DistillationKeys,
+    FollowKeys,
     GeneratingArgs,
     ObjectiveKeys,
     OptimizerKeys,
     ReinforcementKeys,
     Run,
     SamplingKeys,
+    TeacherWorker,
     Top,
     Worker,
     keys_of,
     shared,
 )
+from roll_opd.config.teacher_context import context_of
 from roll_opd.frozen import FrozenDict
 
 JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
@@ -78,12 +82,15 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     return TrainPlan(**vars(plan), train_limits=limits, mini_batch_sequences=mini_batch, optimizer=optimizer)
 
 
-def teacher_plan(name: str, role: Role, top: Top, student: Role) -> TeacherPlan:
+def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:
     """Return a teacher of `student` with its own coefficient, else the top-level one."""
-    own = role.worker.opd_kl_coef
+    own, worker = role.worker.opd_kl_coef, megatron_plan(role, top, student)
+    if isinstance(role.worker, TeacherWorker) and (follow := role.worker.follows_student):
+        worker = FollowingPlan(**vars(worker), **shared(FollowKeys, follow))
     return TeacherPlan(
         name=name,
-        worker=megatron_plan(role, top, student),
+        worker=worker,
+        context=context_of(name, role, top, response),
         opd_kl_coef=top.opd_kl_coef if own is None else own,
         tags=role.worker.tag_included or None,
     )

@@ -11,8 +11,10 @@ from typing import Literal
 from roll_opd.config.legacy_roll import Schedule
 from roll_opd.config.schema import (
     CheckpointKeys,
+    ContextKeys,
     CriticKeys,
     Dtype,
+    FollowKeys,
     Level,
     ObjectiveKeys,
     OptimizerKeys,
@@ -104,13 +106,38 @@ class CriticPlan(TrainPlan, CriticKeys):
 
 
 @dataclass(frozen=True)
+class FollowingPlan(MegatronPlan, FollowKeys):
+    """A teacher whose weights follow the student's: every `every` steps, `decay` of its own and the rest the student's.
+
+    Of two weights that differ by name alone, one is enough: see `RunPlan.serving`.
+    """
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is the student itself, as it was before the step."""
+        return self.every == 1 and not self.decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlan(ContextKeys):
+    """What a teacher reads in the place of the student's prompt."""
+
+    name: str  # of the teacher
+    key: str  # its section
+    prompt_length: int  # most tokens of it
+    tokenizer: str | None = None  # the directory of the teacher's own; None: the student's
+    tags: tuple[str, ...] | None = None  # None: every tag
+
+
+@dataclass(frozen=True)
 class TeacherPlan:
-    """A frozen teacher, its weight, and whose samples it computes log-probs of."""
+    """A teacher, its weight, what it reads and whose samples it computes log-probs of."""
 
     name: str
     worker: MegatronPlan
     opd_kl_coef: float
     tags: tuple[str, ...] | None = None  # None: every tag
+    context: ContextPlan | None = None  # None: it reads what the student reads
 
     def accepts(self, tag: str) -> bool:
         return self.tags is None or tag in self.tags
@@ -210,6 +237,7 @@ class DataPlan(RowKeys):
     streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
     schema: str = "experience"  # what a row holds: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # what the user limits the length of rows with
+    contexts: tuple[ContextPlan, ...] = ()  # of teachers that read something else
 
     def draws(self, tag: str) -> bool:
         """Whether rows with `tag` are drawn at all."""

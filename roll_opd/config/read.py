@@ -27,6 +27,7 @@ from roll_opd.config.schema import (
     Section,
     Supervised,
     SupervisedWorker,
+    TeacherWorker,
     Term,
     Top,
     TrainingArgs,
@@ -56,6 +57,7 @@ HOMES: dict[str, type[Section]] = {
     "model_args of a role": ModelArgs,
     "training_args of a role": TrainingArgs,
     "data_args of a role": DataArgs,
+    "a teacher": TeacherWorker,
     "generating_args of a role": GeneratingArgs,
 }
 
@@ -155,14 +157,14 @@ def _typing_error(path: str, key: str, value: Any, known: set[str]) -> str | Non
 def _read_teachers(value: Any, sections: Sections, tell: Diagnostics) -> None:
     """Read the teachers; a section with a worker's keys is the one teacher "teacher"."""
     mapping = _mapping(value, "teacher", tell)
-    keys = {*keys_of(Worker), *Worker.ignored}
+    keys = {*keys_of(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
     misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not _is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
-        sections.teachers["teacher"] = read_section(Worker, mapping, tell.below("teacher"))
+        sections.teachers["teacher"] = read_section(TeacherWorker, mapping, tell.below("teacher"))
         return
     for name, data in mapping.items():
-        sections.teachers[str(name)] = read_section(Worker, data, tell.below(f"teacher.{name}"))
+        sections.teachers[str(name)] = read_section(TeacherWorker, data, tell.below(f"teacher.{name}"))
 
 
 def _is_worker(data: Any, keys: set[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
-from roll_opd.config.schema import Dtype, Supervised, Top, Worker
+from roll_opd.config.schema import Dtype, Supervised, TeacherWorker, Top, Worker
 from roll_opd.config.strategies import OPTIONS, Strategy, read_megatron, read_vllm
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
@@ -132,7 +132,8 @@ class RoleReader:
                 tell.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
             for name, worker in sections.teachers.items():
                 if worker is not None:
-                    roles.teachers[name] = self._megatron("frozen", worker, None)
+                    follows = isinstance(worker, TeacherWorker) and worker.follows_student is not None
+                    roles.teachers[name] = self._megatron("frozen", worker, self._student if follows else None)
         self._read_reference_and_critic()
         for domain, worker in sections.judges.items():
             if worker is not None:

@@ -263,6 +263,40 @@ class Worker(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextKeys(Section):
+    """What a teacher reads in the place of the student's prompt."""
+
+    system_prompt: str | None = key(None, "a system message that it alone reads, in the place of the row's", OURS)
+    hint: str | None = key(
+        None,
+        "what it alone reads behind the user's last message, or around {prompt}; {ground_truth} and {NAME} are the"
+        " row's columns",
+        OURS,
+    )
+    template: str | None = key(None, "a template of its own; native is its own tokenizer's chat template", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowKeys(Section):
+    """`follows_student`: a teacher that begins as the student and takes over what that learns."""
+
+    every: Positive = key(1, "steps from one time to the next", OURS)
+    decay: Annotated[NotNegative, Field(lt=1)] = key(0.0, "how much of its own weights stays each time", OURS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherWorker(Worker, ContextKeys):
+    """A teacher has all keys of a role, and these."""
+
+    prompt_length: Positive | None = key(
+        None, "most tokens of what it reads before a response; without it prompt_length + response_length", OURS
+    )
+    follows_student: FollowKeys | None = key(
+        None, "learn from the student's own weights; without it it is frozen", OURS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Filter(Section):
     """`query_filter_config` and `response_filter_config`."""
 

@@ -3,7 +3,7 @@
 Legend: T tokens in all, P prompt tokens. Position t of every [T-P] array speaks of token `tokens[P+t]`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,6 +33,9 @@ class Experience:
     step: int = 0  # which of the experiences of its run
     demonstration: bool = False  # a row that brought its answer, which nobody sampled
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
+    teacher_prompts: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # teacher -> int64 [its P], of those that read another prompt
     teacher_logprobs: dict[str, np.ndarray] = field(default_factory=dict)  # teacher -> f32 [T-P]
     teacher_targets: dict[str, dict[str, np.ndarray]] = field(
         default_factory=dict
@@ -81,6 +84,14 @@ class Experience:
     def student_logprobs(self) -> np.ndarray:
         """f32 [T-P], from the training engine, or from the inference engine where that has not computed them."""
         return present(self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs)
+
+
+def as_read_by(teacher: str, experience: Experience) -> Experience:
+    """Return `experience` behind the prompt that `teacher` reads: the same response, so that [T-P] stays what it is."""
+    prompt = experience.teacher_prompts.get(teacher)
+    if prompt is None:
+        return experience
+    return replace(experience, tokens=np.concatenate([prompt, experience.response_tokens]), prompt_length=len(prompt))
 
 
 def present(array: np.ndarray | None) -> np.ndarray:

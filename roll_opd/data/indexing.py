@@ -15,8 +15,16 @@ from tqdm import tqdm
 from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
 from roll_opd.data.files import RowFile
-from roll_opd.data.report import NO_TOKEN, NOT_ENCODABLE, TOO_LONG, WHOLE_TOO_LONG, FileReport
+from roll_opd.data.report import (
+    NO_TOKEN,
+    NOT_ENCODABLE,
+    TEACHER_TOO_LONG,
+    TOO_LONG,
+    WHOLE_TOO_LONG,
+    FileReport,
+)
 from roll_opd.data.rows import BadRow, DataError, Row
+from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.data.templates import NoChatTemplate, PromptText, render_answer, render_prompt, tokenize
 from roll_opd.frozen import FrozenDict
 
@@ -58,13 +66,14 @@ class _Pending:
     ground_truth: str | None
     domain: Any  # of the row's own `domain` column, unchecked
     texts: tuple[PromptText, ...]  # the prompt's and its answers'
+    of_teachers: dict[str, PromptText]  # what teachers read in the prompt's place
 
 
 class Indexer:
     """The one pass over all files: counts bad rows and builds the index."""
 
-    def __init__(self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._plan, self._tokenizer = plan, tokenizer
+    def __init__(self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", teachers: TeacherPrompts) -> None:
+        self._plan, self._tokenizer, self._teachers = plan, tokenizer, teachers
         self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
         self._unanswered = array("b")
         self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
@@ -116,6 +125,7 @@ class Indexer:
                 row = parse_answered(value, fallback, self._plan)
                 self._parsed += 1
                 texts = render_row(self._tokenizer, row, self._plan)
+                of_teachers = self._teachers.texts(row, template_of(row, self._plan))
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
                 continue
@@ -126,8 +136,10 @@ class Indexer:
                 continue
             own_id = None if row.id == fallback else row.id
             domain = row.extra.get("domain")
-            batch.append(_Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, texts))
-            characters += sum(len(text.text) for text in texts)
+            batch.append(
+                _Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, texts, of_teachers)
+            )
+            characters += sum(len(text.text) for text in (*texts, *of_teachers.values()))
             if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
@@ -136,14 +148,19 @@ class Indexer:
 
     def _add(self, batch: list[_Pending], report: FileReport, digest: Any) -> None:
         too_long = WHOLE_TOO_LONG if self._plan.schema != "experience" else TOO_LONG
-        for row, parts in zip(batch, encode(self._tokenizer, [row.texts for row in batch]), strict=True):
-            tokens, *answers = parts
+        encoded = encode(self._tokenizer, [row.texts for row in batch])
+        of_teachers = self._teachers.encode([row.of_teachers for row in batch])
+        for row, own, read in zip(batch, encoded, of_teachers, strict=True):
+            tokens, *answers = own
+            parts = (*own, *read.values())
             length = len(tokens) + max(map(len, answers), default=0)
             self._longest = max(self._longest, length)
             if not all(map(len, parts)):
                 report.add_bad(NO_TOKEN, row.line, row.id)
             elif length > self._plan.prompt_length:
                 report.add_bad(too_long, row.line, f"{row.id}, {length} tokens")
+            elif (longer := self._teachers.too_long(read)) is not None:
+                report.add_bad(TEACHER_TOO_LONG, row.line, f"{row.id}, {longer}")
             else:
                 report.prompts += 1
                 digest.update(_identity(row.own_id, row.tag, row.ground_truth, parts))
@@ -168,9 +185,14 @@ def repeated(ids: np.ndarray) -> np.ndarray:
 
 def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -> tuple[PromptText, ...]:
     """Return the texts of `row`, its prompt's and its answers', through the template of its tag."""
-    template = plan.tag_templates.get(row.tag, plan.template)
+    template = template_of(row, plan)
     prompt = render_prompt(tokenizer, row, template)
     return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
+
+
+def template_of(row: Row, plan: DataPlan) -> str:
+    """Return the name of the template of `row`."""
+    return plan.tag_templates.get(row.tag, plan.template)
 
 
 def encode(
@@ -192,5 +214,5 @@ def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: S
 
 
 def row_check(identity: str, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> int:
-    """Return a checksum of a prompt and its answers, which shows whether the row has changed."""
+    """Return a checksum of all tokens that are made of a row, which shows whether it has changed."""
     return zlib.crc32(_identity(identity, tag, ground_truth, parts))

@@ -14,10 +14,11 @@ from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.answers import columns_of, parse_answered
 from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
-from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check
-from roll_opd.data.report import EXAMPLES_PER_KIND, TOO_LONG, WHOLE_TOO_LONG, DataReport
+from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check, template_of
+from roll_opd.data.report import EXAMPLES_PER_KIND, TEACHER_TOO_LONG, TOO_LONG, WHOLE_TOO_LONG, DataReport
 from roll_opd.data.rows import BadRow, DataError, Row
-from roll_opd.data.templates import TEMPLATES
+from roll_opd.data.teacher_prompts import TeacherPrompts
+from roll_opd.data.templates import TEMPLATES, PromptText
 from roll_opd.frozen import FrozenDict
 
 if TYPE_CHECKING:
@@ -37,15 +38,22 @@ class Prompt:
     ground_truth: str | None = None
     extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
     answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each, of rows that bring them
+    of_teachers: dict[str, np.ndarray] = field(default_factory=dict, compare=False)  # see Experience.teacher_prompts
 
 
 class PromptSet:
     """The prompts of a data set on disk, numbered from 0. `open_prompts` makes one."""
 
     def __init__(
-        self, plan: DataPlan, tokenizer: "PreTrainedTokenizerBase", files: Sequence[RowFile], index: Index
+        self,
+        plan: DataPlan,
+        tokenizer: "PreTrainedTokenizerBase",
+        teachers: TeacherPrompts,
+        files: Sequence[RowFile],
+        index: Index,
     ) -> None:
         self._plan, self._tokenizer, self._files, self._index = plan, tokenizer, files, index
+        self._teachers = teachers
         self._labels = short_names(plan.files)
         self.streams = plan.streams or (EVERYTHING,)
 
@@ -64,15 +72,19 @@ class PromptSet:
             rows += self._rows(self._files[file], wanted[file_of == file])
         try:
             texts = [render_row(self._tokenizer, row, self._plan) for row in rows]
+            read = [self._read_by_teachers(*one) for one in zip(wanted.tolist(), rows, strict=True)]
         except DataError as error:
             raise DataError(f"{error}; it was accepted when the run began, so its file has changed since") from error
         prompts: dict[int, Prompt] = {}
-        for number, row, parts in zip(wanted.tolist(), rows, encode(self._tokenizer, texts), strict=True):
-            if row_check(row.id, row.tag, row.ground_truth, parts) != self._index.checks[number]:
+        encoded = encode(self._tokenizer, texts), self._teachers.encode(read)
+        whole = zip(wanted.tolist(), rows, *encoded, strict=True)
+        for number, row, parts, of_teachers in whole:
+            every = (*parts, *of_teachers.values())
+            if row_check(row.id, row.tag, row.ground_truth, every) != self._index.checks[number]:
                 raise self._changed(number)
             tokens, *answers = parts
-            name = self._name(number, row.id)
-            prompts[number] = Prompt(name, number, row.tag, tokens, row.ground_truth, row.extra, tuple(answers))
+            name, truth = self._name(number, row.id), row.ground_truth
+            prompts[number] = Prompt(name, number, row.tag, tokens, truth, row.extra, tuple(answers), of_teachers)
         return [prompts[number] for number in numbers]
 
     def all(self) -> list[Prompt]:
@@ -135,6 +147,12 @@ class PromptSet:
                 raise self._changed(number) from bad
         return rows
 
+    def _read_by_teachers(self, number: int, row: Row) -> dict[str, PromptText]:
+        try:
+            return self._teachers.texts(row, template_of(row, self._plan))
+        except BadRow as bad:
+            raise self._changed(number) from bad
+
     def _name(self, number: int, identity: str) -> str:
         if not self._index.renamed[number]:
             return identity
@@ -164,8 +182,9 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
         if template not in TEMPLATES:
             raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
     files = _existing_files(plan)
-    index, reports, longest = Indexer(plan, tokenizer).index(files)
-    prompts = PromptSet(plan, tokenizer, files, index)
+    teachers = TeacherPrompts(plan.contexts, tokenizer)
+    index, reports, longest = Indexer(plan, tokenizer, teachers).index(files)
+    prompts = PromptSet(plan, tokenizer, teachers, files, index)
     streams = {stream.name: prompts.members(stream) for stream in plan.streams}
     report = DataReport(
         files=reports,
@@ -212,9 +231,12 @@ def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
 
 def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
     remedies = []
-    too_long = report.bad_counts[TOO_LONG] + report.bad_counts[WHOLE_TOO_LONG]
+    counts = report.bad_counts
+    too_long = counts[TOO_LONG] + counts[WHOLE_TOO_LONG] + counts[TEACHER_TOO_LONG]
     if too_long and plan.on_long_prompt == "refuse":
-        remedies.append(f"raise `{plan.length_key}` (now {plan.prompt_length}) or set `on_long_prompt: drop`")
+        limits = [f"`{plan.length_key}` (now {plan.prompt_length})"] * (too_long > counts[TEACHER_TOO_LONG])
+        limits += ["the teacher's own `prompt_length`"] * bool(counts[TEACHER_TOO_LONG])
+        remedies.append(f"raise {' and '.join(limits)} or set `on_long_prompt: drop`")
     if report.bad > too_long and plan.on_bad_row == "refuse":
         remedies.append("correct the rows or set `on_bad_row: drop`")
     if remedies:

@@ -13,6 +13,7 @@ FILES_NAMED = 10  # files whose bad rows are listed; the rest are only counted
 # kinds of rows that can be read but are no prompt
 TOO_LONG = "longer than prompt_length"  # or, of rows with answers,
 WHOLE_TOO_LONG = "longer than sequence_length"
+TEACHER_TOO_LONG = "longer, as a teacher reads it, than that teacher's prompt_length"
 NOT_ENCODABLE = "refused by the template"
 NO_TOKEN = "without a token"
 

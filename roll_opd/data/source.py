@@ -84,7 +84,8 @@ class PromptSource:
         if difference := _files_differ(state["files"], own["files"]):
             raise DataError(
                 f"the prompts are not the ones this run was saved with ({difference}), so it cannot go on from where "
-                f"it stopped. A file, `limit`, `prompt_length`, the template or the tokenizer has changed. {_NEW_RUN}"
+                f"it stopped. A file, `limit`, `prompt_length`, a template, a hint or the tokenizer has changed."
+                f" {_NEW_RUN}"
             )
         if state["seed"] != self._seed:
             raise DataError(

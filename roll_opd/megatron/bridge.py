@@ -5,6 +5,7 @@ Transformer Engine's fused ones, and that two models in one process must not sha
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,11 @@ class _LocalNames(Bridge):
                 name = name.removesuffix(local) + fused
         return super()._weight_name_mapping_mcore_to_hf(name)
 
+    given: Mapping[str, Tensor] | None = None  # weights that stand in for those of files
+
     def _get_safetensor_io(self, weights_path: str) -> Any:
+        if self.given is not None:
+            return _Given(self.given)
         files = super()._get_safetensor_io(weights_path)
         read = files.load_some_hf_weight
 
@@ -49,6 +54,26 @@ class _LocalNames(Bridge):
 
         files.load_some_hf_weight = read_whole
         return files
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What mbridge reads files through, over tensors that are there."""
+
+    tensors: Mapping[str, Tensor]
+
+    def load_some_hf_weight(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.tensors[name] for name in names}
+
+
+def load_tensors(bridge: Bridge, models: Sequence[torch.nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Load whole `tensors`, by Hugging Face's names, as `load_weights` does from files. Collective."""
+    assert isinstance(bridge, _LocalNames)
+    bridge.given = tensors
+    try:
+        bridge.load_weights(list(models), "")
+    finally:
+        bridge.given = None
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -7,7 +7,16 @@ out, and savings of selective recomputation are not counted.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from roll_opd.config.plan import CriticPlan, Layout, MegatronPlan, MicroBatchLimits, RolloutPlan, RunPlan, TrainPlan
+from roll_opd.config.plan import (
+    CriticPlan,
+    FollowingPlan,
+    Layout,
+    MegatronPlan,
+    MicroBatchLimits,
+    RolloutPlan,
+    RunPlan,
+    TrainPlan,
+)
 from roll_opd.hf.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -108,12 +117,14 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
     `longest` are the tokens of the longest sequence. Inference roles have one stage.
     """
     found: dict[str, tuple[Parts, ...]] = {}
+    response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
+    longer = {t.worker.name: t.context.prompt_length + response for t in plan.teachers if t.context}
     for name, role in plan.megatron_roles().items():
         shard = shard_of(models[name], role)
         found[name] = tuple(
             train_memory(shard, role, longest, stage)
             if isinstance(role, TrainPlan)
-            else logprob_memory(shard, role, longest, stage)
+            else logprob_memory(shard, role, longer.get(name, longest), stage)
             for stage in range(role.layout.pp)
         )
     for name, engines in plan.inference_roles().items():
@@ -152,11 +163,16 @@ def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Par
 
 
 def logprob_memory(shard: Shard, role: MegatronPlan, longest: int, stage: int) -> Parts:
-    """Return the bytes that a rank of a frozen model needs: weights, one layer's activations, and the head's."""
+    """Return the bytes that a rank of a model that does not learn needs: weights, one layer's activations, the head's.
+
+    Of one that averages weights, the averages in fp32 too, where it computes in another precision.
+    """
     size = BYTES[role.model.dtype]
     tokens = _tokens(role.forward_limits, longest, role.layout)
+    averages = isinstance(role, FollowingPlan) and role.decay and role.model.dtype != "fp32"
     return {
         "weights": sum(shard.parameters(stage)) * size,
+        **({"averages": sum(shard.parameters(stage)) * MASTER_BYTES} if averages else {}),
         "activations": int(tokens * shard.layer_elements() * size),
         **_head(shard, tokens, size, stage),
     }

@@ -14,6 +14,7 @@ from roll_opd.tracking.run_directory import RunDirectory, write_atomic
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
+FOLLOWERS = "followers"  # that of teachers which follow the student, by name
 HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"
 

@@ -15,7 +15,7 @@ from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
 from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import DataPlan, RolloutPlan, RunPlan, TrainPlan
+from roll_opd.config.plan import DataPlan, FollowingPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage
 from roll_opd.data.preview import whole_steps
@@ -27,7 +27,7 @@ from roll_opd.extensions import argument_problems
 from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
-from roll_opd.pipelines.checkpoints import CRITIC, STATE_FILE, Checkpoint, CheckpointError, find
+from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS, STATE_FILE, Checkpoint, CheckpointError, find
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
@@ -188,6 +188,16 @@ def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
         )
     elif plan.critic:
         problems += _shape_problems(plan.critic, checkpoint.path / CRITIC / "hf", checkpoint)
+    for teacher in plan.teachers:
+        worker = teacher.worker
+        if not isinstance(worker, FollowingPlan) or worker.is_live or plan.serving(worker) is not worker:
+            continue
+        if not (checkpoint.path / FOLLOWERS / worker.name).is_dir():
+            problems.append(
+                f"resume_from_checkpoint: {checkpoint.path} holds no weights of {worker.name}, which follows the"
+                " student; give a checkpoint of a run in which it did, or start afresh with"
+                " resume_from_checkpoint: false"
+            )
     return problems
 
 

@@ -41,7 +41,7 @@ async def train(run: Run) -> None:
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
     await run.restore(workers.load)
-    await workers.send_weights(version=run.steps_done)
+    await workers.send_weights(version=run.steps_done, has_learned=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
     measure = partial(measuring.measure, workers.sampler, readers=workers.frozen_models, workflow=workflow)

@@ -17,12 +17,14 @@ from roll_opd.data.training import TrainSample
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.run_facts import note_end
-from roll_opd.pipelines.sample_record import as_f32, logprobs_of, text_of, topk_hits
+from roll_opd.pipelines.sample_record import as_f32, logprobs_of, teacher_prompts_of, text_of, topk_hits
 from roll_opd.report.page import write_report
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.teacher_checks import Check, table
+from roll_opd.terminal import warn
 from roll_opd.tracking.clock import PhaseClock, time_metrics
+from roll_opd.tracking.collapse import CollapseAlarm
 from roll_opd.tracking.console import Console, validation
 from roll_opd.tracking.progress import Progress
 from roll_opd.tracking.recording import Recording
@@ -77,9 +79,21 @@ class RunLogger:
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, float] = {}
         self._startup: dict[str, float] = {}
+        self._alarm = self._collapse_alarm()
         self.startup_parts = {
             PLAN_AND_DATA: time.perf_counter() - recording.began
         }  # what starting waited for, in seconds
+
+    def _collapse_alarm(self) -> CollapseAlarm | None:
+        """Return the alarm of a run with teachers, of a resumed one as it was."""
+        if not self._plan.teachers:
+            return None
+        student = self._plan.student.model
+        alarm = CollapseAlarm(is_itself=any(t.worker.model.path == student.path for t in self._plan.teachers))
+        for row in read_jsonl(self._run.metrics_file) if self._done else ():
+            if row["step"]:
+                alarm.after(row)
+        return alarm
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -123,6 +137,8 @@ class RunLogger:
             "rollout/filtered_prompts": float(len(batch.filtered)),
             STEP_TOKENS: float(sum(len(experience.tokens) for experience in experiences)),
         }
+        for text in self._alarm.after(metrics) if self._alarm else ():
+            warn(text)
         shown = experiences[:: max(1, len(experiences) // max(1, self._plan.samples_per_step))]
         self._run.append_jsonl(SAMPLES, self._samples(step, shown[: self._plan.samples_per_step]))
         self.log(step, _prompt_ids(batch), row)
@@ -228,6 +244,7 @@ class RunLogger:
             **text_of(experience, self._tokenizer),
             "group_id": experience.group_id,
             "demonstration": experience.demonstration,
+            **teacher_prompts_of(experience, self._tokenizer),
             **logprobs_of(experience),
             "student_logprobs": experience.old_logprobs,
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},

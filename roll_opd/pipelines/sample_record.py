@@ -31,6 +31,12 @@ def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[
     }
 
 
+def teacher_prompts_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what teachers with another prompt than the student's read before the response, where there are any."""
+    prompts = experience.teacher_prompts.items()
+    return {"teacher_prompts": {name: tokenizer.decode(tokens) for name, tokens in prompts}} if prompts else {}
+
+
 def logprobs_of(experience: Experience) -> dict[str, Any]:
     """Return what sampler and frozen models say of the tokens."""
     return {

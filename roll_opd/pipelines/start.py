@@ -1,7 +1,7 @@
 """Starts the Ray workers of a plan and makes roles of them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,16 +10,24 @@ from typing import Any
 from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.plan import AuxiliaryPlan, MegatronPlan, RewardPlan, RolloutPlan, RunPlan, TeacherPlan
+from roll_opd.config.plan import (
+    AuxiliaryPlan,
+    FollowingPlan,
+    MegatronPlan,
+    RewardPlan,
+    RolloutPlan,
+    RunPlan,
+    TeacherPlan,
+)
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
-from roll_opd.pipelines.checkpoints import CRITIC
+from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
-from roll_opd.workers.megatron import CriticWorker, LogprobWorker, TrainWorker
+from roll_opd.workers.megatron import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import FrozenModel, FrozenModels, Student, Teacher
+from roll_opd.workers.roles import Follower, FrozenModel, FrozenModels, Student, Teacher
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.supervised import SupervisedStudent
@@ -37,6 +45,7 @@ class RunWorkers:
     sampler: Sampler
     frozen_models: FrozenModels
     critic: Critic | None
+    followers: Sequence[Follower] = ()
 
     async def learn(
         self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
@@ -60,21 +69,42 @@ class RunWorkers:
         """Those of the step, of each role that learns."""
         return [learner.updates for learner in (self.student, self.critic) if learner]
 
-    async def send_weights(self, version: int) -> None:
-        """Give the student's weights to the inference engines, as `version`."""
-        await self.sampler.update_weights(await self.student.weights(), version)
+    async def send_weights(self, version: int, *, has_learned: bool = True) -> None:
+        """Give the student's weights to the inference engines, as `version`, and to teachers that follow it.
+
+        `has_learned` False: these have them already, as a run begins.
+        """
+        weights = await self.student.weights()
+        due = [follower for follower in self.followers if has_learned and follower.is_due(version)]
+        await asyncio.gather(
+            self.sampler.update_weights(weights, version), *[follower.follow(weights) for follower in due]
+        )
+        await self._send_heads(due)
 
     async def save(self, directory: Path) -> None:
-        """Write the state of student and critic."""
+        """Write the state of student and critic, and the weights of teachers that follow the student."""
         await self.student.save(directory)
         if self.critic:
             await self.critic.save(directory / CRITIC)
+        for follower in self.followers:
+            await follower.save(directory / FOLLOWERS)
 
     async def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""
         await self.student.load(directory)
         if self.critic:
             await self.critic.load(directory / CRITIC)
+        for follower in self.followers:
+            await follower.load(directory / FOLLOWERS, await self.student.weights())
+        await self._send_heads(self.followers)
+
+    async def _send_heads(self, followers: Sequence[Follower]) -> None:
+        """Give the student the output heads of teachers that have changed, where it has such heads."""
+        objective = self.frozen_models.targets_for
+        if objective and objective.opd_objective == "full":
+            for teacher in self.frozen_models.teachers:
+                if teacher.group in [follower.group for follower in followers]:
+                    await self.student.load_teacher_head(teacher)
 
     async def end(self) -> None:
         """End the processes."""
@@ -108,7 +138,8 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
     learners = [role.group for role in (student, critic) if role]
     await asyncio.gather(sampler, *_setups(plan, placement, *learners, *groups.values()))
-    return RunWorkers(student, sampler.result(), FrozenModels(teachers, reference=reference), critic)
+    followers = [Follower(worker, groups[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
+    return RunWorkers(student, sampler.result(), FrozenModels(teachers, reference=reference), critic, followers)
 
 
 async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
@@ -222,7 +253,8 @@ def chunk_samples(plan: RunPlan) -> int:
 
 
 def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:
-    return WorkerGroup(LogprobWorker, worker, placement, _environment(plan))
+    actor = FollowingWorker if isinstance(worker, FollowingPlan) else LogprobWorker
+    return WorkerGroup(actor, worker, placement, _environment(plan))
 
 
 def _served(plan: RunPlan) -> list[MegatronPlan]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, as_read_by
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.tokenizer_files import added_ids, compare_tokenizers
@@ -65,7 +65,11 @@ class TeacherPreflight:
         sizes = [read_model(path).vocab for path in (own, theirs)]
         shared = min(sizes)
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
-        texts = [replace(e, prompt_length=1) for e in (*chosen, *answers)]
+        texts = [*chosen, *answers]
+        # of a teacher with another prompt than the student's, what both read is the responses
+        first = None if teacher.plan.context else 1
+        read_by_student = [_scored_from(first, e) for e in texts]
+        read_by_teacher = [as_read_by(teacher.plan.name, e) for e in read_by_student]
 
         async def read(
             texts: Sequence[Experience], role: Student | FrozenModel, **wanted: Any
@@ -74,8 +78,9 @@ class TeacherPreflight:
                 role.group, "compute_targets", texts, temperature, topk=min(TOPK, shared), vocab_size=shared, **wanted
             )
 
-        by_student, by_teacher = await read(texts, self._student), await read(texts, teacher, plain=True)
-        again = await read(texts[:REPEATED], teacher)
+        by_student = await read(read_by_student, self._student)
+        by_teacher = await read(read_by_teacher, teacher, plain=True)
+        again = await read(read_by_teacher[:REPEATED], teacher)
         readings = Readings(
             student_logprobs=_column(by_student, "logprobs"),
             student_ids=_column(by_student, "topk_ids"),
@@ -85,10 +90,11 @@ class TeacherPreflight:
             teacher_topk=_column(by_teacher, "topk_logprobs"),
             teacher_plain=_column(by_teacher, "plain_logprobs"),
             again=_column(again, "logprobs"),
-            in_run=np.concatenate([_in_run(e, teacher.plan.name) for e in (*chosen, *answers)]),
-            **_kinds((*chosen, *answers), added_ids(own)),
+            in_run=np.concatenate([_in_run(e, teacher.plan.name, first) for e in texts]),
+            **_kinds(texts, added_ids(own), first),
         )
-        settings = Settings(temperature, teacher.plan.worker.model.dtype == "fp32", shared)
+        exact = teacher.plan.worker.model.dtype == "fp32"
+        settings = Settings(temperature, exact, shared, reads_more=teacher.plan.context is not None)
         return [*checks(readings, settings), *_tokens(own, theirs, sizes)]
 
 
@@ -130,20 +136,28 @@ def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
     ]
 
 
-def _in_run(text: Experience, teacher: str) -> np.ndarray:
+def _scored_from(first: int | None, text: Experience) -> Experience:
+    """Return `text` as one whose tokens are scored from number `first` on; None: those of its response."""
+    return text if first is None else replace(text, prompt_length=first)
+
+
+def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:
     """Return what the run will learn from at every scored token; NaN in prompts and in answers that nobody sampled."""
-    found = np.full(len(text.tokens) - 1, np.nan, np.float32)
+    start = _scored_from(first, text).prompt_length
+    found = np.full(len(text.tokens) - start, np.nan, np.float32)
     if not text.demonstration:
-        found[text.prompt_length - 1 :] = text.teacher_logprobs[teacher][: text.response_length]
+        found[text.prompt_length - start :] = text.teacher_logprobs[teacher][: text.response_length]
     return found
 
 
-def _kinds(texts: Sequence[Experience], special: frozenset[int]) -> dict[str, np.ndarray]:
+def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
     """Say of every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
-    places = [np.arange(1, len(e.tokens)) for e in texts]
-    of_row = np.concatenate([np.full(len(e.tokens) - 1, e.demonstration) for e in texts])
+    places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
+    of_row = np.concatenate([np.full(len(place), e.demonstration) for e, place in zip(texts, places, strict=True)])
     behind = np.concatenate([place >= e.prompt_length for e, place in zip(texts, places, strict=True)])
-    no_special = np.concatenate([~np.isin(e.tokens[1:], list(special)) for e in texts])
+    no_special = np.concatenate(
+        [~np.isin(e.tokens[place], list(special)) for e, place in zip(texts, places, strict=True)]
+    )
     whole = [e.finish_reason == "stop" and e.response_length == len(e.action_mask) for e in texts]
     last = np.concatenate([(place == place[-1]) & ended for place, ended in zip(places, whole, strict=True)])
     return {

@@ -61,6 +61,7 @@ class Settings:
     temperature: float
     exact: bool  # the teacher computes in f32
     vocab_size: int  # token ids that student and teacher both have
+    reads_more: bool = False  # than the student: what that writes may well be wrong in the teacher's eyes
 
     @property
     def tolerance(self) -> float:
@@ -174,10 +175,16 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
     if teacher < student - margin and student > guess + margin:
         verdict, rest = "warning", ""
         if teacher < guess:
-            verdict, rest = ("failed" if name == "samples" else "warning"), " and below a guess (-ln V)"
+            fails = name == "samples" and not settings.reads_more
+            verdict, rest = ("failed" if fails else "warning"), " and below a guess (-ln V)"
         meaning = (
             f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
-            " another model's weights, lost layers, coarse quantisation, or ids or a template that it does not know"
+            + (
+                " what it reads beside the prompt makes it expect other answers, or it is"
+                if settings.reads_more
+                else ""
+            )
+            + " another model's weights, lost layers, coarse quantisation, or ids or a template that it does not know"
         )
     return Check(f"mean log-prob, {name}", f"{teacher:.2f}, student {student:.2f}, -ln V {guess:.2f}", verdict, meaning)
 

@@ -31,9 +31,13 @@ async def read_answers(
     """Return the answers as teachers and reference policy read them, at the temperature that their log-probs are of.
 
     Answers that no teacher is there for, and those of more than `most_tokens` tokens, are returned as they are: the
-    models' batches are made for the responses of training.
+    models' batches are made for the responses of training. So are teachers with a context left out: held-out rows need
+    not have what it is made of.
     """
-    plain = replace(models, targets_for=None, student=None)
+    teachers = [teacher for teacher in models.teachers if teacher.plan.context is None]
+    plain = replace(models, teachers=teachers, targets_for=None, student=None)
+    if not (teachers or models.reference):
+        return list(answers)
 
     def is_read(answer: Experience) -> bool:
         taught = not plain.teachers or any(teacher.plan.accepts(answer.tag) for teacher in plain.teachers)

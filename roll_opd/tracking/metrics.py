@@ -139,6 +139,8 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
         "opd/student_perplexity": float(np.exp(-student.mean())),
         "opd/teacher_perplexity": float(np.exp(-teacher.mean())),
         "opd/prob_ratio": float(ratio.mean()),
+        "opd/student_entropy": float(-student.mean()),
+        "opd/agreement": float(np.exp(np.minimum(-reverse_kl, 0)).mean()),
     }
 
 

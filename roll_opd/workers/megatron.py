@@ -15,7 +15,7 @@ import ray
 
 from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.cluster.progress import MicroBatches
-from roll_opd.config.plan import CriticPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
@@ -77,6 +77,32 @@ class _Rank:
 @ray.remote
 class LogprobWorker(_Rank):
     """A rank of a frozen model."""
+
+
+@ray.remote
+class FollowingWorker(_Rank):
+    """A rank of a teacher whose weights follow the student's."""
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.follower import MegatronFollower
+
+        assert isinstance(plan, FollowingPlan)
+        return MegatronFollower(plan, seed=seed, deterministic=deterministic)
+
+    def follow(self, buckets: Sequence[ray.ObjectRef]) -> None:
+        """Do what `MegatronFollower.follow` does with what the student's `weights` returned."""
+        weights: dict[str, Any] = {}
+        for bucket in ray.get(list(buckets)):
+            weights |= bucket.tensors()
+        self._engine.follow(weights)
+
+    def save(self, directory: Path) -> None:
+        """Write the weights into `directory`."""
+        self._engine.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        self._engine.load(directory)
 
 
 class _LearningRank(_Rank):

@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from roll_opd.cluster.group import Reference, WorkerGroup
-from roll_opd.config.plan import ObjectivePlan, TeacherPlan
+from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.compact import Compact
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, as_read_by
 from roll_opd.data.training import TrainSample
 from roll_opd.frozen import FrozenDict
 from roll_opd.workers.errors import RunError
@@ -56,7 +57,7 @@ class FrozenModel:
 
 @dataclass(frozen=True)
 class Teacher(FrozenModel):
-    """A frozen model that the student learns from."""
+    """A model that the student learns from; frozen, or one whose weights follow the student's."""
 
     plan: TeacherPlan
 
@@ -86,6 +87,34 @@ class Teacher(FrozenModel):
     async def output_head(self) -> list[Reference]:
         """Return a reference to the whole output embedding."""
         return next(head for head in await self.group.call("output_head") if head)
+
+
+@dataclass(frozen=True)
+class Follower:
+    """The processes of teachers whose weights follow the student's."""
+
+    plan: FollowingPlan
+    group: WorkerGroup
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after `step` are taken over."""
+        return step % self.plan.every == 0
+
+    async def follow(self, weights: Sequence[Reference]) -> None:
+        """Take over the student's `weights`, of which the plan's `decay` keeps a part of its own."""
+        await self.group.call("follow", weights)
+
+    async def save(self, directory: Path) -> None:
+        """Write the weights; those of the student itself are in its own checkpoint."""
+        if not self.plan.is_live:
+            await self.group.call("save", directory / self.plan.name)
+
+    async def load(self, directory: Path, weights: Sequence[Reference]) -> None:
+        """Put back what `save` wrote; `weights` are the student's."""
+        if self.plan.is_live:
+            await self.follow(weights)
+        else:
+            await self.group.call("load", directory / self.plan.name)
 
 
 class Student(Learner):
@@ -143,10 +172,12 @@ class Student(Learner):
 
 
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
-    """Remove what only rewards read: the test cases of a batch can be larger than all the rest of it."""
+    """Remove what only rewards and teachers read: the test cases of a batch can be larger than all the rest of it."""
     kept = ("difficulty",)  # of which a weight may be made
     return [
-        replace(e, extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra})) if e.extra else e
+        replace(e, extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra}), teacher_prompts={})
+        if e.extra or e.teacher_prompts
+        else e
         for e in experiences
     ]
 
@@ -204,7 +235,7 @@ class FrozenModels:
             ]
             if not routed:
                 return
-            samples = [experiences[n] for n in routed]
+            samples = [as_read_by(name, experiences[n]) for n in routed]
             computed: list[tuple[np.ndarray, dict[str, np.ndarray]]]
             if self.targets_for is None:
                 computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]
@@ -227,4 +258,14 @@ class FrozenModels:
         unread = sorted({e.tag for e in result if not e.teacher_logprobs}) if self.teachers else []
         if unread:
             raise RunError(f"no teacher scores samples tagged {', '.join(unread)}: add the tag to a tag_included")
-        return result
+        return [self._in_order(e) for e in result] if len(self.teachers) > 1 else result
+
+    def _in_order(self, experience: Experience) -> Experience:
+        """Have the teachers' answers in the teachers' order, and not in that of their coming: they are summed in it."""
+        names = [teacher.plan.name for teacher in self.teachers]
+        logprobs, targets = experience.teacher_logprobs, experience.teacher_targets
+        return replace(
+            experience,
+            teacher_logprobs={name: logprobs[name] for name in names if name in logprobs},
+            teacher_targets={name: targets[name] for name in names if name in targets},
+        )

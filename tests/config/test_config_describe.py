@@ -43,6 +43,8 @@ def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.
         "dp": 1,
         "tags": None,
         "opd_kl_coef": 1.0,
+        "context": None,
+        "follows_student": None,
         "optimizer": None,
         "memory_bytes_per_rank": 0,
     }

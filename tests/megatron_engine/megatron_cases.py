@@ -4,11 +4,14 @@ Shared by the workers and by the tests that compare their answers with Hugging F
 nothing here imports an engine.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from roll_opd.algorithms.aggregation import MODES
@@ -116,6 +119,10 @@ SUPERVISED = {
 # layout -> (sequences a micro-batch, tokens a micro-batch); a pair is never torn apart
 SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None)}
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
+FOLLOW_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "tp2pp2")
+FOLLOWED = {"qwen3_tied": "fp32", "qwen3": "bf16"}  # model -> what it computes in
+DECAYS = (0.0, 0.75)
+FOLLOWED_TIMES = 3  # of which the last one is done again after a resume
 INVARIANT = (*POLICY_LOSSES.builtin, "topk", "full")  # losses of a policy
 CRITIC_LOSS = "value"
 # name -> (sequences a micro-batch, tokens a micro-batch, the batch from its end)
@@ -389,6 +396,12 @@ MEASURES = {
 VOCAB_CHUNK_ROWS = {"one": 1, "odd": 7, "all": 1000}
 
 
+def learned(start: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+    """What a student that began with the weights `start` has after some updates."""
+    generator = torch.Generator().manual_seed(times)
+    return {name: start[name] + 0.01 * torch.randn(start[name].shape, generator=generator) for name in sorted(start)}
+
+
 def model_path(root: Path, name: str) -> str:
     """Where a model lies: the demo's in the repository, the random ones under `root`."""
     return str(DEMO / name.removeprefix("demo_") if name in DEMO_MODELS else root / "models" / name)
@@ -441,6 +454,8 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
     for layout in (name for name in SUPERVISED_LAYOUTS if LAYOUTS[name].world_size == world):
         for schema in SUPERVISED:
             jobs.append({"op": "supervised", "name": f"{schema}-{layout}", "schema": schema, "layout": layout})
+    for layout in (name for name in FOLLOW_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs.append({"op": "follow", "name": f"follow-{layout}", "layout": layout})
     if world == 1:
         jobs.append(_critic_job("tp1", "qwen3"))
         jobs.append({"op": "memory", "name": "memory", "layout": "tp1"})

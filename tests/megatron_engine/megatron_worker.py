@@ -20,11 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.config.plan import (
     CriticPlan,
+    FollowingPlan,
     MegatronPlan,
     MicroBatchLimits,
     ModelPlan,
@@ -38,6 +40,7 @@ from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, save_hf
+from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.trainer import MegatronTrainer
@@ -320,6 +323,42 @@ def poison(job: Job, root: Path) -> None:
     write_json(root / f"{job['name']}.json", everyone)
 
 
+def follow(job: Job, root: Path) -> None:
+    """Follow a student that learns; and again from a checkpoint before the last time, in a new model."""
+    layout = cases.LAYOUTS[job["layout"]]
+    for model, dtype in cases.FOLLOWED.items():
+        path = cases.model_path(root, model)
+        start = load_file(f"{path}/model.safetensors")
+        students = [cases.learned(start, times) for times in range(cases.FOLLOWED_TIMES)]
+        for decay in cases.DECAYS:
+            name, saved = f"{job['name']}-{model}-{decay}", root / f"{job['name']}-{model}-{decay}.saved"
+            devices = tuple(range(layout.world_size))
+            limits = MicroBatchLimits(tokens=100)
+            plan = FollowingPlan(name, ModelPlan(path, dtype), devices, layout, limits, decay=decay)
+            follower = MegatronFollower(plan, seed=0)
+            untouched = weights(follower)
+            follower.follow(start)
+            if not identical(untouched, weights(follower)):
+                raise RuntimeError("a model that follows what it is has changed")
+            for student in students[:-1]:
+                follower.follow(student)
+            follower.save(saved)
+            follower.follow(students[-1])
+            once = weights(follower)
+            write_arrays(root / f"{name}.npz", follower.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0))
+            follower.save(root / f"{name}.hf")
+            parallel.shutdown()
+            meet_anew(root / f"port-{name}-again")
+            follower = MegatronFollower(plan, seed=0)
+            dist.barrier()
+            follower.load(saved)
+            follower.follow(students[-1])
+            if not identical(once, weights(follower)):
+                raise RuntimeError("a resumed follower is another one")
+            parallel.shutdown()
+            meet_anew(root / f"port-{name}-next")
+
+
 def weights(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in hf_tensors(engine)}
 
@@ -498,6 +537,7 @@ OPERATIONS = {
     "supervised": supervised,
     "critic": critic,
     "poison": poison,
+    "follow": follow,
     "vocab": vocab,
     "columns": columns,
     "topk": topk,

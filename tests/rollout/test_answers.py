@@ -25,6 +25,7 @@ class Reader:
     """A teacher that says the temperature it is asked at; it refuses tags that it does not accept."""
 
     tag: str
+    context: str | None = None
 
     @property
     def plan(self) -> "Reader":
@@ -66,3 +67,12 @@ def test_who_reads_which_answer() -> None:
         asyncio.run(read_answers(replace(models, teachers=models.teachers[1:]), answers[:1], SamplingPlan(), 8))
         == answers[:1]
     )
+
+
+def test_a_teacher_with_a_hint_reads_no_held_out_answer() -> None:
+    """Its rows need not have what the hint is made of; and an answer that nobody reads is no error."""
+    hinted = Reader("a", context="a hint")
+    for teachers in ((hinted,), (hinted, Reader("b"))):
+        models = FrozenModels(cast(Sequence[Teacher], teachers))
+        (read,) = asyncio.run(read_answers(models, [answer(0, "a")], SamplingPlan(), 8))
+        assert not read.teacher_logprobs

@@ -67,6 +67,8 @@ def test_distillation_metrics_equal_a_loop_over_tokens(batch: list[Experience]) 
         "opd/reverse_kl/max": kls[-1],
         "opd/reverse_kl/p50": (kls[(count - 1) // 2] + kls[count // 2]) / 2,
         "opd/student_logprob": mean_student,
+        "opd/student_entropy": -mean_student,
+        "opd/agreement": sum(min(1.0, math.exp(teacher - student)) for _, _, student, teacher in pairs) / count,
         "opd/teacher_logprob": mean_teacher,
         "opd/abs_gap": sum(map(abs, kls)) / count,
         "opd/student_perplexity": math.exp(-mean_student),

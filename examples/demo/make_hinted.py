@@ -1,0 +1,153 @@
+"""Make the model and the rows that show what a hint to the teacher does.
+
+    python examples/demo/make_hinted.py [--output DIR] [--threads N]
+
+The task is a code: a digit d of the question is (7 d + 3) modulo 10 in the answer, which is never d itself. Nothing in
+the question says so.
+
+    user:       583          user:       583
+    assistant:  587                      894
+                             assistant:  894
+
+The model is pre-trained to answer a bare question with its own digits, of which half are random (left), and one behind
+which an answer stands by copying that (right). So it hardly ever knows the code; with a hint, it is practically always
+right. Some of the digits before the one to be copied are wrong: a teacher reads what a student has written.
+
+Everything follows from the seeds; one run takes about a minute on one idle CPU core.
+"""
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from make_assets import END, HERE, MAX_POSITIONS, VOCAB_SIZE, build_tokenizer, round_to_bf16, save
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SEED = 13
+DIGITS = 3
+VAL_ROWS = 200  # of the thousand questions
+STEPS, BATCH, RATE = 300, 128, 3e-3
+WRONG = 0.5  # share of the answers that are copied behind digits of which some are wrong
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def encoded(question: str) -> str:
+    """The answer."""
+    return "".join(str((7 * int(digit) + 3) % 10) for digit in question)
+
+
+def digits(rng: random.Random) -> str:
+    return "".join(str(rng.randrange(10)) for _ in range(DIGITS))
+
+
+def half_of(text: str, rng: random.Random) -> str:
+    """The text with each digit a random one, half of the time."""
+    return "".join(digit if rng.random() < 0.5 else str(rng.randrange(10)) for digit in text)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
+
+
+def sample(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids, and as many labels, of which -100 counts for nothing."""
+    question, hinted = digits(rng), rng.random() < 0.5
+    answer = digits(rng) if hinted else half_of(question, rng)
+    prompt = prompt_ids(tokenizer, f"{question}\n\n{answer}" if hinted else question)
+    written = half_of(answer, rng) if hinted and rng.random() < WRONG else answer
+    read, said = (tokenizer(text + END)["input_ids"] for text in (written, answer))
+    return prompt + read, [-100] * len(prompt) + said
+
+
+@torch.no_grad()
+def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: list[str], hinted: bool) -> float:
+    """Share of greedy answers that are right."""
+    texts = [f"{question}\n\n{encoded(question)}" if hinted else question for question in questions]
+    prompts = torch.tensor([prompt_ids(tokenizer, text) for text in texts])  # one length
+    output = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=DIGITS + 1
+    )
+    answers = tokenizer.batch_decode(output[:, prompts.shape[1] :])
+    return sum(answer == encoded(asked) + END for asked, answer in zip(questions, answers, strict=True)) / len(
+        questions
+    )
+
+
+def pretrain(tokenizer: PreTrainedTokenizerFast, held_out: list[str]) -> Qwen3ForCausalLM:
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **SHAPE,
+    )
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(1, STEPS + 1):
+        # 20 steps of warm-up, then a cosine down to a fiftieth of the peak rate
+        cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        optimizer.param_groups[0]["lr"] = RATE * min(1, step / 20) * (0.02 + 0.98 * cosine)
+        rows = [sample(tokenizer, rng) for _ in range(BATCH)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])
+        labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
+        logits = model(ids).logits[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0:
+            found = [accuracy(model, tokenizer, held_out, hinted) for hinted in (False, True)]
+            print(
+                f"step {step}/{STEPS}  loss {loss.item():.4f}  right {found[0]:.3f}, with a hint {found[1]:.3f}",
+                flush=True,
+            )
+    round_to_bf16(model)
+    return model
+
+
+def write_rows(path: Path, questions: list[str]) -> None:
+    rows = [
+        {"id": asked, "messages": [{"role": "user", "content": asked}], "ground_truth": encoded(asked)}
+        for asked in questions
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=HERE, help="default: this folder")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    questions = [f"{number:0{DIGITS}}" for number in range(10**DIGITS)]
+    random.Random(SEED).shuffle(questions)
+    held_out, training = questions[:VAL_ROWS], questions[VAL_ROWS:]
+    (args.output / "data").mkdir(parents=True, exist_ok=True)
+    write_rows(args.output / "data" / "hinted_train.jsonl", training)
+    write_rows(args.output / "data" / "hinted_val.jsonl", held_out)
+    tokenizer = build_tokenizer()
+    save(pretrain(tokenizer, held_out), tokenizer, args.output / "models" / "hinted")
+
+
+if __name__ == "__main__":
+    main()
