@@ -285,6 +285,28 @@ def test_references_and_variables(plan: Planner, refusals: Any, monkeypatch: pyt
     assert found.student.model.path == str(root / "teacher") and found.checkpoint.save_steps == 5
 
 
+def test_models_that_workflows_ask(plan: Planner, root: Path) -> None:
+    """A judge has a name; the teacher of a workflow of one's own is one of them, too."""
+    judge = {"model_path": str(root / "teacher"), "name": "judge", "engine_num": 1, "max_model_len": 64}
+    found, _ = plan(GRPO, {"explorer.auxiliary_models": [judge, {"model_path": str(root / "student")}]})
+    one, other = found.workflow.auxiliary_models
+    assert (one.name, other.name) == ("judge", "auxiliary_1") and one.engine.max_model_len == 64
+    assert one.engine.model.path == str(root / "teacher") and not found.teachers
+    found, _ = plan(DISTIL, {"buffer.explorer_input.default_workflow_type": "my_workflows.Mine"})
+    (teacher,) = found.workflow.auxiliary_models
+    assert teacher.engine.model.path == found.teachers[0].worker.model.path
+    assert plan(DISTIL, {})[0].workflow.auxiliary_models == ()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_an_auxiliary_model_has_gpus_of_its_own(plan: Planner, root: Path) -> None:
+    judge = {"model_path": str(root / "teacher"), "engine_num": 1, "tensor_parallel_size": 2}
+    found, _ = plan(GRPO, {"explorer.auxiliary_models": [judge]})
+    (model,) = found.workflow.auxiliary_models
+    assert (model.engine.engines, model.engine.tp, len(model.engine.devices)) == (1, 2, 2)
+    assert not set(model.engine.devices) & {*found.rollout.devices, *found.student.devices}
+
+
 @pytest.mark.usefixtures("gpus")
 def test_the_two_forms_of_the_page_are_one_run(plan: Planner, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (DOCS / "coming-from-trinity.md").read_text()
@@ -351,7 +373,8 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
     ("text", "changes", "told"),
     [
         (DISTIL, {"explorer.auxiliary_models": []}, "its first model is the teacher"),
-        (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "under our key auxiliary_models"),
+        (GRPO, {"explorer.auxiliary_models": [{"model_path": "x"}]}, "auxiliary_models.auxiliary_0"),
+        (GRPO, {"explorer.auxiliary_models": [{"model_pat": "x"}]}, "did you mean 'model_path'"),
         (DISTIL, {"buffer.train_batch_size": 12}, "does not divide the 32 sequences of a step"),
         (DISTIL, {"model.max_prompt_tokens": ...}, "model.max_prompt_tokens: is missing"),
         (DISTIL, {"model.model_path": ...}, "model.model_path: is missing"),

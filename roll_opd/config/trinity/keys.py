@@ -122,6 +122,17 @@ TEACHER_KEYS: dict[str, Rule] = {
     **ENGINE_KEYS,
 }
 
+# of models that workflows ask
+AUXILIARY_KEYS: dict[str, Rule] = {
+    **ENGINE_KEYS,
+    "model_path": PART,
+    "name": PART,
+    "tool_call_parser": nothing("the student's is that of all models"),
+    **_all(
+        NOTHING, "seed temperature gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill"
+    ),
+}
+
 # veRL's own, of which these are read and the rest is not
 _VERL = {
     "actor_rollout_ref.actor": "optim.lr ppo_epochs grad_clip use_dynamic_bsz ppo_max_token_len_per_gpu"

@@ -31,6 +31,7 @@ class Translation:
     origins: dict[str, str] = field(default_factory=dict)  # of ours
     mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # their key, ours, value
     unread: dict[str, str] = field(default_factory=dict)  # their key -> why it means nothing
+    auxiliaries: dict[str, str] = field(default_factory=dict)  # their models that workflows ask -> our sections
     devices: int = 1  # of training
 
     @property

@@ -20,6 +20,10 @@ def devices(read: Translation) -> None:
         place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
         for place in ("explorer.rollout_model", *([teacher] if "teacher" in read.values else []))
     }
+    asked = {
+        place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
+        for place in read.auxiliaries
+    }
     nodes, each = read.number("cluster.node_num", 1), read.number("cluster.gpu_per_node", read.machine.devices)
     dtype, key = read.first("explorer.rollout_model.dtype", default="bfloat16")
     if not read.machine.has_gpus:
@@ -30,17 +34,20 @@ def devices(read: Translation) -> None:
             "explorer.rollout_model.gpu_memory_utilization",
         )
         dropped += tuple(
-            f"{place}.{name}" for place in sizes for name in ("engine_num", "tensor_parallel_size", "dtype")
+            f"{place}.{name}" for place in (sizes | asked) for name in ("engine_num", "tensor_parallel_size", "dtype")
         )
         for name in (*dropped, "trainer.ulysses_sequence_parallel_size"):
             if name in read.found:
                 read.drop(name, "this machine has no GPUs: all roles share its slots, in fp32")
-        for role in (read.train, read.infer, *read.frozen):
+        for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
             read.put(f"{role}.model_args.dtype", "fp32")
+        for number, section in enumerate(read.auxiliaries.values()):
+            read.put(f"{section}.device_mapping", f"[{number % read.devices}]")
         return
-    read.devices = nodes * each - sum(sizes.values())
+    taken = sum(sizes.values()) + sum(asked.values())
+    read.devices = nodes * each - taken
     if read.devices < 1:
-        text = f"{nodes} x {each} GPUs are all taken by engines ({sum(sizes.values())}); training needs some, too"
+        text = f"{nodes} x {each} GPUs are all taken by engines ({taken}); training needs some, too"
         read.tell.problem("cluster.gpu_per_node", text)
         return
     read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
@@ -48,10 +55,11 @@ def devices(read: Translation) -> None:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         read.tell.problem(key, f"should be one of {', '.join(DTYPES)}, got {dtype!r}")
         return
-    for role in (read.train, read.infer, *read.frozen):
+    for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
         read.put(f"{role}.model_args.dtype", DTYPES[dtype], key)
     begin = 0
     own = {read.train: read.devices, read.infer: sizes["explorer.rollout_model"], "teacher": sizes.get(teacher, 0)}
+    own |= {section: asked[place] for place, section in read.auxiliaries.items()}
     for role, size in own.items():
         if size:
             read.put(f"{role}.device_mapping", f"list(range({begin},{begin + size}))", "cluster.gpu_per_node")
@@ -64,6 +72,10 @@ def devices(read: Translation) -> None:
         value, key = read.first(f"explorer.rollout_model.{name}")
         if value is not None:
             read.put(f"{engine}.{name}", value, key)
+    for place, section in read.auxiliaries.items():
+        size, key = read.first(f"{place}.tensor_parallel_size")
+        if size is not None:
+            read.put(f"{section}.strategy_args.strategy_config.tensor_parallel_size", size, key)
     if "teacher" in read.values:
         size = read.number(f"{teacher}.tensor_parallel_size", 1)
         read.put(

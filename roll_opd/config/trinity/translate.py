@@ -11,6 +11,7 @@ from typing import Any
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.trinity.keys import (
     AUXILIARY,
+    AUXILIARY_KEYS,
     EVAL_TASKSETS,
     KEYS,
     REWARD_OF_WORKFLOW,
@@ -112,21 +113,37 @@ _LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
 
 
 def _auxiliary_models(read: Translation) -> None:
-    """The first one is the teacher in distillation; in other algorithms a workflow would ask them."""
+    """The first one is the teacher in distillation; the others, and all in other algorithms, are asked by workflows.
+
+    A workflow of the user's own may ask the teacher, too, and then has it in an engine besides.
+    """
     models = read.entries(AUXILIARY)
+    workflow, _ = read.first(f"{TASKSET}.default_workflow_type", f"{INPUT}.default_workflow_type")
+    built_in = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    asks_teacher = isinstance(workflow, str) and workflow not in built_in
     if read.is_pure and not models:
         read.tell.problem(AUXILIARY, "is missing; its first model is the teacher, write one")
     for number, model in enumerate(models):
         place = f"{AUXILIARY}.{number}"
-        if not read.is_pure or number:
-            read.tell.problem(
-                place,
-                "is not read from here; remove it, and write it under our key auxiliary_models (docs/workflows.md)",
-            )
-        else:
-            sort(read, model, TEACHER_KEYS, f"{place}.")
-            read.put("teacher.model_args.model_name_or_path", read.get(f"{place}.model_path"), f"{place}.model_path")
+        is_teacher = read.is_pure and not number
+        sort(read, model, TEACHER_KEYS if is_teacher else AUXILIARY_KEYS, f"{place}.")
+        path = read.get(f"{place}.model_path"), f"{place}.model_path"
+        if is_teacher:
+            read.put("teacher.model_args.model_name_or_path", *path)
             read.put("teacher.strategy_args.strategy_name", "megatron_infer")
+        if not is_teacher or asks_teacher:
+            ours = read.auxiliaries[place] = f"auxiliary_models.{_name(model, number)}"
+            read.put(f"{ours}.model_args.model_name_or_path", *path)
+            read.put(f"{ours}.strategy_args.strategy_name", "vllm")
+            length, key = read.first(f"{place}.max_model_len")
+            if length is not None:
+                read.put(f"{ours}.strategy_args.strategy_config.max_model_len", length, key)
+
+
+def _name(model: Mapping[str, Any], number: int) -> str:
+    """Return what an auxiliary model is called here."""
+    name = str(model.get("name") or "")
+    return name if name.isidentifier() else f"auxiliary_{number}"
 
 
 def _rows(read: Translation, files_of: FilesOf) -> None:
