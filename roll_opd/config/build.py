@@ -220,6 +220,7 @@ def _assembled(
     teachers = tuple(
         parts.teacher_plan(name, role, top, student, sizes.response) for name, role in roles.teachers.items()
     )
+    contexts = tuple(teacher.context for teacher in teachers if teacher.context)
     if top.validation and validation:
         args, new = top.validation.generating_args, sizes.held_out or sizes.response
         sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)
@@ -234,7 +235,7 @@ def _assembled(
         student=parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps),
         rollout=parts.rollout_plan(roles.infer, top, sizes.n, sizes.response, sizes.held_out or 0),
         teachers=teachers,
-        data=replace(data, contexts=tuple(teacher.context for teacher in teachers if teacher.context)),
+        data=replace(data, contexts=() if top.workflow else contexts),  # workflows make prompts of their own
         objective=parts.objective_plan(top, roles.mode, updates, sizes.response, roles.shared_vocabulary),
         reference=parts.megatron_plan(roles.reference, top, roles.train) if roles.reference else None,
         critic=critic,

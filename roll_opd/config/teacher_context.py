@@ -39,7 +39,7 @@ def follows(role: Role) -> bool:
 
 
 def check_teachers(roles: Roles, top: Top, response: int) -> None:
-    """Check contexts against workflows, templates and lengths, and followers against the student."""
+    """Check contexts against templates and lengths, and followers against the student."""
     for role in roles.teachers.values():
         worker = role.worker
         assert isinstance(worker, TeacherWorker)
@@ -52,13 +52,6 @@ def check_teachers(roles: Roles, top: Top, response: int) -> None:
 
 
 def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -> None:
-    if top.workflow:
-        written = next(key for key in keys_of(ContextKeys) if getattr(worker, key) is not None)
-        role.tell.problem(
-            written,
-            f"is made of a row's prompt, and workflow {top.workflow} makes prompts of its own; leave it out, or have"
-            " the workflow bring teacher_logprobs (docs/workflows.md)",
-        )
     if worker.template is not None:
         role.tell.is_one_of("template", worker.template, TEMPLATES)
     if worker.prompt_length is None:

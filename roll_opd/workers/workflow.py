@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from roll_opd.cluster.group import ActorGroup
-from roll_opd.config.plan import RolloutPlan, SamplingPlan, WorkflowPlan
+from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
@@ -125,6 +125,7 @@ class WorkflowWorker:
         rollout: RolloutPlan,
         engines: Sequence[ray.actor.ActorHandle],
         auxiliary_engines: Sequence[Sequence[ray.actor.ActorHandle]],
+        contexts: Sequence[ContextPlan],
         chunk: int | None,
         deterministic: bool,
         number: int,
@@ -132,15 +133,17 @@ class WorkflowWorker:
         """Find the workflow, and load the tokenizer.
 
         `engines` are `RolloutWorker`s of `rollout`, `auxiliary_engines` those of each auxiliary model, none for one
-        elsewhere. `number` tells this process from the others that run now.
+        elsewhere. `contexts` are those of the run's teachers. `number` tells this process from the others that run now.
         """
         from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
         from roll_opd.workflows.endpoint.server import Endpoint
         from roll_opd.workflows.experience import Limits
         from roll_opd.workflows.model import ModelWrapper
         from roll_opd.workflows.plugins import find_reward, find_workflow
+        from roll_opd.workflows.teacher_context import TeacherContexts
 
         self._plan, self._chunk = plan, chunk
+        self._contexts = TeacherContexts(contexts, load_tokenizer(rollout.model.path))
         self._limits = Limits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
         self._class = find_workflow(plan.workflow or "", plan.plugin_dir)
         arguments = thaw(plan.workflow_reward_args)
@@ -210,7 +213,9 @@ class WorkflowWorker:
                 for place, (step, one) in enumerate(of_run):
                     learned = trained(one, self._limits, job.prompt, job.draw, run, place, step)
                     reward = state.reward if learned.reward is None else learned.reward
-                    made[run].append(replace(learned, reward=reward, metrics={**state.metrics, **learned.metrics}))
+                    read = self._contexts.prompts(learned.prompt_tokens, state, job.prompt)
+                    metrics = {**state.metrics, **learned.metrics}
+                    made[run].append(replace(learned, reward=reward, metrics=metrics, teacher_prompts=read))
             outcome.made = made
         except asyncio.CancelledError:
             raise

@@ -248,7 +248,8 @@ class WorkflowPool:
         engines = self._sampler.engines.actors
         try:
             others = [model.engines.actors if model else () for model in self._auxiliaries]
-            settings = self._chunk, self._deterministic, number
+            contexts = [teacher.context for teacher in self._teachers if teacher.context]
+            settings = contexts, self._chunk, self._deterministic, number
             await actor.setup.remote(self.plan, self._rollout, engines, others, *settings)
         except ray.exceptions.RayError as error:
             raise RunError(f"workflow {self.plan.workflow}: a process does not start: {error}") from error

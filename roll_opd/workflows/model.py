@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.order import derived_seed
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.experience import Experience
-from roll_opd.workflows.turns import Call, Turns, digest, experience
+from roll_opd.workflows.turns import Call, Turns, experience
 
 Value = TypeVar("Value")
 
@@ -64,6 +64,7 @@ class RunState:
     returned: bool = False  # the workflow has done its part
     history: list[Experience] = field(default_factory=list)
     turns: Turns | None = None
+    texts: dict[bytes, str] = field(default_factory=dict)  # tokens of prompts that were no messages -> those prompts
     reward: float | None = None  # that somebody outside gave, for experiences without one of their own
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
     asked_others: int = 0  # calls of auxiliary models
@@ -79,6 +80,11 @@ class RunState:
         ]
         self.calls += 1
         return [derived_seed(*key) for key in numbers]
+
+    @property
+    def calls_made(self) -> list[Call]:
+        """Those that had messages."""
+        return self.turns.calls if self.turns else []
 
     def turns_of(self, tokenizer: Any) -> Turns:
         """Return the tree of calls."""
@@ -177,11 +183,10 @@ class ModelWrapper:
         )
         tokens, parent = turns.tokens(text)
         (responses,) = await self._respond(run, [tokens], options)
-        past = reduce(digest, given, b"")
         answered = []
         for response, completion in responses:
             message = partial(as_message or said, response)
-            answered.append((response, turns.add(text, tokens, completion, parent, past, message)))
+            answered.append((response, turns.add(text, tokens, completion, parent, given, tools or (), message)))
             response.messages, response.prompt_text = given, text
             response.tools = [dict(tool) for tool in tools or ()] or None
         return answered
@@ -232,11 +237,12 @@ class ModelWrapper:
         """Return what `generate` does."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [np.array(self.tokenizer(text).input_ids) for text in texts]
-        found = Responses()
-        for text, responses in zip(texts, await self._respond(self._run(), tokens, options), strict=True):
+        run, found = self._run(), Responses()
+        for text, responses in zip(texts, await self._respond(run, tokens, options), strict=True):
             for response, _ in responses:
                 response.prompt_text = text
                 found.append(response)
+                run.texts[response.tokens[: response.prompt_length].numpy().tobytes()] = text
         return found
 
     def logprobs(self, tokens: Sequence[int] | Tensor, temperature: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ class Call:
     start: int  # P
     completion: Completion
     tokenizer: Any
-    messages: bytes  # `digest` of those that it answered
+    messages: Sequence[Mapping[str, Any]]  # that it answered
+    tools: Sequence[Mapping[str, Any]]  # that it had
     answer: Callable[[], Mapping[str, Any]]  # the message that it became
     parent: "Call | None" = None  # the call that this one goes on with
 
@@ -53,7 +54,7 @@ class Call:
     @cached_property
     def conversation(self) -> bytes:
         """`digest` of the messages and the answer."""
-        return digest(self.messages, self.answer())
+        return digest(reduce(digest, self.messages, b""), self.answer())
 
     def _written(self, tokens: np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -100,12 +101,15 @@ class Turns:
         tokens: np.ndarray,
         completion: Completion,
         parent: Call | None,
-        messages: bytes,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
         answer: Callable[[], Mapping[str, Any]],
     ) -> Call:
         """Take a response to the prompt that `tokens` gave; `answer` makes the message that it becomes."""
         whole = np.concatenate([tokens, completion.tokens])
-        self.calls.append(Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, answer, parent))
+        self.calls.append(
+            Call(prompt, whole, len(tokens), completion, self._tokenizer, messages, tools, answer, parent)
+        )
         return self.calls[-1]
 
     def branches(self) -> list[tuple[Experience, Call]]:

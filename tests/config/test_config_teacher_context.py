@@ -110,9 +110,9 @@ def test_a_follower_that_knows_nothing_more(problems: Problems, root: Path, keys
     assert reason in problem and "give it a hint" in problem
 
 
-def test_a_workflow_makes_prompts_of_its_own(problems: Problems) -> None:
-    (problem,) = problems(HINT | {"workflow": "simple_workflow"})
-    assert problem.startswith("teacher.hint: is made of a row's prompt") and "teacher_logprobs" in problem
+def test_a_workflow_makes_prompts_of_its_own(plan: Plan) -> None:
+    run = plan(HINT | {"workflow": "simple_workflow"})
+    assert run.teachers[0].context and not run.data.contexts
 
 
 def test_a_length_without_a_context_is_told(plan: Plan) -> None:

@@ -46,11 +46,12 @@ def sampled(logprobs: torch.Tensor, response: list[int]) -> np.ndarray:
     return np.array([float(row[token]) for row, token in zip(logprobs, response, strict=True)])
 
 
-def test_log_probs_are_of_the_response_behind_the_teachers_own_prompt(stage: Stage, models: dict) -> None:
+@pytest.mark.parametrize("by", [(), ("workflow=on_policy_distill_workflow", "prompt_key=messages")])
+def test_log_probs_are_of_the_response_behind_the_teachers_own_prompt(stage: Stage, models: dict, by: tuple) -> None:
     """The teacher is tensor-parallel; every sample of two steps, the second by a student that has learned."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "teacher")
     system = '++teacher.system_prompt="add"'
-    rows = pure(stage, HINT, system, "deterministic=false").rows("samples.jsonl")
+    rows = pure(stage, HINT, system, "deterministic=false", *by).rows("samples.jsonl")
     assert len(rows) == 2 * 64
     for row in rows:
         question = row["prompt"].removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.config.plan import ContextPlan, SamplingPlan
+from roll_opd.data.prompts import Prompt
+from roll_opd.frozen import FrozenDict
 from roll_opd.workflows.model import RUN, ModelWrapper, Responses, RunState
+from roll_opd.workflows.teacher_context import TeacherContexts
 from tests.workers.sampled import Sampled
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -162,3 +166,36 @@ def test_seeds_differ_by_run_and_call_and_begin_as_those_of_a_single_turn() -> N
     assert [row[0] for row in seeds[:12]] == [sample_seed(7, draw, run) for draw in range(3) for run in range(4)]
     together = RunState(0, (7, 2), (0, 1, 2, 3), SamplingPlan())
     assert together.seeds(4) == [sample_seed(7, 2, run) for run in range(4)]
+
+
+def test_a_teacher_reads_its_own_words_around_what_was_asked_first(tokenizer: Any) -> None:
+    """Whatever a run returns begins with a prompt of its own; what it did not ask, no teacher can be asked about."""
+    hint = ContextPlan(hint="{prompt} ({ground_truth}, {n})", name="t", key="teacher", prompt_length=60)
+    row = Prompt("p", 0, "tag", np.array([1]), "8", FrozenDict({"n": 5}))
+
+    async def script(model: ModelWrapper) -> None:
+        contexts = TeacherContexts([hint], tokenizer)
+        await three_turns(model)
+        (branch,) = model.branches()
+        (text,) = await model.generate_async("1+1=")
+        run = RUN.get()
+        for made, asked in ((branch, "<|user|>123+456= (8, 5)<|end|><|assistant|>"), (text, "1+1= (8, 5)")):
+            tokens = made.tokens[: made.prompt_length].numpy()
+            (read,) = contexts.prompts(tokens, run, row).values()
+            assert tokenizer.decode(read) == asked
+        assert TeacherContexts([], tokenizer).prompts(tokens, run, row) == {}
+        with pytest.raises(ValueError, match="the model was not asked"):
+            contexts.prompts(tokens[1:], run, row)
+        with pytest.raises(ValueError, match="no 'n' in the row"):
+            contexts.prompts(tokens, run, replace(row, extra=FrozenDict()))
+        with pytest.raises(ValueError, match="61 tokens for teacher, whose prompt_length is 60"):
+            contexts.prompts(tokens, run, replace(row, ground_truth="8" * (60 - len(read) + 2)))
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        (called,) = await model.chat_async([{"role": "user", "content": "9="}], tools=tools)
+        begun = [{"role": "user", "content": "8="}, {"role": "assistant", "content": "8"}]
+        (ended,) = await model.chat_async(begun)
+        for made, told in ((called, "with tools"), (ended, "ends in an answer")):
+            with pytest.raises(ValueError, match=told):
+                contexts.prompts(made.tokens[: made.prompt_length].numpy(), run, row)
+
+    play(Sampled(tokenizer), tokenizer, script)
