@@ -3,6 +3,7 @@
 Legend: T tokens in all, P prompt tokens. Position t of every [T-P] array speaks of token `tokens[P+t]`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -92,6 +93,21 @@ def as_read_by(teacher: str, experience: Experience) -> Experience:
     if prompt is None:
         return experience
     return replace(experience, tokens=np.concatenate([prompt, experience.response_tokens]), prompt_length=len(prompt))
+
+
+def one_a_run(experiences: Sequence[Experience]) -> list[Experience]:
+    """Return the first experience of each run, with the mean reward of them all; what has no run is one of its own."""
+    steps: dict[tuple[str, int], list[Experience]] = {}
+    for number, experience in enumerate(experiences):
+        run = -1 - number if experience.run is None else experience.run
+        steps.setdefault((experience.group_id, run), []).append(experience)
+    if len(steps) == len(experiences):
+        return list(experiences)
+    found = []
+    for first, *others in steps.values():
+        rewards = [step.reward for step in (first, *others) if step.reward is not None]
+        found.append(replace(first, reward=sum(rewards) / len(rewards) if rewards else None))
+    return found
 
 
 def present(array: np.ndarray | None) -> np.ndarray:

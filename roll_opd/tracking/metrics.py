@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, one_a_run
 
 REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda values: float(values.mean()),
@@ -155,7 +155,7 @@ def _groups(prefix: str, pairs: Sequence[_Scored], key: Callable[[_Scored], str]
 
 
 def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
-    rewards = [experience.reward for experience in experiences if experience.reward is not None]
+    rewards = [experience.reward for experience in one_a_run(experiences) if experience.reward is not None]
     return statistics("critic/score", rewards, ("mean", "max", "min"))
 
 
@@ -185,7 +185,7 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
 def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
     """Return the rewards of `samples` (k) answers to each held-out prompt, over all prompts (`all`) and by tag.
 
-    Samples of a prompt share a `group_id`; those without a reward do not count.
+    Samples of a prompt share a `group_id`; those without a reward do not count. A run of several steps is one sample.
 
     `val_correct/<tag>/mean` is the mean reward, which is the accuracy where every reward is 0 or 1; where one is not,
     there are `val/reward/{max,min}` (`GRADED`). With k > 1, over prompts with k rewards: `avg@k`, the mean share of
@@ -193,7 +193,8 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
     drawn without replacement, hold a right one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
-    for experience in experiences:
+    runs = one_a_run(experiences)
+    for experience in runs:
         if experience.reward is not None:
             for tag in dict.fromkeys(("all", experience.tag)):
                 rewards.setdefault(tag, {}).setdefault(experience.group_id, []).append(experience.reward)
@@ -207,7 +208,7 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
             for draws in _powers_of_two(samples):
                 chances = [pass_at(draws, samples, count) for count in right]
                 metrics[f"val_correct/{tag}/pass@{draws}"] = float(np.mean(chances))
-    given = [experience.reward for experience in experiences if experience.reward is not None]
+    given = [experience.reward for experience in runs if experience.reward is not None]
     if set(given) - {0.0, 1.0}:
         metrics |= statistics("val/reward", given, ("max", "min"))
     lengths = [experience.response_length for experience in experiences]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, one_a_run
 from roll_opd.tracking.metrics import statistics
 
 MOST_WORDS, OTHERS = 20, "other"  # reasons with a metric of their own, and the name of all the rest
@@ -60,12 +60,13 @@ def _most(counts: Counter[str]) -> dict[str, int]:
 
 
 def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
-    rewards = [e.reward for e in experiences if e.reward is not None]
+    runs = [experience for experience in one_a_run(experiences) if experience.reward is not None]
+    rewards = [e.reward for e in runs if e.reward is not None]
     groups: dict[str, list[float]] = {}
     parts: dict[str, list[float]] = {}
+    for experience, reward in zip(runs, rewards, strict=True):
+        groups.setdefault(experience.group_id, []).append(reward)
     for experience in experiences:
-        if experience.reward is not None:
-            groups.setdefault(experience.group_id, []).append(experience.reward)
         for part, value in experience.reward_parts.items():
             parts.setdefault(part, []).append(value)
     several = [group for group in groups.values() if len(group) > 1]

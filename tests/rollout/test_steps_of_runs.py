@@ -7,6 +7,8 @@ import torch
 from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import external_advantages
+from roll_opd.tracking.metrics import opd_metrics, validation_metrics
+from roll_opd.tracking.rewards import reward_metrics
 
 
 def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Experience:
@@ -68,3 +70,21 @@ def test_step_wise_grpo_reads_the_last_step_of_each_run() -> None:
 def test_samples_without_a_run_are_runs_of_their_own() -> None:
     with_runs = advantages([step("a", run, 0, float(run)) for run in range(4)], "grpo")
     assert advantages([step("a", None, 0, float(run)) for run in range(4)], "grpo") == with_runs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_metrics_of_rewards_count_runs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    experiences, means = [], []
+    for group in "abc":
+        for run in range(4):
+            rewards = rng.integers(0, 2, rng.integers(1, 4)).astype(float)
+            experiences += [step(group, run, number, float(reward)) for number, reward in enumerate(rewards)]
+            means.append(rewards.mean())
+    rng.shuffle(experiences)
+    found = opd_metrics(experiences) | reward_metrics(experiences) | validation_metrics(experiences, 4)
+    for name in ("critic/score/mean", "reward/math/mean", "val_correct/all/mean"):
+        assert found[name] == pytest.approx(np.mean(means))
+    assert found["reward/math/max"] == max(means)
+    right = [sum(mean >= 1 for mean in means[start : start + 4]) for start in (0, 4, 8)]
+    assert found["val_correct/all/avg@4"] == pytest.approx(np.mean(right) / 4)
