@@ -65,7 +65,7 @@ def test_a_command_of_a_page(words: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_configuration_for_users_of_trinity_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It plans, with the demo's models in the place of the page's."""
-    (text,) = blocks("coming-from-trinity.md", "yaml")
+    *_, text = blocks("coming-from-trinity.md", "yaml")
     models = ROOT / "examples/demo/models"
     rows = '{"question": "1+1=", "ground_truth": "2", "id": "a", "tag": "math"}\n'
     (tmp_path / "data").mkdir()
