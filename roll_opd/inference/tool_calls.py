@@ -37,7 +37,7 @@ def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
         try:
             call = json.loads(written)
             calls.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return text, []
         if not isinstance(call["name"], str):
             return text, []

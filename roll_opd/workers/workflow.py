@@ -89,10 +89,16 @@ class SamplerEngines:
         return self._sampler.engines.actors[self._sampler.engine_of(group)]
 
 
+class _OutOfTime(Exception):
+    """A run has had its time."""
+
+
 def _is_of_api(error: Exception) -> bool:
     """Whether a model behind an address has failed, after OpenAI's client has tried again."""
     openai = sys.modules.get("openai")  # who has not imported it has no such error
-    return openai is not None and isinstance(error, openai.APIError)
+    return openai is not None and isinstance(
+        error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
+    )
 
 
 @contextmanager
@@ -219,7 +225,7 @@ class WorkflowWorker:
             outcome.made = made
         except asyncio.CancelledError:
             raise
-        except TimeoutError:
+        except _OutOfTime:
             outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
         except Exception as error:
             invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
@@ -244,14 +250,20 @@ class WorkflowWorker:
             workflow, found = self._begun(job)
         else:  # a thread: to make an instance, or to run one, may take its time
             under_way = loop.run_in_executor(self._threads, context.copy().run, self._begun, job)
-            try:
-                workflow, found = await asyncio.wait_for(asyncio.shield(under_way), self._plan.workflow_timeout)
-            except TimeoutError:
+            done, _ = await asyncio.wait([under_way], timeout=self._plan.workflow_timeout)
+            if not done:
                 self._hung += 1
                 under_way.add_done_callback(self._ended_after_all)
-                raise
+                raise _OutOfTime
+            workflow, found = under_way.result()
         if inspect.isawaitable(found):
-            found = await asyncio.wait_for(_ended(found), until - loop.time())
+            try:
+                async with asyncio.timeout_at(until) as limit:
+                    found = await _ended(found)
+            except TimeoutError:
+                if limit.expired():
+                    raise _OutOfTime from None
+                raise  # the workflow's own
         if flag(workflow, "resettable"):
             self._ready.append(workflow)
         RUN.get().returned = True

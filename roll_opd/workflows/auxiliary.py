@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_opd.config.plan import SamplingPlan
+from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper, Responses, RunState
 
 OTHERS = 2**32  # where seeds of auxiliary models begin, far from draws
@@ -18,9 +19,18 @@ class AuxiliaryModel(ModelWrapper):
         super().__init__(*args, **settings)
         self._number, self._sampling = number, sampling
 
-    def _run(self) -> RunState:
+    @property
+    def history(self) -> list[Experience]:
+        """Nothing: what it answers is not kept."""
+        return []
+
+    def branches(self) -> list[Experience]:
+        """Return nothing, likewise."""
+        return []
+
+    def _state(self) -> RunState:
         """Return a state of its own for each call: nothing is kept of it but how many there were."""
-        run = super()._run()
+        run = self._run()
         run.asked_others += 1
         seed = (*run.seed, OTHERS + self._number, run.asked_others)
         return RunState(run.group, seed, run.runs[:1], self._sampling)

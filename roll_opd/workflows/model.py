@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-import math
 import ssl
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -23,6 +23,7 @@ from roll_opd.workflows.turns import Call, Turns, experience
 
 Value = TypeVar("Value")
 
+LONG_TEXT = 20_000  # characters that are made tokens in a thread
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 # what a call may say of sampling -> what it is here
@@ -68,6 +69,7 @@ class RunState:
     reward: float | None = None  # that somebody outside gave, for experiences without one of their own
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
     asked_others: int = 0  # calls of auxiliary models
+    ended: bool = False  # nothing is to be asked for it any more
 
     def seeds(self, n: int) -> list[int]:
         """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
@@ -94,14 +96,17 @@ class RunState:
 
     def take_reward(self, body: bytes | str) -> None:
         """Read JSON: a number, or an object with `reward` and `metrics`, numbers by name. ValueError for another."""
-        read = json.loads(body)
+        try:
+            read = json.loads(body)
+        except RecursionError:
+            raise ValueError("expected a reward, and not so many brackets") from None
         given = read if isinstance(read, dict) else {"reward": read}
         metrics = given.get("metrics") or {}
         if given.keys() - {"reward", "metrics"} or not isinstance(metrics, dict):
             raise ValueError("expected an object with a reward, and metrics as an object of numbers")
         for name, value in {**metrics, "reward": given.get("reward")}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{name} is {value!r}, expected a number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"{name} is {str(value)[:40]!r}, expected a number")
         self.reward, self.metrics = float(given["reward"]), {**self.metrics, **metrics}
 
 
@@ -143,6 +148,7 @@ class ModelWrapper:
         self.model_path = model_path
         self.tokenizer = tokenizer
         self._engines, self._max_model_len, self._loop = engines, max_model_len, loop
+        self._most_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         self.endpoint: Any = None  # an `Endpoint`, which in turn asks this model
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
@@ -176,12 +182,20 @@ class ModelWrapper:
         goes_on = continue_final_message
         if goes_on is None:  # an assistant's words are the beginning of the response
             goes_on = bool(given) and given[-1].get("role") == "assistant"
-        run = self._run()
+        run = self._state()
         turns = run.turns_of(self.tokenizer)
         text = self._conversation(
             turns, given, tools, chat_template_kwargs, goes_on=goes_on, add_generation_prompt=not goes_on
         )
-        tokens, parent = turns.tokens(text)
+        if len(text) > self._most_characters:  # which would take its time to become tokens
+            raise ValueError(
+                f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response have"
+                f" {self._max_model_len} tokens together"
+            )
+        if len(text) > LONG_TEXT:
+            tokens, parent = await asyncio.to_thread(turns.tokens, text)
+        else:
+            tokens, parent = turns.tokens(text)
         (responses,) = await self._respond(run, [tokens], options)
         answered = []
         for response, completion in responses:
@@ -193,7 +207,7 @@ class ModelWrapper:
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
         """Take back what `answer` returned: it did not reach who asked."""
-        run, lost = self._run(), [part for pair in answered for part in pair]
+        run, lost = RUN.get(), [part for pair in answered for part in pair]
         turns = run.turns_of(self.tokenizer)
         turns.calls = [call for call in turns.calls if call not in lost]
         run.history[:] = [response for response in run.history if response not in lost]
@@ -237,7 +251,7 @@ class ModelWrapper:
         """Return what `generate` does."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [np.array(self.tokenizer(text).input_ids) for text in texts]
-        run, found = self._run(), Responses()
+        run, found = self._state(), Responses()
         for text, responses in zip(texts, await self._respond(run, tokens, options), strict=True):
             for response, _ in responses:
                 response.prompt_text = text
@@ -290,7 +304,11 @@ class ModelWrapper:
         """Return an `openai.OpenAI` client, for threads; it asks for the run that calls it."""
         from openai import DefaultHttpxClient, OpenAI
 
-        return self._client(OpenAI, lambda: self.api_key, DefaultHttpxClient)
+        def key() -> str:
+            self._may_wait()
+            return self.api_key
+
+        return self._client(OpenAI, key, DefaultHttpxClient)
 
     def get_openai_async_client(self) -> Any:
         """Return an `openai.AsyncOpenAI` client; it asks for the run that calls it."""
@@ -390,8 +408,10 @@ class ModelWrapper:
             return str(write(messages))
 
     def _client(self, kind: Any, key: Callable, http: Any) -> Any:
-        # one context for all clients: to make it takes 50 ms, and this address is none of TLS
-        client = kind(base_url=self.base_url, api_key=key, timeout=None, http_client=http(verify=NO_TLS))
+        # one context for all clients: to make it takes 50 ms, and this address is none of TLS, nor behind a proxy
+        client = kind(
+            base_url=self.base_url, api_key=key, timeout=None, http_client=http(verify=NO_TLS, trust_env=False)
+        )
         client.model_path = self.model_path  # where Trinity-RFT's workflows read it
         return client
 
@@ -403,20 +423,34 @@ class ModelWrapper:
 
     def _run(self) -> RunState:
         try:
-            return RUN.get()
+            run = RUN.get()
         except LookupError:
             raise RuntimeError(
                 "the model is asked by a thread that belongs to no run; start threads with contextvars.copy_context()"
             ) from None
+        if run.ended:
+            raise RuntimeError("the model is asked for a run that has ended; end threads and tasks with their run")
+        return run
 
-    def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
+    def _state(self) -> RunState:
+        """Return where a call and its answers are kept."""
+        return self._run()
+
+    def _may_wait(self) -> None:
+        """Raise RuntimeError on the event loop, where to wait stops everybody."""
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if running is self._loop:
-            work.close()
             raise RuntimeError("this call would stop all other runs; use its form with _async, and await it")
+
+    def _wait(self, work: Coroutine[Any, Any, Value]) -> Value:
+        try:
+            self._may_wait()
+        except RuntimeError:
+            work.close()
+            raise
 
         async def in_context() -> Value:
             RUN.set(state)

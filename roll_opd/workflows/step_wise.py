@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_opd.workflows.experience import Experience
-from roll_opd.workflows.interface import Task, Workflow
+from roll_opd.workflows.interface import Task, Workflow, flag
 from roll_opd.workflows.model import ModelWrapper
 
 STEPS = "actual_env_steps"  # the metric of a run's steps, under Trinity-RFT's name
@@ -30,10 +30,12 @@ class _Steps(Workflow):
 
     @property
     def client(self) -> Any:
-        """An OpenAI client of this run, made when it is asked for; None where none is wanted."""
+        """An OpenAI client of this run, asynchronous where it is, made when asked for; None where none is wanted."""
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
         if run != self._client[0]:  # an instance that can be reset serves one run after another
-            self._client = (run, self.model.get_openai_client())
+            is_async = flag(self, "is_async")
+            client = self.model.get_openai_async_client() if is_async else self.model.get_openai_client()
+            self._client = (run, client)
         return self._client[1]
 
     @property

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,7 @@ class Call:
     @cached_property
     def response(self) -> str:
         """The response without the token that ended it, which a template writes itself."""
-        tokens = self.completion.tokens
-        ended = self.completion.finish_reason == "stop" and tokens[-1:].tolist()[0] in self.tokenizer.all_special_ids
-        return self._written(tokens[:-1] if ended else tokens)
+        return self._written(without_end(self.tokenizer, self.completion.tokens, self.completion.finish_reason))
 
     @cached_property
     def conversation(self) -> bytes:
@@ -57,7 +55,7 @@ class Call:
         return digest(reduce(digest, self.messages, b""), self.answer())
 
     def _written(self, tokens: np.ndarray) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return written(self.tokenizer, tokens)
 
     def path(self) -> "list[Call]":
         """Return this call and those that it continues, the first one first."""
@@ -129,6 +127,32 @@ class Turns:
         """Return the calls that no other continues."""
         continued = {call.parent for call in self.calls}
         return [call for call in self.calls if call not in continued]
+
+
+def written(tokenizer: Any, tokens: np.ndarray) -> str:
+    """Return tokens as text, special ones written out."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@cache
+def _special(tokenizer: Any) -> dict[int, str]:
+    """Return every special token, also those that end a turn and are none of the tokenizer's own few."""
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def without_end(tokenizer: Any, tokens: np.ndarray, finish_reason: str) -> np.ndarray:
+    """Return a response's tokens without the one that ended it, which a template writes itself."""
+    ended = finish_reason == "stop" and len(tokens) and int(tokens[-1]) in _special(tokenizer)
+    return tokens[:-1] if ended else tokens
+
+
+def without_special(tokenizer: Any, text: str | None) -> str:
+    """Return a text without what special tokens are written as."""
+    text = text or ""
+    for special in _special(tokenizer).values():
+        text = text.replace(special, "")
+    return text
 
 
 def digest(before: bytes, message: Mapping[str, Any]) -> bytes:

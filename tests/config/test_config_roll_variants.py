@@ -145,7 +145,7 @@ def test_a_hint_needs_a_resemblance(plan: Plan, key: str, problems: Problems) ->
 def test_the_last_domain_gets_what_the_others_leave(plan: Plan, problems: Problems, root: Path) -> None:
     """rlvr_pipeline.domain_batch_size: 0.6 and 0.3 of a batch, and the rest."""
     probs = "student_train.data_args.domain_interleave_probs"
-    tags = {"rewards.code": {"worker_cls": "code_sandbox", "tag_included": ["code"]}}
+    tags = {"rewards.code": {"worker_cls": "code_sandbox", "tag_included": ["code"], "unsafe": True}}
     rows = "".join(f'{{"messages": "[]", "tag": "{tag}", "ground_truth": "1"}}\n' for tag in ("math", "code"))
     (root / "train.jsonl").write_text(rows)
     run = plan({**tags, probs: {"math_rule": 0.6, "code": 0.3}})

@@ -243,7 +243,8 @@ def test_64_openai_clients_of_every_kind_are_told_what_is_trained_on(stage: Stag
 
 def test_the_agent_of_the_page_is_trained(stage: Stage, mine: tuple[str, ...]) -> None:
     settings = "workflow_args={agent: my_agent.solve}", "response_length=120", "max_steps=1", "rollout_batch_size=8"
-    run = reinforced(stage, mine, "agent_workflow", *settings)
+    batch = "actor_train.training_args.per_device_train_batch_size=32"
+    run = reinforced(stage, mine, "agent_workflow", *settings, batch)
     assert run.code == 0
     for row in run.rows("metrics.jsonl")[1:]:
         assert row["workflow/runs"] == 8 * 4 and not any(name.startswith("workflow/failed") for name in row)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.tool_calls import HERMES, ToolCall, find_parser, read_hermes
+from roll_opd.workflows.auxiliary import AuxiliaryModel
 from roll_opd.workflows.builtin.agent import AgentWorkflow
 from roll_opd.workflows.endpoint import server
 from roll_opd.workflows.endpoint.server import Endpoint
@@ -187,7 +188,7 @@ def test_what_a_client_can_ask_for(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         served.run()
         client = served.model.get_openai_async_client()
-        options = {"n": 3, "temperature": 0.5, "max_completion_tokens": 5, "stop": ["9"], "logprobs": True, "seed": 3}
+        options = {"n": 3, "temperature": 0.5, "max_completion_tokens": 5, "stop": "9", "logprobs": True, "seed": 3}
         done = await client.chat.completions.create(model="gpt", messages=ASKED, **options)
         assert [choice.message.content for choice in done.choices] == ["a", "b", "c"] and done.model == "gpt"
         for choice, completion in zip(done.choices, served.engine.answered, strict=True):
@@ -227,6 +228,17 @@ WRONG = {
     "n: is 1000": {"messages": ASKED, "n": 1000},
     "max_tokens: is 0": {"messages": ASKED, "max_tokens": 0},
     "stop: ": {"messages": ASKED, "stop": [1]},
+    "stop: '' is not": {"messages": ASKED, "stop": ""},
+    "top_p: is 0": {"messages": ASKED, "top_p": 0},
+    "repetition_penalty: is 0": {"messages": ASKED, "repetition_penalty": 0},
+    "surrogates not allowed": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "function_call: .* is not supported": {"messages": ASKED, "function_call": {"name": "f"}},
+    "chat_template_kwargs": {"messages": ASKED, "chat_template_kwargs": {"chat_template": "x"}},
+    "chat_template_kwargs: is not": {"messages": ASKED, "chat_template_kwargs": {"tokenize": True}},
+    "function.arguments: is not": {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}]
+    },
+    "characters, which leaves no room": {"messages": [{"role": "user", "content": "12" * 3_500_000}]},
     "presence_penalty: 1 is not supported": {"messages": ASKED, "presence_penalty": 1},
     "top_logprobs": {"messages": ASKED, "top_logprobs": 5},
     "response_format": {"messages": ASKED, "response_format": {"type": "json_object"}},
@@ -248,6 +260,9 @@ def test_what_is_asked_wrongly_is_told_and_disturbs_nobody(tokenizer: Any) -> No
                 assert answer.status_code == 400, message
                 with pytest.raises(ValueError, match=message):
                     raise ValueError(answer.json()["error"]["message"])
+            junk = {"Content-Encoding": "gzip"}
+            answer = await http.post(f"{url}/chat/completions", content=b"junk", headers=junk)
+            assert answer.status_code == 400 and "cannot be read" in answer.json()["error"]["message"]
             for path, status in (("chat/completions", 405), ("elsewhere", 404)):
                 answer = await http.get(f"{url}/{path}")
                 assert answer.status_code == status and answer.json()["error"]["message"]
@@ -268,14 +283,17 @@ def test_who_may_ask(tokenizer: Any) -> None:
 
         async def status(url: str, key: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
             async with httpx.AsyncClient(timeout=20) as http:
-                sent = {"Authorization": f"Bearer {key}", **(headers or {})}
-                answer = await http.post(f"{url}/v1/chat/completions", json={"messages": ASKED}, headers=sent)
+                sent = {"Authorization": f"Bearer {key}".encode("latin-1"), **(headers or {})}
+                answer = await http.post(
+                    f"{url}/v1/chat/completions", json={"messages": ASKED}, headers=list(sent.items())
+                )
             return answer.status_code, answer.json().get("error", {}).get("message", "")
 
         assert served.model.session_url == f"{named}/v1"
         for url, key, headers in ((address, session.key, None), (named, "house", None), (address, "house", header)):
             assert (await status(url, key, headers))[0] == 200
         assert len(one.turns.calls) == 3
+        assert (await status(address, "wrong\xff"))[0] == 401
         assert (await status(address, "wrong"))[0] == 401 and (await status(named, "wrong"))[0] == 401
         code, message = await status(address, "house")
         assert code == 400 and "which session" in message
@@ -363,6 +381,8 @@ def test_a_reward_can_be_posted(tokenizer: Any) -> None:
         state = served.run()
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {served.model.api_key}"}) as http:
             url = f"{served.model.base_url}/reward"
+            for text in (b"[" * 100_000, b"1" + b"0" * 400):
+                assert (await http.post(url, content=text)).status_code == 400
             for body in ({}, {"reward": "1"}, {"reward": 1, "color": 2}, {"reward": 1, "metrics": {"a": "b"}}, "x"):
                 assert (await http.post(url, json=body)).status_code == 400
             assert (await http.post(url, content=b'{"reward": NaN}')).status_code == 400 and state.reward is None
@@ -485,3 +505,171 @@ def test_a_program_that_fails_is_told_and_one_that_is_not_awaited_is_ended(token
             await agent(served, "").run_async()
 
     served(script, tokenizer, "3<|end|>", "4<|end|>", "5<|end|>", "6<|end|>")
+
+
+def test_an_answer_that_cannot_be_told_is_not_learned_from(tokenizer: Any) -> None:
+    """Whatever the reason: the client asks again, and what it got is what counts."""
+
+    async def script(served: Served) -> None:
+        state = served.run()
+
+        def broken(text: str, tools: Any) -> Any:
+            raise KeyError("broken")
+
+        served.endpoint._parse, parse = broken, served.endpoint._parse
+        client = served.model.get_openai_async_client().with_options(max_retries=1)
+        with pytest.raises(openai.InternalServerError, match="KeyError"):
+            await client.chat.completions.create(model="m", messages=ASKED, tools=[ADD])
+        assert not state.turns.calls and not state.history
+        served.endpoint._parse = parse
+        await client.chat.completions.create(model="m", messages=ASKED, tools=[ADD])
+        assert len(served.model.branches()) == 1
+
+    served(script, tokenizer)
+
+
+def test_an_engine_that_fails_in_a_stream_is_told_in_it(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ALIVE_SECONDS", 0.05)
+
+    async def script(served: Served) -> None:
+        state = served.run()
+
+        async def generate(*_: Any) -> Any:
+            await asyncio.sleep(0.3)
+            raise RuntimeError("the engine is gone")
+
+        served.engine.generate = generate  # type: ignore[method-assign]
+        client = served.model.get_openai_async_client().with_options(max_retries=0)
+        with pytest.raises(openai.APIError, match="the engine is gone"):
+            async for _ in await client.chat.completions.create(model="m", messages=ASKED, stream=True):
+                pass
+        assert served.endpoint.counts["500"] == 1 and not state.history
+
+    served(script, tokenizer)
+
+
+def test_what_goes_on_after_its_run_is_told(tokenizer: Any) -> None:
+    """A client that was left over has no new session, and the model does not answer it either."""
+
+    async def script(served: Served) -> None:
+        state = served.run()
+        client = served.model.get_openai_async_client()
+        await client.chat.completions.create(model="m", messages=ASKED)
+        served.endpoint.close(state)
+        for ask in (client.chat.completions.create(model="m", messages=ASKED), served.model.chat_async(ASKED)):
+            with pytest.raises(RuntimeError, match="run that has ended"):
+                await ask
+        assert not served.endpoint._by_key and len(state.history) == 1
+
+    served(script, tokenizer)
+
+
+def test_a_client_that_would_stop_the_loop_is_told(tokenizer: Any) -> None:
+    async def script(served: Served) -> None:
+        served.run()
+        with pytest.raises(RuntimeError, match="would stop all other runs"):
+            served.model.get_openai_client().chat.completions.create(model="m", messages=ASKED)
+
+    served(script, tokenizer)
+
+
+def test_proxies_of_the_environment_are_not_asked(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def script(served: Served) -> None:
+        served.run()
+        await served.model.get_openai_async_client().chat.completions.create(model="m", messages=ASKED)
+        command = [sys.executable, "-c", AGENT, "{base_url}", "{api_key}"]
+        (made,) = await agent(served, "1", command=command).run_async()
+        assert made.reward == 1
+
+    served(script, tokenizer)
+
+
+def test_developers_speak_as_the_system_and_special_tokens_mark_calls(tokenizer: Any) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+
+    async def script(served: Served) -> None:
+        served.run()
+        client = served.model.get_openai_async_client()
+        messages: list[Any] = [{"role": "developer", "content": "add"}, *ASKED]
+        done = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        assert "<|system|>add<|end|>" in tokenizer.decode(served.engine.asked[0])
+        (call,) = done.choices[0].message.tool_calls
+        assert call.function.name == "add" and not done.choices[0].message.content
+        messages += [done.choices[0].message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        assert len(served.model.branches()) == 1
+
+    served(script, tokenizer, CALLING, "3<|end|>")
+
+
+def test_a_token_that_ends_a_turn_is_not_written_twice(tokenizer: Any) -> None:
+    """Also one that is special, and none of the tokenizer's few with a name of their own."""
+    tokenizer.eos_token = "<|user|>"
+
+    async def script(served: Served) -> None:
+        served.run()
+        client = served.model.get_openai_async_client()
+        messages: list[Any] = [*ASKED]
+        for _ in range(2):
+            done = await client.chat.completions.create(model="m", messages=messages)
+            messages += [done.choices[0].message.model_dump(exclude_none=True), *ASKED]
+        (branch,) = served.model.branches()
+        assert "<|end|><|end|>" not in tokenizer.decode(branch.tokens)
+
+    served(script, tokenizer, "3<|end|>", "4<|end|>")
+
+
+def test_auxiliary_models_keep_nothing(tokenizer: Any) -> None:
+    """Sessions are those of the run, and to look changes no seed."""
+
+    async def script(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        judge = AuxiliaryModel(
+            0, SamplingPlan(max_new_tokens=5), served.engine, tokenizer, model_path="j", max_model_len=400, loop=loop
+        )
+        judge.endpoint = Endpoint(judge, loop, read_hermes)
+        state = served.run()
+        client = judge.get_openai_async_client()
+        for _ in range(3):
+            await client.chat.completions.create(model="j", messages=ASKED)
+            assert not judge.history and not judge.branches() and judge.api_key
+        await judge.chat_async(ASKED)
+        assert state.asked_others == 4 and not state.history and len(judge.endpoint._by_key) == 1
+        judge.endpoint.close(state)
+        assert not judge.endpoint._by_key
+
+    served(script, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"command": "python agent.py"},
+        {"command": []},
+        {"agent": "a.b", "command": ["x"]},
+        {"agent": "a.b", "experiences": "row"},
+        {"agent": "a.b", "agnet": 1},
+    ],
+)
+def test_agents_that_cannot_be_are_told(tokenizer: Any, arguments: dict) -> None:
+    async def script(served: Served) -> None:
+        workflow = agent(served, "1", **arguments)
+        with pytest.raises(ValueError, match=r"expected agent .* or command"):
+            await workflow.run_async()
+
+    served(script, tokenizer)
+
+
+def test_a_reward_that_is_none_fails_the_run(tokenizer: Any) -> None:
+    async def script(served: Served) -> None:
+        command = [sys.executable, "-c", AGENT, "{base_url}", "{api_key}"]
+        for said in ('{"reward": 1, "answer": "x"}', "1" + "0" * 400):
+            with pytest.raises(ValueError, match="expected"):
+                await agent(served, said, command=command).run_async()
+
+    served(script, tokenizer)

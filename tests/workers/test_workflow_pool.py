@@ -173,6 +173,22 @@ def test_a_model_elsewhere_that_fails_costs_its_runs_alone(start: Start, loop) -
     assert {headers["authorization"] for headers in server.headers} == {"Bearer secret"}
 
 
+def test_a_time_limit_of_a_workflow_of_its_own_is_its_error(start: Start, loop) -> None:
+    pool = start("Waits", workflow_workers=1)
+    assert run_all(loop, pool, [task(0), task(1)]) == [[], []]
+    metrics = pool.drain_metrics()
+    assert metrics["workflow/failed/raised"] == 2 and "workflow/failed/timeout" not in metrics
+
+
+def test_a_model_elsewhere_that_is_slow_costs_its_runs_alone(start: Start, loop) -> None:
+    server = ScriptedServer(lambda asked: {}, seconds=30)
+    elsewhere = AuxiliaryPlan("judge", None, f"{server.url}/v1", "secret", "large")
+    pool = start("Judged", auxiliary_models=(elsewhere,), workflow_workers=1, workflow_timeout=1)
+    assert run_all(loop, pool, [task(0), task(1)]) == [[], []]
+    metrics = pool.drain_metrics()
+    assert metrics["workflow/failed/timeout"] == 2 and metrics["workflow/restarts"] == 0
+
+
 def test_a_failure_ends_the_run_where_that_is_wanted(start: Start, loop) -> None:
     pool = start("Faulty", on_workflow_error="stop")
     good, bad = run_all(loop, pool, [task(1), task(2, what="raise")])

@@ -9,11 +9,13 @@ import signal
 from collections.abc import Sequence
 from tempfile import TemporaryFile
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from roll_opd.extensions import users_module
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Workflow
 
+KINDS = BRANCH, _ = "branch", "call"  # what an experience is of
 TOLD = 4000  # bytes at the end of what a command writes that are read
 
 
@@ -33,36 +35,54 @@ class AgentWorkflow(Workflow):
     A reward may be posted, too (`POST {base_url}/reward`); without any, the configuration's rewards score.
     """
 
-    is_async = True
+    @property
+    def is_async(self) -> bool:  # type: ignore[override]  # a plain function has the thread of `run`
+        """Whether the agent is awaited."""
+        agent, _ = self._agent()
+        return agent is None or inspect.iscoroutinefunction(agent)
+
+    def run(self) -> list[Experience]:
+        """Return what the requests of a plain function made."""
+        agent, _ = self._agent()
+        assert agent is not None
+        return self._made(_reward(agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
 
     async def run_async(self) -> list[Experience]:
-        """Return what the agent's requests made."""
-        arguments = dict(self.task.workflow_args)
-        agent, command = arguments.pop("agent", None), arguments.pop("command", None)
-        kind = arguments.pop("experiences", "branch")
-        if arguments or (agent is None) == (command is None) or kind not in ("branch", "call"):
+        """Return what the requests of a coroutine function or a command made."""
+        agent, command = self._agent()
+        if agent is None:
+            return self._made(await self._started(command))
+        return self._made(_reward(await agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
+
+    def _agent(self) -> tuple[Any, list[str]]:
+        """Return the function, or None and the command. ValueError for arguments that are neither."""
+        given = dict(self.task.workflow_args)
+        path, command, kind = given.pop("agent", None), given.pop("command", None), given.pop("experiences", BRANCH)
+        is_list = isinstance(command, list | tuple) and len(command) > 0
+        if given or (isinstance(path, str), is_list) not in ((True, False), (False, True)) or kind not in KINDS:
             raise ValueError(
-                f"workflow_args of agent_workflow are {self.task.workflow_args}; expected agent (a dotted path) or"
-                " command (a list of words), and maybe experiences: branch or call"
+                f"workflow_args of agent_workflow are {dict(self.task.workflow_args)}; expected agent (a dotted path)"
+                f" or command (a list of words), and maybe experiences: {' or '.join(KINDS)}"
             )
-        reward = await (self._called(agent) if agent else self._started(command))
-        made = self.model.branches() if kind == "branch" else self.model.extract_experience_from_history()
+        if not isinstance(path, str):
+            return None, [str(word) for word in command]
+        module, _, name = path.rpartition(".")
+        return getattr(users_module(module), name), []
+
+    def _made(self, reward: float | None) -> list[Experience]:
+        by_branch = self.task.workflow_args.get("experiences", BRANCH) == BRANCH
+        made = self.model.branches() if by_branch else self.model.extract_experience_from_history()
         for experience in made:
             experience.reward = reward
         return made
-
-    async def _called(self, path: str) -> float | None:
-        module, _, name = path.rpartition(".")
-        function = getattr(users_module(module), name)
-        given = self.task.raw_task, self.model.base_url, self.model.api_key
-        if inspect.iscoroutinefunction(function):
-            return _reward(await function(*given))
-        return _reward(await asyncio.to_thread(function, *given))
 
     async def _started(self, command: Sequence[str]) -> float | None:
         url, key = self.model.base_url, self.model.api_key
         words = [word.replace("{base_url}", url).replace("{api_key}", key) for word in command]
         environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        host = urlsplit(url).hostname or ""
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach it, and is not to have the key
+            environment[name] = ",".join(filter(None, [os.environ.get(name), host]))
         with TemporaryFile() as row, TemporaryFile() as output, TemporaryFile() as errors:
             row.write(json.dumps(self.task.raw_task, default=str).encode())
             row.seek(0)
@@ -78,9 +98,16 @@ class AgentWorkflow(Workflow):
             return self._said(_end_of(output))
 
     def _said(self, output: str) -> float | None:
-        """Return the reward that a command's last line is, or that it has posted; metrics are noted."""
-        with contextlib.suppress(ValueError, IndexError):  # it says something else
-            self.model.take_reward(output.splitlines()[-1])
+        """Return the reward that a command's last line is, or that it has posted; metrics are noted.
+
+        ValueError for a line that is meant as a reward, and is none.
+        """
+        *_, last = ["", *output.splitlines()]
+        said = None
+        with contextlib.suppress(ValueError, RecursionError):  # it says something else
+            said = json.loads(last)
+        if isinstance(said, int | float) or (isinstance(said, dict) and "reward" in said):
+            self.model.take_reward(last)
         return self.model.reward
 
 

@@ -1,14 +1,26 @@
 """Chat completions as OpenAI's clients write and read them: requests are checked, answers and streams are made."""
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from roll_opd.inference.tool_calls import ToolCallParser
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# OpenAI's roles -> those that chat templates know
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 MOST_RESPONSES = 128  # `n` of one request
+SMALLEST = 1e-9  # of what must be above 0
 STREAMED_CHARACTERS = 64  # of a piece of a stream
 
 # how to sample, under the names of `ModelWrapper.chat`
@@ -23,8 +35,6 @@ _NO_MATTER = (
         "safety_identifier",
         "add_generation_prompt",
         "return_token_ids",
-        "function_call",
-        "functions",
     ),
 )
 # what would change the distribution that is sampled from: the values with which it does not
@@ -35,9 +45,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
 }
-_NUMBERS = {"temperature": (0, 100), "top_p": (0, 1), "repetition_penalty": (0, 100)}
+_NUMBERS = {"temperature": (0, 100), "top_p": (SMALLEST, 1), "repetition_penalty": (SMALLEST, 100)}
 _COUNTS = {"max_tokens": (1, None), "max_completion_tokens": (1, None), "n": (1, MOST_RESPONSES), "top_k": (-1, None)}
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 class Refusal(Exception):
@@ -73,6 +86,7 @@ def read_request(body: bytes) -> ChatRequest:
     """Return what a request asks; Refusal, with the field that is wrong, where it cannot be answered as it asks."""
     try:
         asked = json.loads(body)
+        json.dumps(asked, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(asked, dict):
@@ -87,10 +101,12 @@ def read_request(body: bytes) -> ChatRequest:
     for name, (least, most_of_all) in _COUNTS.items():
         _check_number(asked, name, least, most_of_all, int)
     stop = asked.get("stop")
-    if not (stop is None or isinstance(stop, str) or _is_list(stop, str)) or stop == "" or (stop and "" in stop):
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not _is_list(stops, str) or "" in stops:
         raise _wrong("stop", f"{stop!r} is not a text or a list of texts")
-    if not isinstance(asked.get("chat_template_kwargs") or {}, dict):
-        raise _wrong("chat_template_kwargs", "is not an object")
+    variables = asked.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or not variables.keys().isdisjoint(_RESERVED):
+        raise _wrong("chat_template_kwargs", "is not an object of variables that the chat template knows")
     tools = [] if asked.get("tool_choice") == "none" else asked.get("tools") or []
     if asked.get("tool_choice") not in (None, "auto", "none"):
         raise _wrong("tool_choice", "auto and none are supported: a forced call would not be the policy's")
@@ -194,7 +210,7 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise _wrong(f"{where}.role", f"{role!r} is none of {', '.join(ROLES)}")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -202,7 +218,8 @@ def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and role == "assistant"):
         raise _wrong(f"{where}.content", "is not a text")
-    kept = {name: value for name, value in message.items() if value is not None} | {"content": content or ""}
+    kept = {name: value for name, value in message.items() if value is not None}
+    kept |= {"role": ROLES[role], "content": content or ""}
     if calls:
         if not _is_list(calls, dict):
             raise _wrong(f"{where}.tool_calls", "is not a list of objects")
@@ -218,7 +235,7 @@ def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _wrong(f"{where}.function.arguments", "is not JSON") from None
     return {**call, "function": {**function, "arguments": read}}
 

@@ -5,6 +5,7 @@ when a run first asks for its address, or with the process where it has a port o
 """
 
 import asyncio
+import contextvars
 import json
 import logging
 import secrets
@@ -24,19 +25,27 @@ from roll_opd.workflows.endpoint.chat import Answer, ChatRequest, Refusal, as_me
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import RUN, ModelWrapper, RunState
-from roll_opd.workflows.turns import Call
+from roll_opd.workflows.turns import Call, without_end, without_special, written
 
 MOST_BODY = 8 << 20  # bytes of a request
 MOST_UNDER_WAY = 1024  # requests; what comes beyond is told to come again
 READ_SECONDS = 60  # that a request's body may take
 ALIVE_SECONDS = 10  # between signs of life of a stream that has nothing to say yet
-CLOSED_KEPT = 10_000  # sessions that have ended and are still told from those that never were
+CLOSED_KEPT = 20_000  # keys and ids of sessions that have ended, and are still told from those that never were
 ABANDONED = "abandoned"  # counted beside statuses of HTTP: who asked was gone before the answer
 SESSION_HEADER = "X-Session-Id"
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answered = list[tuple[Experience, Call]]
+
+
+class _Told(Exception):
+    """What went wrong has been said in a stream."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        """`response` is the stream, which is to be ended."""
+        self.response = response
 
 
 @dataclass(eq=False)
@@ -91,12 +100,15 @@ class Endpoint:
                 host, port = listening.getsockname()[:2]
                 reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
                 self._address = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-                self._loop.call_soon_threadsafe(self._begin, listening)
+                # in a context of its own: the server outlives the run that asks first
+                self._loop.call_soon_threadsafe(self._begin, listening, context=contextvars.Context())
             return self._address
 
     def session(self, run: RunState) -> Session:
         """Return a run's session; the first time it is opened."""
         with self._starting:
+            if run.ended:
+                raise RuntimeError("the run has ended, and its session with it")
             if id(run) not in self._of_run:
                 session = Session(run)
                 self._of_run[id(run)] = self._by_key[session.key] = self._by_id[session.id] = session
@@ -105,6 +117,7 @@ class Endpoint:
     def close(self, run: RunState) -> None:
         """End a run's session, if it has one: its requests under way are refused, as are those to come."""
         with self._starting:
+            run.ended = True
             session = self._of_run.pop(id(run), None)
             if session is None:
                 return
@@ -144,6 +157,8 @@ class Endpoint:
                 response = await handler(request)
             finally:
                 self._under_way -= 1
+        except _Told as told:
+            return told.response
         except Refusal as refusal:
             response = web.json_response(refusal.body, status=refusal.status)
         except web.HTTPException as error:
@@ -183,24 +198,36 @@ class Endpoint:
         RUN.set(session.run)
         work = asyncio.ensure_future(self._answer(asked))
         session.under_way.add(work)
+        delivered = False
         try:
             if asked.stream:
-                return await self._stream(request, asked, session, work)
-            answered = await self._of_session(session, work)
-            response = web.json_response(completion(*self._arguments(session, asked, answered)))
-            if request.transport is None or request.transport.is_closing():
-                self._model.forget(answered)
-                raise ConnectionResetError
+                response = await self._stream(request, asked, session, work)
+            else:
+                answered = await self._of_session(session, work)
+                response = web.json_response(completion(*self._arguments(session, asked, answered)))
+                if request.transport is None or request.transport.is_closing():
+                    raise ConnectionResetError
+            delivered = True
             return response
         finally:
             work.cancel()
             session.under_way.discard(work)
+            if not delivered and work.done() and not work.cancelled() and work.exception() is None:
+                self._model.forget(work.result())  # nobody got it: it is not learned from
 
     async def _answer(self, asked: ChatRequest) -> Answered:
         """Have the model answer; Refusal for a conversation that it cannot go on with."""
 
         def message(response: Experience) -> dict[str, Any]:
-            return as_message(_content(response, asked), asked.tools, self._parse, _number(response))
+            text, number = _content(response, asked), _number(response)
+            if not asked.tools:
+                return as_message(text, (), self._parse, number)
+            # what marks a call may be a special token
+            ids = response.tokens[response.prompt_length :].numpy()
+            whole = written(self._model.tokenizer, without_end(self._model.tokenizer, ids, response.finish_reason))
+            found = as_message(whole, asked.tools, self._parse, number)
+            plain = text if "tool_calls" not in found else without_special(self._model.tokenizer, found["content"])
+            return {**found, "content": plain or None if "tool_calls" in found else plain}
 
         try:
             return await self._model.answer(asked.messages, tools=asked.tools, as_message=message, **asked.options)
@@ -231,17 +258,15 @@ class Endpoint:
             await response.write(b": waiting\n\n")
             await asyncio.wait([work], timeout=ALIVE_SECONDS)
         try:
-            answered = await self._of_session(session, work)
-        except Refusal as refusal:
+            pieces = list(stream(*self._arguments(session, asked, await self._of_session(session, work))))
+        except Exception as error:  # its status has been sent: a piece says what went wrong
+            refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
+            self.counts[str(refusal.status)] += 1
             await response.write(_event(refusal.body))
-            return response
-        try:
-            for piece in stream(*self._arguments(session, asked, answered)):
-                await response.write(_event(piece))
-            await response.write(b"data: [DONE]\n\n")
-        except (ConnectionResetError, asyncio.CancelledError):
-            self._model.forget(answered)
-            raise
+            raise _Told(response) from error
+        for piece in pieces:
+            await response.write(_event(piece))
+        await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
@@ -265,7 +290,8 @@ class Endpoint:
 
     def _session_of(self, request: web.Request) -> Session:
         """Return the session that a request belongs to; Refusal where it may not be known, or is not."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         session = self._by_key.get(key)
         if session:
@@ -274,7 +300,7 @@ class Endpoint:
             raise Refusal(403, f"session {name} has another key")
         if key in self._closed:
             raise Refusal(410, "the session is closed: its run has ended", code="session_closed")
-        if not (self._key and secrets.compare_digest(key.encode(), self._key.encode())):
+        if not (self._key and secrets.compare_digest(key.encode(errors="replace"), self._key.encode())):
             raise Refusal(401, "wrong API key: give the session's own, or endpoint_api_key", code="invalid_api_key")
         if name is None:
             raise Refusal(400, f"which session? name it in the URL, /sessions/ID/v1, or as {SESSION_HEADER}")
@@ -290,6 +316,8 @@ class Endpoint:
         try:
             async with asyncio.timeout(READ_SECONDS):
                 return await request.read()
+        except web.RequestPayloadError as error:
+            raise Refusal(400, f"the body cannot be read: {error}") from None
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive in {READ_SECONDS} s") from None
 

@@ -114,3 +114,19 @@ class Judged(Workflow):
             return [answer(self.task, reward=float(verdict.response_text))]
         verdict = await judge.chat.completions.create(model=judge.model_path, messages=question)
         return [answer(self.task, reward=float(verdict.choices[0].message.content))]
+
+
+class Waits(Workflow):
+    """Has a time limit of its own, in the way that the row says."""
+
+    @property
+    def is_async(self) -> bool:
+        return bool(self.task.raw_task["number"] % 2)
+
+    def run(self) -> list[Experience]:
+        raise TimeoutError("its own")
+
+    async def run_async(self) -> list[Experience]:
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(10)
+        return []
