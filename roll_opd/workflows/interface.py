@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from roll_opd.extensions import Registry
+from roll_opd.extensions import Part, Registry
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper
@@ -130,6 +130,29 @@ class Workflow:
 
 class Modules(Registry[dict]):
     """A registry whose methods have Trinity-RFT's names, too."""
+
+    def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
+        """Make a class known as `name`; one of the user's takes the place of a built-in one, an error of another's.
+
+        A file of Trinity-RFT's own workflows has the names of those that come with it, and here, too.
+        """
+        built_in = self._declared.get(name)
+        registered = super().register(name, **facts)
+
+        def decorate(part: Part) -> Part:
+            if built_in is None:
+                return registered(part)
+            holder = self._registered[name][0].__module__ if name in self._registered else None
+            if part.__module__ == built_in.module:
+                if holder in (None, part.__module__):
+                    return registered(part)
+            elif holder in (None, built_in.module, part.__module__):
+                self._registered[name] = (part, self.facts_type(**facts))
+            else:
+                return registered(part)  # which tells who has the name
+            return part
+
+        return decorate
 
     def register_module(self, name: str, **_: Any) -> Callable[[Class], Class]:
         """Make a class known as `name`."""

@@ -16,6 +16,7 @@ from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows import (
+    WORKFLOWS,
     Experience,
     FormatConfig,
     GenerationConfig,
@@ -26,6 +27,7 @@ from roll_opd.workflows import (
     SimpleWorkflow,
     Task,
     Workflow,
+    WorkflowError,
     get_logger,
 )
 from roll_opd.workflows.experience import Limits, by_run, trained
@@ -212,3 +214,19 @@ def test_log_probs_of_a_teacher_as_an_attribute(engine: Asked) -> None:
     found = trained(made, Limits(99, 999), Prompt("p", 0, "t", np.array([1]), None, {}), 0, 0, 0)
     assert made.logprobs is not None
     np.testing.assert_allclose(found.teacher_logprobs["teacher_logprobs"], made.logprobs.numpy() - 0.5)
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_a_workflow_of_ones_own_takes_the_name_of_a_built_in_one(
+    monkeypatch: pytest.MonkeyPatch, own_first: bool
+) -> None:
+    """In either order of their modules; two of one's own under one name are still an error."""
+    built_in = WORKFLOWS.get("math_workflow")
+    register = WORKFLOWS.register_module("math_workflow")
+    own, other = (type("Mine", (built_in,), {"__module__": module}) for module in ("my_file", "my_other_file"))
+    monkeypatch.delitem(WORKFLOWS._registered, "math_workflow")  # as in a new process
+    for one in (own, built_in) if own_first else (built_in, own):
+        assert register(one) is one
+    assert WORKFLOWS.get("math_workflow") is own and register(own) is own
+    with pytest.raises(WorkflowError, match="a workflow named 'math_workflow' is already registered"):
+        register(other)
