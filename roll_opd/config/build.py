@@ -16,6 +16,7 @@ from roll_opd.config import (
     check_files,
     check_objective,
     check_values,
+    environments,
     machine,
     parts,
     teacher_context,
@@ -38,7 +39,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections, read_sections
 from roll_opd.config.rewards import read_rewards
-from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode, is_agentic
+from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode
 from roll_opd.config.schema import (
     SUPERVISED,
     CheckpointKeys,
@@ -72,7 +73,6 @@ TITLES = {
     "rl": "reinforcement learning",
 }
 MOST_TOKENS = 2**31 - 1  # of a row that is not a prompt
-AGENTIC_SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager", "reward_normalization")
 
 
 def load_plan(
@@ -148,10 +148,12 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
 
 def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> RunPlan | None:
     """Return the plan of a run that rolls out; None, or with problems reported, where it cannot be one."""
-    values, agentic = loaded.values, is_agentic(loaded.values)
+    values, agentic = loaded.values, environments.is_agentic(loaded.values)
     if hopeless := pipeline_problem(values, tell) or (agentic and rollout_only_problem(values)):
         raise ConfigError([hopeless])
     sections = read_sections(values, loaded.variables, None, tell)
+    if agentic:
+        environments.with_sampling(sections)
     mode = choose_mode(values, sections, pure, tell)
     if isinstance(sections.top, Top):
         sections.top = expand(sections.top, sections.workers, mode)
@@ -161,7 +163,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if not isinstance(top, Top):
         return None
     if agentic:
-        top = check_values.turn_lengths(top, roles.infer)
+        top = environments.expanded(top, roles.infer.worker.generating_args if roles.infer else None)
     check_objective.check_objective(top, mode, agentic)
     check_objective.check_topk(top, roles.shared_vocabulary)
     check_devices.check_devices(roles.placed(), top)
@@ -173,19 +175,23 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if sections.auxiliaries and not top.workflow:
         top.tell.ignore("auxiliary_models")
     if mode != "pure":
-        check_objective.check_groups(top, sizes.n, agentic)
+        check_objective.check_groups(top, sizes.n)
         check_objective.check_rewards(top, rewards)
-        if not (agentic or sections.rewards or top.workflow):
+        if not (sections.rewards or top.workflow):
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
             text = f"is missing; {switch} learns from rewards, write at least rewards.math_rule"
             top.tell.problem("rewards", text)
     rows = _prompts(top, roles, sections, rewards, agentic)
     given = _demonstrations(top, top.prompt_length + (sizes.response or 0), agentic)
-    common = _common(loaded, top, roles, agentic or rows[1] is not None)
+    played = None
+    if agentic and roles.infer and sizes.response:
+        played = environments.held_out(top, roles.infer.worker.generating_args, sizes.response)
+    common = _common(loaded, top, roles, bool(played or rows[1]))
     if tell.problems:
         return None
-    agentic_sections = FrozenDict({key: getattr(top, key) for key in AGENTIC_SECTIONS}) if agentic else None
-    plan = _assembled(top, roles, sizes, (*rows, given), agentic=agentic_sections, **common)
+    plan = _assembled(top, roles, sizes, (*rows, given), **common)
+    if played:
+        plan = replace(plan, validation=played)
     engines = {domain: parts.judge_plan(role, top, sizes.response or 0) for domain, role in roles.judges.items()}
     plan = replace(plan, rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards))
     if plan.workflow:
@@ -229,7 +235,7 @@ def _assembled(
         **common,
         **shared(RolloutKeys, top),
         mode=roles.mode,
-        pipeline="agentic" if common["agentic"] else "rlvr",
+        pipeline="rlvr",
         title=TITLES[roles.mode],
         max_steps=top.max_steps,
         student=parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps),
@@ -357,7 +363,7 @@ def _prompts(
 ) -> tuple[DataPlan | None, DataPlan | None]:
     """Return the prompts to learn from, and the held-out ones."""
     if agentic:
-        return DataPlan((), top.prompt_length), None  # environments make their own prompts
+        return environments.data(top), None
     training = roles.train.worker.data_args if roles.train else None
     data = check_files.read_data(training, top, top.prompt_length) if training else None
     validation = None

@@ -12,7 +12,15 @@ from roll_opd.config import correction
 from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, PURE_FIXED
 from roll_opd.config.plan import RewardPlan
 from roll_opd.config.read import as_yaml
-from roll_opd.config.schema import CriticKeys, DistillationKeys, ReinforcementKeys, SampleKeys, Top, keys_of
+from roll_opd.config.schema import (
+    AgenticKeys,
+    CriticKeys,
+    DistillationKeys,
+    ReinforcementKeys,
+    SampleKeys,
+    Top,
+    keys_of,
+)
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's
@@ -26,9 +34,6 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     top.tell.ignore(*(key for key in _unread(top, mode, agentic) if _given(top, key) is not None))
     if top.importance_sampling not in (None, "token", "seq"):
         top.tell.block("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
-    if agentic:
-        text = "use prompts and rewards (start_rlvr_pipeline.py, or pure_opd_pipeline_type rlvr)"
-        top.tell.block("custom_envs", f"the agentic pipeline is not available yet; {text}")
     if top.async_generation_ratio:
         ahead = f"{top.async_generation_ratio:g} (generation ahead of training)"
         top.tell.block("async_generation_ratio", f"{ahead} is not available yet; use 0")
@@ -73,6 +78,8 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
         yield "opd_skew_alpha"
     if agentic:  # ROLL's environments know none of them
         yield from keys_of(SampleKeys)
+    else:
+        yield from keys_of(AgenticKeys).keys() & top.written
     if not top.difficulty_mask:
         yield from ("difficulty_low_threshold", "difficulty_high_threshold")
     if not top.error_max_len_clip:
@@ -213,14 +220,14 @@ def _check_functions(top: Top, mode: str) -> None:
         top.tell.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
 
 
-def check_groups(top: Top, responses: int, agentic: bool) -> None:
+def check_groups(top: Top, responses: int) -> None:
     """Check what the number of responses a prompt decides: baselines, and the horizon of the adaptive KL.
 
     A group of one response has no mean that its reward could be compared with. In a horizon that is too short a step's
     samples could take the whole coefficient away, or more.
     """
     compares = advantage_facts(top.adv_estimator).baseline
-    if compares and top.norm_mean_type != "batch" and responses == 1 and not agentic:
+    if compares and top.norm_mean_type != "batch" and responses == 1:
         top.tell.remark(
             "adv_estimator",
             f"{top.adv_estimator} has no baseline with one response a prompt, so each reward counts as it is; set"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.config.roles import Role, Roles
-from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker, changed
+from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker
 from roll_opd.config.strategies import OPTIONS
 
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
@@ -41,17 +41,6 @@ def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
     mini = _mini_batch(top, roles.train, n, agentic, share) if roles.train else None
     critic_mini = _mini_batch(top, roles.critic, n, agentic) if roles.critic else None
     return Sizes(n, response, held_out, mini, critic_mini)
-
-
-def turn_lengths(top: Top, infer: Role | None) -> Top:
-    """Return `top` with lengths that add up to the whole trajectory of an agentic run.
-
-    `max_new_tokens` is what one turn may say; everything before a turn is its prompt.
-    """
-    turn = infer.worker.generating_args.max_new_tokens if infer else None
-    if top.sequence_length is None or turn is None or turn >= top.sequence_length:
-        return top
-    return changed(top, {"prompt_length": top.sequence_length - turn, "response_length": turn})
 
 
 def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:

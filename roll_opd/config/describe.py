@@ -65,7 +65,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         },
         "objective": thaw(asdict(plan.objective)),
         "workflow": without_secrets(thaw(asdict(plan.workflow))) if plan.workflow else None,
-        "environments": thaw(plan.agentic),
+        "environments": thaw(plan.data.environments) or None,
         "memory_bytes_per_device": {str(device): size for device, size in device_memory(plan).items()},
         "warnings": list(plan.warnings),
     }
@@ -196,14 +196,15 @@ def _alike(of_devices: Mapping[int, T]) -> dict[T, str]:
 def _batch_lines(plan: RunPlan, batch: dict[str, int | None]) -> list[str]:
     limits = plan.student.train_limits
     micro = f"{limits.tokens} tokens" if limits.tokens else f"{limits.sequences} sequences"
-    what = "rows" if plan.rollout is None else "prompts" if plan.agentic is None else "trajectories"
+    what = "rows" if plan.rollout is None else "groups" if plan.is_agentic else "prompts"
+    samples = "trajectories" if plan.is_agentic else "responses"
     longest = f"prompt <= {batch['prompt_length']}, response <= {batch['max_new_tokens']} tokens"
     if plan.rollout is None:
         longest = f"prompt and answer <= {batch['prompt_length']} tokens"
     if plan.rollout and plan.workflow:
         longest = f"prompt and response <= {plan.rollout.max_model_len} tokens together"
     lines = [
-        f"  {batch['prompts_per_step']} {what} x {batch['responses_per_prompt']} responses ="
+        f"  {batch['prompts_per_step']} {what} x {batch['responses_per_prompt']} {samples} ="
         f" {batch['sequences_per_step']} sequences a step, {batch['updates_per_step']} update(s) of"
         f" {batch['sequences_per_update']} a step",
         f"  micro-batches of {micro} on each of {plan.student.layout.dp} data-parallel rank(s)",

@@ -15,7 +15,7 @@ def _names(text: str) -> frozenset[str]:
 
 IGNORED_TOP = _names("""
     logging_dir rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
-    val_batch_size local_rank profiler_timeline profiler_memory
+    local_rank profiler_timeline profiler_memory
     profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
     generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
@@ -25,8 +25,7 @@ IGNORED_TOP = _names("""
     save_logging_board_dir use_policy_loss_type use_topr_loss use_topr_neg_loss_coef postive_loss_coef
     val_greedy val_n_sample mask_type balance_length minibatch_data_iter_num infer_correction
     positive_loss_coef reward_norm reward_shift reward_scale opsd_mode opd_token_kld_clip opsd_solution_key
-    opsd_max_solution_length ratio_type step_reward_gamma max_actions_per_traj step_reward_weight
-    episode_reward_weight opsd_teacher_template batch_adjust_mode
+    opsd_max_solution_length ratio_type max_actions_per_traj opsd_teacher_template batch_adjust_mode
     render_save_dir env_manager_cls agent_runner_cls custom_env agent_system_template agent_template
     all_response_pattern action_pattern think_action_pattern max_tokens_per_step sokoban_format_penalty
     frozen_format_penalty single_prompt_agent_system_template single_prompt_agent_template transfer_backend
@@ -41,6 +40,10 @@ IGNORED_SUPERVISED = _names("""
     max_additional_running_prompts
 """)
 
+IGNORED_ENVIRONMENT = _names("""
+    use_thread_lock agent_runner_cls agent_runner_config tools model_name max_traj_tokens
+""")
+IGNORED_ENV_MANAGER = _names("llm_proxy group_filter_cls group_size_redundancy model_type")
 IGNORED_WORKER = _names("""
     name world_size model_update_frequency backend_timeout router_replay mtp_training_mode
     max_concurrency use_remove_padding sequence_length_round_in_train

@@ -238,6 +238,7 @@ class DataPlan(RowKeys):
     schema: str = "experience"  # what a row holds: `experience`, `task`, `sft` or `dpo`
     length_key: str = "prompt_length"  # what the user limits the length of rows with
     contexts: tuple[ContextPlan, ...] = ()  # of teachers that read something else
+    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> its share, where games are played; no files
 
     def draws(self, tag: str) -> bool:
         """Whether rows with `tag` are drawn at all."""
@@ -359,7 +360,6 @@ class RunPlan(RunKeys, RolloutKeys):
     epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
     extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
     workflow: WorkflowPlan | None = None  # None: a row is answered once
-    agentic: FrozenDict | None = None  # sections of an agentic run as they are written; planned, not yet run
     validation: ValidationPlan | None = None
     trackers: tuple[str, ...] = ("tensorboard",)
     tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
@@ -367,6 +367,11 @@ class RunPlan(RunKeys, RolloutKeys):
     warnings: tuple[str, ...] = ()
     memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> of each stage {part: estimated bytes a rank}
     config_yaml: str = ""  # the composed configuration, for the run directory
+
+    @property
+    def is_agentic(self) -> bool:
+        """Whether its prompts are games' beginnings."""
+        return bool(self.data.environments)
 
     @property
     def rewards_are_monitored(self) -> bool:

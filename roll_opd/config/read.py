@@ -293,7 +293,11 @@ def _known_keys(
         if key in keys:
             options = _options(keys[key])
             section = next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
-            value = _cleaned(value, section, tell.below(key))
+            of_each = next((get_args(one)[1] for one in options if get_origin(one) is dict), None)
+            if isinstance(of_each, type) and issubclass(of_each, Section) and isinstance(value, dict):
+                value = {name: _cleaned(each, of_each, tell.below(f"{key}.{name}")) for name, each in value.items()}
+            else:
+                value = _cleaned(value, section, tell.below(key))
             # null asks for the default, as leaving the key out does; where it is a value of its own it is written
             if value is not None or types.NoneType in options or Any in options:
                 kept[key] = value

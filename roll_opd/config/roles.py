@@ -73,12 +73,6 @@ class Roles:
         return min((known.vocab for known in models), default=0)
 
 
-def is_agentic(values: Mapping[str, Any]) -> bool:
-    """Whether a configuration plays environments; ROLL tells by the script that is started."""
-    environments = ("custom_envs", "train_env_manager", "val_env_manager")
-    return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in environments)
-
-
 def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, tell: Diagnostics) -> str:
     """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
     # the written values, since a wrong value elsewhere at the top must not change the mode

@@ -1,6 +1,6 @@
 """Where a run takes its prompts from: an endless stream that can be resumed at any prompt."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -9,6 +9,26 @@ from roll_opd.data.prompts import Prompt, PromptSet
 from roll_opd.data.rows import DataError
 
 _NEW_RUN = "Restore what it was, or start a new run."
+
+
+class Source(Protocol):
+    """What a run takes its prompts from: rows of files, or tasks of environments."""
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def epochs(self) -> float: ...
+
+    def take(self, n: int) -> list[Prompt]: ...
+
+    def peek(self, n: int) -> list[Prompt]: ...
+
+    def skip(self, n: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class PromptSource:

@@ -21,7 +21,7 @@ from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.rows import DataError
-from roll_opd.data.source import PromptSource
+from roll_opd.data.source import Source
 from roll_opd.failures import os_sentence
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
 from roll_opd.pipelines.ending import Ending
@@ -44,7 +44,7 @@ class Run:
 
     plan: RunPlan
     placement: placement.Placement
-    source: PromptSource
+    source: Source
     held_out: list[Prompt]
     logger: RunLogger
     checkpoints: Checkpoints

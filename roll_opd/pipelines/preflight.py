@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
@@ -18,10 +19,11 @@ from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, FollowingPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage
+from roll_opd.data.environments import EnvironmentSource, held_out_tasks
 from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
-from roll_opd.data.source import MixedSource, PromptSource
+from roll_opd.data.source import MixedSource, PromptSource, Source
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.extensions import argument_problems
 from roll_opd.frozen import thaw
@@ -49,7 +51,7 @@ class Inputs:
 
     resumed: Checkpoint | None  # None: the run is a new one
     tokenizer: PreTrainedTokenizerBase
-    source: PromptSource  # a `MixedSource` where there are demonstrations
+    source: Source  # a `MixedSource` where there are demonstrations
     held_out: list[Prompt]
 
 
@@ -86,7 +88,7 @@ def preflight(plan: RunPlan) -> Inputs:
     return Inputs(resumed, tokenizer, source, held_out)
 
 
-def _restore(source: PromptSource, resumed: Checkpoint) -> None:
+def _restore(source: Source, resumed: Checkpoint) -> None:
     try:
         source.load_state_dict(resumed.source_state)
     except DataError:
@@ -229,6 +231,10 @@ def _check_named_parts(plan: RunPlan) -> None:
         find_workflow(workflow.workflow, workflow.plugin_dir)
         if workflow.workflow_reward:
             find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))
+        for tag, settings in workflow.workflow_args.get("environments", {}).items() if plan.is_agentic else ():
+            problems = environments.check(settings["env_type"], thaw(settings["env_config"]))
+            if problems:
+                raise ConfigError([f"custom_envs.{tag}: {problem}" for problem in problems])
     for tracker in plan.trackers:
         if tracker != JSONL:
             made = trackers.TRACKERS.find(tracker)
@@ -236,8 +242,12 @@ def _check_named_parts(plan: RunPlan) -> None:
                 raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
 
 
-def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSource, list[Prompt]]:
+def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Source, list[Prompt]]:
     """Open the training prompts, with the demonstrations where there are any, and read the held-out prompts."""
+    if plan.is_agentic:
+        validated = plan.validation.data if plan.validation else None
+        tasks = held_out_tasks(validated.environments, validated.limit or 0) if validated else []
+        return EnvironmentSource(plan.data.environments, plan.seed), tasks
     data_sets = {
         "training": plan.data,
         **({"validation": plan.validation.data} if plan.validation else {}),

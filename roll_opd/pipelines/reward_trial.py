@@ -7,7 +7,7 @@ import numpy as np
 
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
-from roll_opd.data.source import PromptSource
+from roll_opd.data.source import Source
 from roll_opd.rewards.registry import REWARDS
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardPool
@@ -16,7 +16,7 @@ PROMPTS_SEEN = 64  # of the first ones, among which a domain's is looked for
 SECONDS = 10.0  # a reward that takes longer is not waited for
 
 
-async def try_rewards(pools: Sequence[RewardPool], source: PromptSource) -> None:
+async def try_rewards(pools: Sequence[RewardPool], source: Source) -> None:
     """Have each pool score the first prompt of its domain, answered with the prompt itself.
 
     RunError where that fails and a sample's failure ends the run. What is sent to a service is not tried: it costs.

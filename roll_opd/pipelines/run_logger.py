@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from roll_opd.cluster.progress import calls_under_way
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.source import PromptSource
+from roll_opd.data.source import Source
 from roll_opd.data.training import TrainSample
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.model_card import model_card
@@ -66,7 +66,7 @@ class RunLogger:
         run: RunDirectory,
         trackers: Trackers,
         tokenizer: PreTrainedTokenizerBase,
-        source: PromptSource,
+        source: Source,
         recording: Recording,
         done: int = 0,
     ) -> None:

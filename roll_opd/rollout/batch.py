@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
-from roll_opd.data.source import Prompt, PromptSource
+from roll_opd.data.source import Prompt, Source
 from roll_opd.rollout.selection import GroupFilter, Selection
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.tracking.clock import PhaseClock
@@ -102,7 +102,7 @@ class Batch:
 
 
 async def fill_batch(
-    source: PromptSource, wanted: int, rollout: Rollout, *, extra: int = 0, passes: GroupFilter | None = None
+    source: Source, wanted: int, rollout: Rollout, *, extra: int = 0, passes: GroupFilter | None = None
 ) -> Batch:
     """Draw prompts and roll them out until `wanted` of their groups pass the filter `passes`.
 

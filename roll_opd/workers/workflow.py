@@ -101,6 +101,17 @@ def _is_of_api(error: Exception) -> bool:
     )
 
 
+def _failure(error: Exception, returned: bool) -> tuple[str, str]:
+    """Return what an error of a run is counted as, and what is said of it."""
+    from roll_opd.workflows.errors import RunFailure
+    from roll_opd.workflows.plugins import own_traceback
+
+    if isinstance(error, RunFailure):
+        return error.kind, str(error)
+    invalid = isinstance(error, TypeError | ValueError | AttributeError) and returned
+    return INVALID if invalid else API_ERROR if _is_of_api(error) else RAISED, own_traceback(error)
+
+
 @contextmanager
 def _staying() -> Iterator[None]:
     """Make an error of what would end the process: it is not the run's alone."""
@@ -205,7 +216,6 @@ class WorkflowWorker:
         """Do one job. What its code raises is an outcome, too."""
         from roll_opd.workflows.experience import by_run, trained
         from roll_opd.workflows.model import RUN, RunState
-        from roll_opd.workflows.plugins import own_traceback
 
         outcome = Outcome()
         state = RunState(job.group, (job.seed, job.draw), job.runs, job.sampling)
@@ -228,14 +238,12 @@ class WorkflowWorker:
         except _OutOfTime:
             outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
         except Exception as error:
-            invalid = isinstance(error, TypeError | ValueError | AttributeError) and state.returned
-            kind = INVALID if invalid else API_ERROR if _is_of_api(error) else RAISED
-            outcome.failure = (kind, own_traceback(error))
+            outcome.failure = _failure(error, state.returned)
         finally:
             for endpoint in self._endpoints:
                 endpoint.close(state)
         outcome.requests, self._model.endpoint.counts = self._model.endpoint.counts, Counter()
-        outcome.calls, outcome.hung = state.calls, self._hung > 0
+        outcome.calls, outcome.hung = state.calls, state.stuck or self._hung > 0
         outcome.branches = len(state.turns.leaves()) if state.turns else 0
         return outcome
 

@@ -115,6 +115,7 @@ class WorkflowPool:
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
         metrics |= {"workflow/runs": float(runs), "workflow/restarts": float(self._restarts)}
         metrics |= {f"workflow/endpoint/{what}": float(n) for what, n in sorted(self._requests.items())}
+        metrics |= {name: sum(values) / len(values) for name, values in self._own.items()}
         if self._seconds:
             metrics |= {
                 "workflow/seconds_mean": sum(self._seconds) / len(self._seconds),
@@ -140,6 +141,7 @@ class WorkflowPool:
         self._failures: Counter[str] = Counter()
         self._succeeded = self._restarts = self._calls_made = self._branches = 0
         self._requests: Counter[str] = Counter()
+        self._own: dict[str, list[float]] = {}  # numbers that workflows gave, by name
         self._seconds: list[float] = []
 
     def _job(self, task: Any, model: Any, runs: tuple[int, ...]) -> Job:
@@ -151,6 +153,10 @@ class WorkflowPool:
             self._succeeded += 1
             self._first_failures = None
             made = [self._with_teacher(one) for one in outcome.made.get(task.run, [])]
+            for one in made:
+                for name, value in one.metrics.items():
+                    own = name if "/" in name else f"workflow/own/{name}"
+                    self._own.setdefault(f"val/{own}" if task.is_eval else own, []).append(value)
             return [replace(one, ground_truth=task.prompt.ground_truth, extra=task.prompt.extra) for one in made]
         kind, message = outcome.failure
         self._failures[kind] += 1

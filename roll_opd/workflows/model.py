@@ -18,6 +18,7 @@ from torch import Tensor
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.order import derived_seed
 from roll_opd.inference.completion import Completion
+from roll_opd.workflows.errors import NoRoomError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.turns import Call, Turns, experience
 
@@ -70,6 +71,7 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
     asked_others: int = 0  # calls of auxiliary models
     ended: bool = False  # nothing is to be asked for it any more
+    stuck: bool = False  # code of its that cannot be ended is still under way in this process
 
     def seeds(self, n: int) -> list[int]:
         """Return a seed for each of the `n` responses of the next call; the first of a run is a single turn's."""
@@ -156,7 +158,7 @@ class ModelWrapper:
 
         `options` are vLLM's and OpenAI's words for sampling (n, temperature, top_p, top_k, max_tokens, stop,
         repetition_penalty); what is not given is as the configuration has it. `tools` and `chat_template_kwargs` go to
-        the template. ValueError for a conversation that leaves no room for a response.
+        the template. NoRoomError for a conversation that leaves no room for a response.
         """
         return self._wait(self.chat_async(messages, **options))
 
@@ -188,7 +190,7 @@ class ModelWrapper:
             turns, given, tools, chat_template_kwargs, goes_on=goes_on, add_generation_prompt=not goes_on
         )
         if len(text) > self._most_characters:  # which would take its time to become tokens
-            raise ValueError(
+            raise NoRoomError(
                 f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response have"
                 f" {self._max_model_len} tokens together"
             )
@@ -348,7 +350,7 @@ class ModelWrapper:
         longest = max(map(len, prompts), default=0)
         room = self._max_model_len - longest
         if room < 1:
-            raise ValueError(
+            raise NoRoomError(
                 f"the prompt has {longest} tokens, which leaves no room for a response: prompt and response have"
                 f" {self._max_model_len} together"
             )

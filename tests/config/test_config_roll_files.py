@@ -75,15 +75,14 @@ def test_rlvr_with_five_domains(root: Path) -> None:
 
 def test_agentic(root: Path) -> None:
     run = _plan(root, "agentic_sokoban")
-    assert (run.mode, run.pipeline) == ("rl", "agentic")
-    assert run.agentic is not None
-    played = run.agentic["train_env_manager"]
-    assert played["num_env_groups"] * played["group_size"] == 1024
-    assert run.agentic["val_env_manager"]["num_groups_partition"][2] == 256
-    assert run.agentic["custom_envs"]["SimpleSokoban"]["max_tokens_per_step"] == 64
+    assert (run.mode, run.pipeline, run.is_agentic) == ("rl", "rlvr", True)
+    assert (run.rollout_batch_size, run.rollout.sampling.n) == (128, 8)
+    assert run.data.environments == {"SimpleSokoban": 128}
+    assert run.validation.data.environments["SokobanDifferentGridVocab"] == 256
+    assert (run.validation.data.limit, run.validation.sampling.n) == (1024, 1)
+    assert run.workflow.workflow == "environment_workflow"
+    assert run.workflow.workflow_args["environments"]["SimpleSokoban"]["max_tokens_per_step"] == 64
     assert run.data.prompt_length + run.rollout.sampling.max_new_tokens == 8192
-    with pytest.raises(ConfigError, match="agentic pipeline is not available yet"):
-        load_plan(str(root), "agentic_sokoban", [f"output_dir={root}"])
 
 
 def test_mixed_mode_in_its_documented_form(root: Path) -> None:

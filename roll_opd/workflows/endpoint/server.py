@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from roll_opd.inference.tool_calls import ToolCallParser
 from roll_opd.workflows.endpoint.chat import Answer, ChatRequest, Refusal, as_message, completion, read_request, stream
-from roll_opd.workflows.errors import WorkflowError
+from roll_opd.workflows.errors import NoRoomError, WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import RUN, ModelWrapper, RunState
 from roll_opd.workflows.turns import Call, without_end, without_special, written
@@ -234,7 +234,7 @@ class Endpoint:
         except TemplateError as error:
             raise Refusal(400, f"messages: the chat template does not take them: {error}", "messages") from None
         except ValueError as error:
-            code = "context_length_exceeded" if "leaves no room" in str(error) else None
+            code = "context_length_exceeded" if isinstance(error, NoRoomError) else None
             raise Refusal(400, str(error), "messages", code) from None
 
     async def _of_session(self, session: Session, work: "asyncio.Task[Answered]") -> Answered:

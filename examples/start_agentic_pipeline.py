@@ -1,0 +1,11 @@
+"""Learning in environments, turn by turn: from teachers (is_pure_opd), from rewards, or (use_opd) from both.
+
+python examples/start_agentic_pipeline.py --config_path DIR --config_name NAME [key=value ...]
+"""
+
+import sys
+
+from roll_opd.pipelines.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__.splitlines()[0], pure=None, pipeline=None))

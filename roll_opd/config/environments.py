@@ -1,0 +1,175 @@
+"""Runs in environments, from ROLL's sections: what is played, how often, and what a trajectory is compared with.
+
+A group of trajectories is a prompt of which `group_size` responses are sampled, and `environment_workflow` plays them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from roll_opd.config.parts import sampling_plan
+from roll_opd.config.plan import DataPlan, ValidationPlan
+from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections
+from roll_opd.config.schema import (
+    EnvironmentKeys,
+    EnvironmentsPlayed,
+    GeneratingArgs,
+    Top,
+    WorkflowKeys,
+    changed,
+    keys_of,
+    settle,
+    shared,
+)
+from roll_opd.frozen import FrozenDict
+
+SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
+WORKFLOW = "environment_workflow"
+
+
+def is_agentic(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration plays environments; ROLL tells by the script that is started."""
+    return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
+
+
+def with_sampling(sections: Sections) -> None:
+    """Let the rollout sample as train_env_manager says, where it says nothing itself, as older files of ROLL's do.
+
+    One response answers a turn, whatever `num_return_sequences` says.
+    """
+    top = sections.top
+    played = top.train_env_manager if isinstance(top, Top) else None
+    name = next((name for name in (PURE_ROLES[1], MIXED_ROLES[1]) if sections.workers.get(name)), None)
+    infer = sections.workers[name] if name else None
+    if name is None or infer is None:
+        return
+    args = infer.generating_args
+    if played and not args.written:
+        args = played.generating_args
+    if args.num_return_sequences not in (None, 1):
+        args.tell.remark("num_return_sequences", "has no effect in environments: write train_env_manager.group_size")
+    sections.workers[name] = changed(infer, {"generating_args": changed(args, {"num_return_sequences": None})})
+
+
+def expanded(top: Top, args: GeneratingArgs | None) -> Top:
+    """Return `top` in the words of a run over prompts: groups, responses, lengths, the workflow, what is compared.
+
+    `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` is what one turn
+    may say, and everything before a turn is its prompt.
+    """
+    played = top.train_env_manager or EnvironmentsPlayed()
+    values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
+    for key in ("num_return_sequences_in_group", *sorted(keys_of(WorkflowKeys).keys() & {"workflow", "workflow_args"})):
+        if key in top.written:
+            top.tell.remark(key, "has no effect in environments: train_env_manager and custom_envs say it")
+    groups, rest = divmod(top.rollout_batch_size, played.group_size)
+    if rest or not groups:
+        played.tell.problem(
+            "group_size",
+            f"{played.group_size} trajectories a group do not divide rollout_batch_size {top.rollout_batch_size}, which"
+            " counts trajectories; change one of them",
+        )
+    values["rollout_batch_size"] = max(1, groups)
+    values |= _lengths(top, args) | _levels(top)
+    found = {tag: shared(EnvironmentKeys, _environment(top, tag)) for tag in _tags(top)}
+    for tag, environment in found.items():
+        penalties = {"format_penalty": played.format_penalty} if played.format_penalty else {}
+        environment["env_config"] = {**penalties, **environment["env_config"]}
+        if not environment["env_type"]:
+            top.tell.problem(f"custom_envs.{tag}.env_type", "is missing; name the game that is played")
+    values["workflow_args"] = {"environments": found}
+    new = changed(top, values)
+    settle(new, top.tell, top.written | values.keys())
+    return new
+
+
+def _tags(top: Top) -> list[str]:
+    """Return the tags that are played, in training or validation; told where one is no environment."""
+    known, found = top.custom_envs or {}, []
+    for played in (top.train_env_manager, top.val_env_manager):
+        if played is None:
+            continue
+        for tag in played.tags:
+            if tag not in known:
+                played.tell.problem("tags", f"{tag!r} is none of custom_envs ({', '.join(known) or 'there are none'})")
+            elif tag not in found:
+                found.append(tag)
+    if not (top.train_env_manager and top.train_env_manager.tags):
+        top.tell.problem("train_env_manager.tags", "is missing; name which of custom_envs are played")
+    return found
+
+
+def _environment(top: Top, tag: str) -> EnvironmentKeys:
+    return (top.custom_envs or {})[tag]
+
+
+def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
+    """Return lengths that add up to the whole trajectory."""
+    turns = [environment.max_tokens_per_step for environment in (top.custom_envs or {}).values()]
+    most = max((turn for turn in turns if turn), default=None)
+    turn = args.max_new_tokens if args and args.max_new_tokens else most
+    if turn is None or top.sequence_length is None or turn >= top.sequence_length:
+        if turn and top.sequence_length:
+            top.tell.problem(
+                "sequence_length", f"{top.sequence_length} leaves no room beside the {turn} tokens of a turn; raise it"
+            )
+        return {}
+    return {"prompt_length": top.sequence_length - turn, "response_length": turn}
+
+
+def _levels(top: Top) -> dict[str, Any]:
+    """Return what rewards are compared with, as `norm_mean_type` and `norm_std_type` say it."""
+    normalised = top.reward_normalization
+    level = "batch" if normalised.grouping == "batch" else "group"
+    by_method: dict[str, tuple[str | None, str | None]] = {
+        "identity": (None, None),
+        "mean": (level, None),
+    }
+    mean, std = by_method.get(normalised.method, (level, level))
+    if normalised.grouping in ("tags", "state", "inductive") and (mean or std):
+        normalised.tell.block(
+            "grouping", f"{normalised.grouping} is not available yet; use traj_group_id or batch, or method identity"
+        )
+    own = {"norm_mean_type": normalised.norm_mean_type or mean, "norm_std_type": normalised.norm_std_type or std}
+    return {key: value for key, value in own.items() if key not in top.written}
+
+
+def data(top: Top) -> DataPlan:
+    """Return the tasks that are learned from."""
+    return _tasks(top, top.train_env_manager or EnvironmentsPlayed())
+
+
+def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
+    """Return the tasks of validation and how they are played: as in training, but for what val_env_manager says.
+
+    `args` are the rollout's, `response` the tokens of its turn. None where there are none.
+    """
+    played = top.val_env_manager
+    if played is None or not played.tags:
+        return None
+    trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
+    groups, rest = divmod(trajectories, played.group_size)
+    if rest or not groups:
+        played.tell.problem(
+            "group_size",
+            f"{played.group_size} trajectories a group do not divide the {trajectories} of val_batch_size; change one",
+        )
+    own = {key: getattr(played.generating_args, key) for key in played.generating_args.written}
+    merged = replace(args, **own)
+    sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
+    return ValidationPlan(replace(_tasks(top, played), limit=max(1, groups)), sampling)
+
+
+def _tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
+    given = played.num_groups_partition
+    if given is None:
+        most, more = divmod(played.num_env_groups, max(1, len(played.tags)))
+        given = tuple(most + (place < more) for place in range(len(played.tags)))
+    elif len(given) != len(played.tags) or sum(given) != played.num_env_groups:
+        played.tell.problem(
+            "num_groups_partition",
+            f"{list(given)} should be one number for each of the {len(played.tags)} tags, together num_env_groups"
+            f" {played.num_env_groups}",
+        )
+    shares = {tag: groups for tag, groups in zip(played.tags, given, strict=False) if groups}
+    return DataPlan((), top.prompt_length, schema="task", environments=FrozenDict(shares))

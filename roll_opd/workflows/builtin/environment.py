@@ -1,0 +1,222 @@
+"""Plays a game: the model acts, the environment answers, until the game ends, or the actions or the tokens do."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import mean
+from typing import Any
+
+from roll_opd.workflows.builtin.played import Game, played
+from roll_opd.workflows.errors import NoRoomError
+from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
+
+STEP_WISE = "Step"  # in the name of a manager of ROLL's that makes a sample of each action
+NOT_VALID = " (this action is not valid: keep to the form that is asked for)"
+
+
+@dataclass
+class Turn:
+    """An observation, and what became of the action that answered it."""
+
+    observation: str
+    info: dict[str, Any]
+    action: str = ""
+    reward: float = 0.0
+    response: Experience | None = None
+
+
+@dataclass
+class Trajectory:
+    """A game so far."""
+
+    turns: list[Turn]
+    terminated: bool = False
+    truncated: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def played(self) -> list[Turn]:
+        """The turns that have been answered."""
+        return [turn for turn in self.turns if turn.response is not None]
+
+    @property
+    def episode_reward(self) -> float:
+        """What the environment gave, all together."""
+        return sum(turn.reward for turn in self.turns)
+
+
+@WORKFLOWS.register_module("environment_workflow")
+class EnvironmentWorkflow(Workflow):
+    """The built-in workflow of runs in environments; `workflow_args.environments` has their settings by tag.
+
+    A conversation is one experience, whose reward is the sum of the game's; where the chat template rewrites the past,
+    each of its branches is one. With a StepEnvManager each action is an experience, and has its own reward.
+    """
+
+    is_async = can_reset = True
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list | None = None) -> None:
+        super().__init__(model, task, auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take the next task."""
+        self.task = task
+        self.tag = task.raw_task["tag"]
+        self.settings = task.workflow_args["environments"][self.tag]
+        self.by_step = STEP_WISE in (self.settings["env_manager_cls"] or "").rpartition(".")[2]
+
+    async def run_async(self) -> list[Experience]:
+        """Play once. RunFailure for what the environment does wrong."""
+        begun = time.monotonic()
+        async with played(self.tag, self.settings) as game:
+            trajectory = await self._play(game)
+        made = self._made(trajectory)
+        made[0].metrics |= self._metrics(trajectory, game.seconds, time.monotonic() - begun - game.seconds)
+        return made
+
+    async def _play(self, game: Game) -> Trajectory:
+        trajectory = Trajectory([Turn(*await game.reset(self.task.raw_task["seed"]))])
+        for _ in range(self.settings["max_steps"]):
+            turn = trajectory.turns[-1]
+            try:
+                turn.response = await self._answer(trajectory)
+            except NoRoomError:
+                if not trajectory.played:
+                    raise
+                trajectory.truncated = True
+                break
+            turn.action = turn.response.response_text or ""
+            observation, turn.reward, trajectory.terminated, trajectory.truncated, info = await game.step(turn.action)
+            turn.info |= info
+            trajectory.turns.append(Turn(observation, {"suffix": info.get("suffix"), "use_tool": info.get("use_tool")}))
+            if trajectory.terminated or trajectory.truncated:
+                break
+        else:
+            trajectory.truncated = True
+        return trajectory
+
+    async def _answer(self, trajectory: Trajectory) -> Experience:
+        """Have the model act."""
+        if self.by_step:
+            messages = self._told_anew(trajectory)
+        else:
+            trajectory.messages += self._told(trajectory)
+            messages = trajectory.messages
+        options = asdict(self.task.rollout_args) | {"n": 1}
+        if most := self.settings["max_tokens_per_step"]:
+            options["max_tokens"] = min(most, options["max_tokens"] or most)
+        (response,) = await self.model.chat_async(messages, **options)
+        if not self.by_step:
+            trajectory.messages.append({"role": "assistant", "content": response.response_text or ""})
+        return response
+
+    def _told(self, trajectory: Trajectory) -> list[dict[str, str]]:
+        """Return what the model is told of the newest observation, behind all that it was told before."""
+        settings, turn, number = self.settings, trajectory.turns[-1], len(trajectory.turns)
+        if turn.info.get("use_tool"):
+            return [{"role": "tool", "content": turn.observation}]
+        text = _filled(
+            self.settings,
+            observation=turn.observation,
+            turn_idx=number,
+            suffix=turn.info.get("suffix") or "",
+            actions_left=settings["max_steps"] - number + 1,
+            max_response_length=settings["max_tokens_per_step"],
+        )
+        if number > 1:
+            return [{"role": "user", "content": text}]
+        instruction = turn.info.get("env_instruction")
+        return [*_system(settings), {"role": "user", "content": f"{instruction}\n{text}" if instruction else text}]
+
+    def _told_anew(self, trajectory: Trajectory) -> list[dict[str, str]]:
+        """Return a conversation of one turn that tells the last turns in words."""
+        settings, turns = self.settings, trajectory.turns
+        past = turns[-settings["history_length"] : -1] if settings["history_length"] else []
+        first = len(turns) - len(past)
+        text = _filled(
+            settings,
+            env_instruction=turns[0].info.get("env_instruction") or "",
+            history=", ".join(_line(number, turn) for number, turn in enumerate(past, first)),
+            history_length=len(past),
+            step_count=len(turns) - 1,
+            current_step=len(turns),
+            current_observation=turns[-1].observation,
+            max_response_length=settings["max_tokens_per_step"],
+        )
+        return [*_system(settings), {"role": "user", "content": text}]
+
+    def _made(self, trajectory: Trajectory) -> list[Experience]:
+        if not self.by_step:
+            made = self.model.branches()
+            for one in made:
+                one.reward = trajectory.episode_reward
+        else:
+            made = []
+            for step, turn in enumerate(trajectory.played):
+                assert turn.response is not None
+                turn.response.eid.step, turn.response.reward = step, turn.reward
+                made.append(turn.response)
+        for one in made:
+            one.finish_reason = "length" if trajectory.truncated else "stop"
+        return made
+
+    def _metrics(self, trajectory: Trajectory, environment: float, model: float) -> dict[str, float]:
+        turns = trajectory.played
+        found = _aggregated(turns)
+        invalid = [not turn.info["metrics"]["action_is_valid"] for turn in turns if "action_is_valid" in _numbers(turn)]
+        found |= {"invalid_actions": sum(invalid) / len(invalid)} if invalid else {}
+        found |= {
+            "return": trajectory.episode_reward,
+            "turns": float(len(turns)),
+            "truncated": float(trajectory.truncated),
+            "environment_seconds": environment,
+            "model_seconds": model,
+        }
+        found.setdefault("success", float(trajectory.episode_reward > 0))
+        return {f"env/{self.tag}/{name}": value for name, value in found.items()}
+
+
+def _system(settings: Mapping[str, Any]) -> list[dict[str, str]]:
+    system = settings["agent_system_template"]
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _filled(settings: Mapping[str, Any], **values: Any) -> str:
+    before, behind = settings["pre_step_template"], settings["next_step_template"]
+    if before is None and behind is None:
+        return str(settings["agent_template"]).format_map(values)
+    told = values.get("observation", values.get("current_observation"))
+    return f"{(before or '').format_map(values)}{told}{(behind or '').format_map(values)}"
+
+
+def _line(step: int, turn: Turn) -> str:
+    action = str(turn.info.get("action_content") or turn.action)
+    action += "" if _numbers(turn).get("action_is_valid", True) else NOT_VALID
+    return f"(step: {step}, observation: {turn.observation}, action: {action}, reward: {turn.reward})"
+
+
+def _numbers(turn: Turn) -> Mapping[str, Any]:
+    found = turn.info.get("metrics")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _aggregated(turns: Sequence[Turn]) -> dict[str, float]:
+    """Return the environment's own numbers over all turns, each as `metrics_agg_mode` says: mean, sum, max or last."""
+    values: dict[str, list[float]] = {}
+    modes: dict[str, str] = {}
+    for turn in turns:
+        modes |= turn.info.get("metrics_agg_mode") or {}
+        for name, value in _numbers(turn).items():
+            if isinstance(value, bool | int | float):
+                values.setdefault(str(name), []).append(float(value))
+    return {name: _REDUCTIONS.get(modes.get(name, "mean"), mean)(found) for name, found in values.items()}
+
+
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "last": lambda values: values[-1],
+    "sum": sum,
+    "max": max,
+    "min": min,
+}
