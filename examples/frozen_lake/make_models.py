@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from roll_opd.environments.frozen_lake import ACTIONS
+from roll_opd.environments.frozen_lake import ACTIONS, FrozenLake
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from roll_opd.environments import make
@@ -27,6 +27,7 @@ from roll_opd.environments import make
 HERE = Path(__file__).resolve().parent
 TOKENIZER = HERE.parent / "demo" / "models" / "teacher"
 GAME = {"size": 4, "is_slippery": False, "max_steps": 8, "action_pattern": "^(.*)$", "env_instruction": ""}
+ALIKE = 24  # walks of about one length that are computed together
 HELD_OUT = range(1_000_000, 1_000_200)  # seeds of games that only measure
 
 # fmt: off
@@ -38,14 +39,16 @@ MODELS = {
     "student": dict(
         shape=dict(num_hidden_layers=3, hidden_size=96, intermediate_size=256, num_attention_heads=2,
                    num_key_value_heads=2, tie_word_embeddings=True),
-        random=0.7, seed=2, steps=500, lr=2e-3, batch=96),
+        random=0.5, seed=2, steps=150, lr=2e-3, batch=96),
 }
 # fmt: on
 
 
-def episode(tokenizer: PreTrainedTokenizerFast, seed: int, share: float) -> tuple[list[int], list[int]]:
+def episode(
+    tokenizer: PreTrainedTokenizerFast, game: FrozenLake, seed: int, share: float
+) -> tuple[list[int], list[int]]:
     """Return the tokens of one walk, and labels that count only the directions; `share` of the steps are random."""
-    rng, game = np.random.default_rng([seed, 1]), make("frozen_lake", **GAME)
+    rng = np.random.default_rng([seed, 1])
     observation, _ = game.reset(seed)
     tokens, labels, over = [], [], False
     while not over:
@@ -111,25 +114,31 @@ def pretrain(name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast
     )
     model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    game = make("frozen_lake", **GAME)
     begun, seed = time.time(), spec["seed"] * 10**8
     for step in range(1, spec["steps"] + 1):
         cosine = 0.5 * (1 + math.cos(math.pi * step / spec["steps"]))
         for group in optimizer.param_groups:
             group["lr"] = spec["lr"] * min(1, step / 20) * (0.02 + 0.98 * cosine)
-        rows = [episode(tokenizer, seed + number, spec["random"]) for number in range(spec["batch"])]
+        rows = [episode(tokenizer, game, seed + number, spec["random"]) for number in range(spec["batch"])]
         seed += spec["batch"]
-        tokens, labels = padded(rows, tokenizer.pad_token_id)
+        rows.sort(key=lambda row: len(row[0]))  # little padding
+        counted = sum(label != -100 for _, labels in rows for label in labels)
         model.train()
-        logits = model(tokens).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad()
-        loss.backward()
+        loss = 0.0
+        for first in range(0, len(rows), ALIKE):
+            tokens, labels = padded(rows[first : first + ALIKE], tokenizer.pad_token_id)
+            logits = model(tokens).logits[:, :-1].float()
+            total = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+            (total / counted).backward()
+            loss += total.item() / counted
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 100 == 0 or step == spec["steps"]:
+        if step % 50 == 0 or step == spec["steps"]:
             rate = success(model, tokenizer)
             print(
-                f"{name}: step {step}  loss {loss.item():.4f}  success {rate:.3f}  {time.time() - begun:.0f} s",
+                f"{name}: step {step}  loss {loss:.4f}  success {rate:.3f}  {time.time() - begun:.0f} s",
                 flush=True,
             )
     for parameter in model.parameters():  # what the file holds

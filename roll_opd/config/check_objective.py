@@ -50,7 +50,7 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     if mode == "pure":
         _check_pure(top)
     else:
-        _check_reward_part(top)
+        _check_reward_part(top, agentic)
 
 
 def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
@@ -86,7 +86,7 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
         yield "error_max_len_threshold"
 
 
-def _check_reward_part(top: Top) -> None:
+def _check_reward_part(top: Top, agentic: bool) -> None:
     """Check what a run that learns from rewards has: a critic, normalised rewards, KLs to the reference policy."""
     if top.adv_estimator == "gae" and top.critic_warmup >= top.max_steps:
         top.tell.problem(
@@ -105,7 +105,8 @@ def _check_reward_part(top: Top) -> None:
     if (top.use_kl_loss or top.add_token_level_kl) and top.kl_penalty in KL_PENALTIES_LATER:
         known = ", ".join(dict.fromkeys(KL_PENALTIES.values()))
         top.tell.block("kl_penalty", f"{top.kl_penalty!r} is not available yet; use one of {known}")
-    is_rolls_grpo = top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
+    # in environments reward_normalization says it
+    is_rolls_grpo = not agentic and top.adv_estimator == "grpo" and NAMES_OF_A_LOSS.isdisjoint(top.written)
     for key in NORMS:
         value = getattr(top, key)
         if is_rolls_grpo and key in top.written and value not in ("group", "running"):

@@ -1,0 +1,137 @@
+"""Runs in environments: trained on what was sampled, in all three modes, through every fault, and resumed exactly."""
+
+import pytest
+from runs import Run
+from safetensors.torch import load_file
+from stage import PURE, SHORT, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
+
+GAMES = """
+import os
+import random
+import time
+
+from roll_opd.environments import ENVIRONMENTS, Environment
+
+
+@ENVIRONMENTS.register("sums")
+class Sums(Environment):
+    # two sums, one after the other; worth 1 each where the last line is right
+    def reset(self, seed=None):
+        self.random, self.turn = random.Random(seed), 0
+        return self.asked(), {}
+
+    def asked(self):
+        self.numbers = self.random.randint(100, 999), self.random.randint(100, 999)
+        return "{}+{}=".format(*self.numbers)
+
+    def step(self, action):
+        self.turn += 1
+        right = action.split()[-1:] == [str(sum(self.numbers))]
+        info = {"metrics": {"success": right, "action_is_valid": bool(action.strip())}}
+        return self.asked(), float(right), self.turn == 2, False, info
+
+
+@ENVIRONMENTS.register("faulty")
+class Faulty(Sums):
+    # one game in four goes wrong, each in its own way, for its seed says so
+    def step(self, action):
+        kind = self.random.randrange(28)
+        if kind == 0:
+            raise ValueError("the board is lost")
+        if kind == 1:
+            time.sleep(3)
+        if kind == 2:
+            return "three", "values", "only"
+        if kind == 3:
+            return 7, 1.0, False, False, {}
+        if kind == 4:
+            raise SystemExit("no more")
+        return super().step(action)
+
+
+@ENVIRONMENTS.register("deadly")
+class Deadly(Sums):
+    def step(self, action):
+        if self.random.random() < 0.03:
+            os._exit(3)
+        return super().step(action)
+"""
+
+
+@pytest.fixture(scope="module")
+def games(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("games")
+    (place / "my_games.py").write_text(GAMES)
+    return f"plugin_dir={place}"
+
+
+def played(stage: Stage, games: str, game: str, role: str, *more: str, config: tuple[str, str] = WITH_REWARD) -> Run:
+    kept = [setting for setting in SHORT if not setting.startswith(("num_return", "rollout_batch", "deterministic"))]
+    settings = (
+        *kept,
+        *optimizer_of(role),
+        games,
+        "~rewards",
+        "rollout_batch_size=64",
+        "sequence_length=250",
+        "deterministic=false",
+        f"custom_envs={{Game: {{env_type: {game}, max_steps: 4, step_timeout: 2}}}}",
+        "train_env_manager={tags: [Game], num_env_groups: 16, group_size: 4}",
+        "~num_return_sequences_in_group",
+        f"{role.replace('train', 'infer')}.generating_args.num_return_sequences=1",
+        "samples_per_step=64",
+    )
+    return stage.run(*settings, "max_steps=2", *more, config=config, name=f"game_{game}_{config[1]}")
+
+
+def test_rewards_alone(stage: Stage, games: str) -> None:
+    run = played(
+        stage, games, "sums", "actor_train", "reward_normalization={grouping: traj_group_id, method: mean_std}"
+    )
+    assert run.code == 0
+    for row in run.rows("metrics.jsonl")[1:]:
+        assert row["workflow/runs"] == 64 and row["workflow/calls_mean"] == 2 and row["env/Game/turns"] == 2
+        assert row["env/Game/return"] == pytest.approx(row["critic/score/mean"])
+        assert row["rollout/mismatch/logprob_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
+    samples = run.rows("samples.jsonl")
+    assert {sample["reward"] for sample in samples} <= {0.0, 1.0, 2.0}
+    by_group: dict[str, set[str]] = {}
+    for sample in samples:
+        assert 0 < sum(sample["action_mask"]) < len(sample["action_mask"])
+        by_group.setdefault(sample["id"].split("/")[1], set()).add(sample["prompt"])
+    assert all(len(prompts) == 1 for prompts in by_group.values())  # a group begins alike
+    before, after = load_file(stage.first_weights), load_file(run.path / "checkpoints/step_2/hf/model.safetensors")
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+@pytest.mark.parametrize(("config", "role"), [(PURE, "student_train"), (WITH_TEACHER, "actor_train")])
+def test_with_a_teacher(stage: Stage, games: str, config: tuple[str, str], role: str) -> None:
+    run = played(stage, games, "sums", role, config=config)
+    assert run.code == 0
+    for row in run.rows("metrics.jsonl")[1:]:
+        assert row["workflow/runs"] == 64 and row["opd/reverse_kl/mean"] > 0 and row["actor/grad_norm"] > 0
+        assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
+
+
+def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str) -> None:
+    run = played(stage, games, "faulty", "actor_train")
+    assert run.code == 0
+    rows = run.rows("metrics.jsonl")[1:]
+    kinds = {kind for row in rows for kind in row if kind.startswith("workflow/failed/")}
+    assert kinds <= {f"workflow/failed/environment_{kind}" for kind in ("raised", "timeout", "invalid")}
+    assert len(kinds) >= 2
+    for row in rows:
+        failed = sum(row.get(kind, 0) for kind in kinds)
+        assert 0 < failed < 64 <= row["workflow/runs"]  # groups of which none is left are made up for
+    for step in (1, 2):
+        ids = [sample["id"] for sample in run.rows("samples.jsonl") if sample["step"] == step]
+        assert len(set(ids)) == len(ids)
+
+
+def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Stage, games: str) -> None:
+    run = played(stage, games, "deadly", "actor_train", "max_steps=1")
+    assert run.code == 0
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["workflow/runs"] == 64 and row["workflow/restarts"] > 0
+    ids = [sample["id"] for sample in run.rows("samples.jsonl")]
+    assert len(ids) == len(set(ids)) == 64 - row.get("workflow/failed/worker_died", 0)
