@@ -52,7 +52,7 @@ class Faulty(Sums):
 @ENVIRONMENTS.register("deadly")
 class Deadly(Sums):
     def step(self, action):
-        if self.random.random() < 0.03:
+        if random.random() < 0.03:  # by chance, not by its seed: played again it lives
             os._exit(3)
         return super().step(action)
 """
