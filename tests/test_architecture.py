@@ -43,6 +43,7 @@ FLOORS = {
     "roll_opd.report": (3, "report"),
     "roll_opd.workflows": (3, "workflows"),
     "roll_opd.workflows.builtin": (4, "workflows of the package"),  # they know what rewards know
+    "roll_opd.environments": (4, "environments"),  # they judge answers and run programs as rewards do
     "roll_opd.workers": (4, "workers"),
     "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
     "roll_opd.rollout": (5, "rollout"),
@@ -66,8 +67,15 @@ STRANGERS = {
     "inference": {"ray", "megatron", "mbridge"},
     "rewards": ENGINES_AND_RAY,
     "workflows": ENGINES_AND_RAY,
+    "environments": ENGINES_AND_RAY | {"torch", "transformers"},
 }
-TORCH_FREE = ("roll_opd.config.plan", "roll_opd.config.schema", "roll_opd.rewards.interface", "roll_opd.cli")
+TORCH_FREE = (
+    "roll_opd.config.plan",
+    "roll_opd.config.schema",
+    "roll_opd.rewards.interface",
+    "roll_opd.environments",
+    "roll_opd.cli",
+)
 
 
 def modules() -> dict[str, Path]:

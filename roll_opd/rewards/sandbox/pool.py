@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roll_opd.rewards.sandbox.cases import Case
 from roll_opd.rewards.sandbox.grading import NOT_RUN, PASSED, REFUSED, TIME, grade
-from roll_opd.rewards.sandbox.process import Sandbox
+from roll_opd.rewards.sandbox.process import Outcome, Sandbox
 from roll_opd.rewards.sandbox.settings import Limits, SandboxError
 
 ATTEMPTS = 2  # of a program whose sandbox breaks down: somebody may have killed it
@@ -47,6 +47,17 @@ class Pool:
                 return reasons
         self._probe()
         return [REFUSED] + [NOT_RUN] * (len(cases) - 1)
+
+    def outcome(self, program: str, stdin: str = "") -> Outcome | None:
+        """Return what a program left, which nobody judges; None where it breaks its sandbox.
+
+        Raises `SandboxError` where no sandbox can be had.
+        """
+        sandbox = self._take_ready()
+        try:
+            return sandbox.run(program, stdin, None)
+        finally:
+            sandbox.close()
 
     def close(self) -> None:
         """End all that is ready; what runs ends by itself."""

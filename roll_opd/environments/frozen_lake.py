@@ -1,0 +1,155 @@
+"""Frozen lake: walk over ice to the goal, around the holes. Maps, slips, symbols and rewards are those of ROLL's
+`frozen_lake` for the same seed, which are gymnasium's FrozenLake with random starts and goals.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from roll_opd.environments.actions import PATTERN, SPECIAL_TOKENS
+from roll_opd.environments.game import Game, Turn, at_least, random_numbers
+from roll_opd.environments.grid import complete, explained, numbered, only_text
+from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
+
+Cell = tuple[int, int]  # row, column
+MOVES = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}  # in this order one slips to a neighbour
+ACTIONS = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
+SYMBOLS = {0: "P", 1: "_", 2: "O", 3: "G", 4: "X", 5: "√"}
+MEANINGS = {"P": "player", "_": "empty", "O": "hole", "G": "goal", "X": "player in a hole", "√": "player on the goal"}
+CELLS = {"P": 0, "F": 1, "H": 2, "G": 3}  # letters of a map -> numbers of symbols
+IN_HOLE, ON_GOAL = 4, 5
+MOST_MAPS = 10_000  # drawn for one seed
+INSTRUCTION = (
+    "You are walking over a frozen lake. Reach the goal, and do not fall into a hole.{slips} Give one action a turn, in"
+    " this form: <answer>Right</answer>"
+)
+SLIPS = " The ice is slippery: you may move to the side of where you want to go."
+
+
+@ENVIRONMENTS.register("frozen_lake")
+class FrozenLake(Game):
+    """Reward 1 for reaching the goal, else 0; a hole ends the game. A valid action always counts as a turn."""
+
+    def __init__(
+        self,
+        size: int = 4,
+        p: float = 0.8,
+        is_slippery: bool = True,
+        map_seed: int | None = None,
+        max_steps: int = 20,
+        grid_lookup: Mapping[Any, str] | None = None,
+        grid_vocab: Mapping[str, str] | None = None,
+        map_lookup: Mapping[Any, int] | None = None,
+        action_lookup: Mapping[Any, str] | None = None,
+        env_instruction: str | None = None,
+        format_penalty: float = 0.0,
+        action_pattern: str = PATTERN,
+        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
+        render_mode: str = "text",
+    ) -> None:
+        """`p`: the share of ice; `map_seed`: this map in every episode, whose own seed then decides where one slips."""
+        only_text(render_mode)
+        at_least("size", size, 2)
+        if not 0 < p <= 1:
+            raise EnvironmentFailure(f"p is {p}; give the share of cells that are ice, above 0 and at most 1")
+        self._size, self._p, self._is_slippery, self._map_seed = size, p, is_slippery, map_seed
+        self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
+        self._cells = _cells(map_lookup)
+        actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
+        instruction = env_instruction or INSTRUCTION.format(slips=SLIPS if is_slippery else "")
+        super().__init__(
+            instruction=explained(instruction, grid_vocab or MEANINGS, actions),
+            action_lookup=actions,
+            max_steps=max_steps,
+            format_penalty=format_penalty,
+            action_pattern=action_pattern,
+            special_token_list=special_token_list,
+        )
+        self._ice, self._player, self._goal = np.ones((size, size), bool), (0, 0), (size - 1, size - 1)
+
+    def begin(self, seed: int | None) -> None:
+        """Draw a map on which the goal can be reached."""
+        map_seed = seed if self._map_seed is None else self._map_seed
+        self._ice, self._player, self._goal = draw_map(random_numbers(map_seed), self._size, self._p)
+        self._random = random_numbers(seed)
+        self._random.random()  # gymnasium draws where the player starts, of one possible cell
+
+    def play(self, action: int) -> Turn:
+        """Move, or slip to one of the two directions beside."""
+        if self._is_slippery:
+            shares = np.cumsum([1 / 3, 1 / 3, 1 / 3])
+            action = (action + int(np.argmax(shares > self._random.random())) - 1) % len(MOVES)
+        before, self._player = self._player, _moved(self._player, action, self._size)
+        over = self.succeeded or not self._ice[self._player]
+        return Turn(float(self.succeeded), self._player != before, over)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the player is on the goal."""
+        return self._player == self._goal
+
+    def render(self) -> str:
+        """Return the map as lines of symbols."""
+        numbers = np.where(self._ice, self._cells["F"], self._cells["H"])
+        numbers[self._goal] = self._cells["G"]
+        fallen = not self._ice[self._player]
+        numbers[self._player] = ON_GOAL if self.succeeded else IN_HOLE if fallen else self._cells["P"]
+        return "\n".join("".join(self._symbols[int(number)] for number in row) for row in numbers)
+
+    def solve(self) -> list[str]:
+        """Return the names of the actions on a shortest way from here to the goal, as if nobody slipped.
+
+        `EnvironmentFailure` where there is none: in a hole, or where `action_lookup` lacks a direction.
+        """
+        way = shortest_way(self._ice, self._player, self._goal, list(self._names or MOVES))
+        if way is None:
+            raise EnvironmentFailure("frozen_lake: no way leads from here to the goal; reset")
+        return [(self._names or ACTIONS)[action] for action in way]
+
+
+def draw_map(random: np.random.Generator, size: int, p: float) -> tuple[np.ndarray, Cell, Cell]:
+    """Return (whether each cell is no hole, bool [size, size]; start; goal), the first that can be solved."""
+    for _ in range(MOST_MAPS):
+        ice = random.choice(2, (size, size), p=[p, 1 - p]) == 0
+        start, goal = ((int(row), int(column)) for row, column in (random.integers(size, size=2) for _ in range(2)))
+        if start == goal:
+            continue
+        ice[start] = ice[goal] = True
+        if shortest_way(ice, start, goal, list(MOVES)) is not None:
+            return ice, start, goal
+    raise EnvironmentFailure(f"frozen_lake: no map of size {size} with p {p} could be solved; raise p")
+
+
+def shortest_way(ice: np.ndarray, start: Cell, goal: Cell, actions: Sequence[int]) -> list[int] | None:
+    """Return the actions of a shortest way over cells that are no holes, None where there is none."""
+    if not ice[start]:
+        return None
+    ways: dict[Cell, list[int]] = {start: []}
+    waiting = deque([start])
+    while waiting:
+        cell = waiting.popleft()
+        if cell == goal:
+            return ways[cell]
+        for action in actions:
+            reached = _moved(cell, action, len(ice))
+            if ice[reached] and reached not in ways:
+                ways[reached] = [*ways[cell], action]
+                waiting.append(reached)
+    return None
+
+
+def _moved(cell: Cell, action: int, size: int) -> Cell:
+    down, right = MOVES[action]
+    return min(max(cell[0] + down, 0), size - 1), min(max(cell[1] + right, 0), size - 1)
+
+
+def _cells(map_lookup: Mapping[Any, int] | None) -> dict[str, int]:
+    """Return letters of a map -> numbers of symbols; ROLL writes the letters as bytes."""
+    own = {(key.decode() if isinstance(key, bytes) else str(key)): value for key, value in (map_lookup or {}).items()}
+    if not own.keys() <= CELLS.keys() or not set(own.values()) <= SYMBOLS.keys():
+        raise EnvironmentFailure(
+            f"map_lookup is {own}; write a number of grid_lookup for each of the letters {', '.join(CELLS)}"
+        )
+    return {**CELLS, **own}

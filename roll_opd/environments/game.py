@@ -1,0 +1,124 @@
+"""What the games of this package share: turns, actions that are read by a pattern, and what is told of a turn."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roll_opd.environments.actions import ActionReader
+from roll_opd.environments.interface import Environment, EnvironmentFailure, Reset, Step
+
+# how the metrics of an episode's turns are put together
+AGGREGATES = {"success": "last", "action_is_valid": "mean", "action_is_effective": "mean", "format_penalty": "mean"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the rules say of one action."""
+
+    reward: float = 0.0
+    effective: bool = False  # it changed something
+    over: bool = False  # the game has ended
+    truncated: bool = False  # a limit of the game's own has ended it
+
+
+class Game(Environment):
+    """A game in turns. A subclass says how it begins, how an action is played, how it looks and whether it is won."""
+
+    def __init__(
+        self,
+        *,
+        instruction: str,
+        action_lookup: Mapping[Any, str] | None,
+        max_steps: int,
+        format_penalty: float,
+        action_pattern: str,
+        special_token_list: Sequence[str] | None,
+    ) -> None:
+        """`instruction` is said once an episode; a turn without a valid action costs `format_penalty`, below 0."""
+        at_least("max_steps", max_steps, 1)
+        self._instruction, self._max_steps, self._format_penalty = instruction, max_steps, float(format_penalty)
+        self._names = action_lookup
+        self._reader = ActionReader(action_pattern, action_lookup, special_token_list)
+        self._turn, self._playing = 0, False
+
+    def begin(self, seed: int | None) -> None:
+        """Set the first state up."""
+        raise NotImplementedError
+
+    def play(self, action: Any) -> Turn:
+        """Play a valid action."""
+        raise NotImplementedError
+
+    def idle(self) -> Turn:
+        """Let a turn pass in which there was no valid action."""
+        return Turn()
+
+    def render(self) -> str:
+        """Return the state as the model sees it."""
+        raise NotImplementedError
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the game is won."""
+        raise NotImplementedError
+
+    def reset(self, seed: int | None = None) -> Reset:
+        """Begin an episode, the one of `seed`; without one, any."""
+        self.begin(checked_seed(seed))
+        self._turn, self._playing = 0, True
+        return self.render(), {"env_instruction": self._instruction}
+
+    def step(self, action: str) -> Step:
+        """Play the action in a response. `EnvironmentFailure` before the first `reset` and after an episode's end."""
+        if not self._playing:
+            raise EnvironmentFailure(f"{type(self).__name__}: no episode is under way; call reset")
+        self._turn += 1
+        read = self._reader.read(action)
+        valid = read.action is not None
+        turn = self.play(read.action) if valid else self.idle()
+        penalty = 0.0 if valid else self._format_penalty
+        truncated = turn.truncated or (not turn.over and self._turn >= self._max_steps)
+        self._playing = not (turn.over or truncated)
+        metrics = {
+            "success": self.succeeded,
+            "action_is_valid": valid,
+            "action_is_effective": turn.effective,
+            "format_penalty": penalty,
+        }
+        info = {
+            "metrics": metrics,
+            "metrics_agg_mode": dict(AGGREGATES),
+            "action_desc": self._described(read.content, valid, turn),
+            **read.info,
+        }
+        return self.render(), turn.reward + penalty, turn.over, truncated, info
+
+    def _described(self, content: str, valid: bool, turn: Turn) -> str:
+        if not valid:
+            return f"Turn {self._turn}: there was no valid action."
+        return f"Turn {self._turn}: {content}, which {'had an effect' if turn.effective else 'changed nothing'}."
+
+
+def checked_seed(seed: int | None) -> int | None:
+    """Return a seed that numpy takes; `EnvironmentFailure` for what is no whole number of at least 0."""
+    try:
+        number = None if seed is None else operator.index(seed)
+    except TypeError:
+        number = -1
+    if number is not None and number < 0:
+        raise EnvironmentFailure(f"seed is {seed!r}; give a whole number of at least 0")
+    return number
+
+
+def random_numbers(seed: int | None) -> np.random.Generator:
+    """Return a source of random numbers of its own: the same seed gives the same ones, in any process."""
+    return np.random.default_rng(seed)
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Raise `EnvironmentFailure` for an argument that is too small."""
+    if not value >= least:
+        raise EnvironmentFailure(f"{name} is {value!r}; give a number of at least {least:g}")

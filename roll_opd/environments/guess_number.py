@@ -1,0 +1,96 @@
+"""Guess a number in a few turns, told each time whether it is higher or lower."""
+
+from collections.abc import Sequence
+
+from roll_opd.environments.actions import PATTERN, SPECIAL_TOKENS
+from roll_opd.environments.game import Game, Turn, at_least, random_numbers
+from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
+
+INSTRUCTION = (
+    "Guess a whole number from {low} to {high}; you have {turns} guesses, and are told whether the number is higher or"
+    " lower. Give one guess a turn, in this form: <answer>7</answer>"
+)
+
+
+@ENVIRONMENTS.register("guess_number")
+class GuessNumber(Game):
+    """Reward 1 for the number, else 0. A guess that is no number from the range counts as a turn."""
+
+    def __init__(
+        self,
+        min_number: int = 1,
+        max_number: int = 20,
+        max_steps: int = 5,
+        env_instruction: str | None = None,
+        format_penalty: float = 0.0,
+        action_pattern: str = PATTERN,
+        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
+    ) -> None:
+        """`max_steps`: guesses; halving the range each time finds any of 2 ** max_steps - 1 numbers."""
+        if max_number <= min_number:
+            raise EnvironmentFailure(f"max_number is {max_number}; give one above min_number, {min_number}")
+        if max_number - min_number >= 2**62:
+            raise EnvironmentFailure("max_number - min_number must be below 2^62; narrow the range")
+        at_least("max_steps", max_steps, 1)
+        self._low, self._high, self._number, self._said = min_number, max_number, min_number, ""
+        super().__init__(
+            instruction=env_instruction or INSTRUCTION.format(low=min_number, high=max_number, turns=max_steps),
+            action_lookup=None,
+            max_steps=max_steps,
+            format_penalty=format_penalty,
+            action_pattern=action_pattern,
+            special_token_list=special_token_list,
+        )
+
+    def begin(self, seed: int | None) -> None:
+        """Draw the number."""
+        self._number = self._low + int(random_numbers(seed).integers(self._high - self._low + 1))
+        self._found, self._said = False, "What is your first guess?"
+        self._known = (self._low, self._high)
+
+    def play(self, action: str) -> Turn:
+        """Compare a guess."""
+        guess = whole_number(action)
+        if guess is None or not self._low <= guess <= self._high:
+            self._said = f"That is no whole number from {self._low} to {self._high}."
+            return Turn()
+        low, high = self._known
+        self._found = guess == self._number
+        if guess < self._number:
+            self._said, self._known = f"The number is higher than {guess}.", (max(low, guess + 1), high)
+        elif guess > self._number:
+            self._said, self._known = f"The number is lower than {guess}.", (low, min(high, guess - 1))
+        else:
+            self._said = f"{guess} is the number."
+        return Turn(float(self._found), effective=low <= guess <= high, over=self._found)
+
+    def idle(self) -> Turn:
+        """Say again what a guess looks like."""
+        self._said = "There was no guess; write one in this form: <answer>7</answer>"
+        return Turn()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the number was guessed."""
+        return self._found
+
+    def render(self) -> str:
+        """Return what was said of the last guess."""
+        return self._said
+
+    def solve(self) -> list[str]:
+        """Return the guesses that halve what is left until the number is found."""
+        guesses: list[int] = []
+        low, high = self._known
+        while not guesses or guesses[-1] != self._number:
+            guesses.append((low + high) // 2)
+            low, high = (guesses[-1] + 1, high) if guesses[-1] < self._number else (low, guesses[-1] - 1)
+        return list(map(str, guesses))
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text is, None where it is none; one of more than 30 digits is none either."""
+    try:
+        return int(text) if len(text) <= 30 else None
+    except ValueError:
+        return None

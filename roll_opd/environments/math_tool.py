@@ -1,0 +1,168 @@
+r"""Questions of mathematics, answered in \boxed{} after as many programs as the model likes to run first."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from roll_opd.environments.actions import SPECIAL_TOKENS
+from roll_opd.environments.game import at_least, checked_seed, random_numbers
+from roll_opd.environments.interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
+from roll_opd.environments.tool_python import PythonTool, tool_program
+from roll_opd.failures import os_sentence
+from roll_opd.rewards.builtin.math_rule import is_right
+from roll_opd.rewards.mathematics.final_answer import boxed
+from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut
+from roll_opd.rewards.sandbox.response import answer_of
+
+AGGREGATES = {
+    "success": "last",
+    "action_is_valid": "mean",
+    "action_is_effective": "mean",
+    "format_penalty": "mean",
+    "raw_reward": "last",
+    "tool_uses": "last",
+}
+INSTRUCTION = (
+    "Solve the problem, and give the final answer inside \\boxed{{}}. Before that you may run up to {uses} Python"
+    " programs: write one in a block ```python, end your turn, and you are shown what it printed."
+)
+
+
+@ENVIRONMENTS.register("math_python")
+@ENVIRONMENTS.register("roll_math")
+class MathPython(Environment):
+    """Reward 1 for a right answer, else 0, `format_penalty` where there is none; an answer ends the episode."""
+
+    def __init__(
+        self,
+        dataset_name: str,
+        question_key: str = "problem",
+        answer_key: str = "answer",
+        mode: Literal["train", "val"] = "train",
+        max_tool_uses: int = 0,
+        max_steps: int | None = None,
+        format_penalty: float = 0.0,
+        tool_seconds: float = 5.0,
+        max_output_chars: int = 4000,
+        unsafe: bool = False,
+        env_instruction: str | None = None,
+        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
+    ) -> None:
+        """`dataset_name`: a JSONL file with `question_key` and `answer_key` in each row. `mode`: train draws the row
+        of a seed, val takes that of its number. With `max_tool_uses` above 0 programs of the model run in the sandbox,
+        `tool_seconds` each, or with `unsafe` outside one.
+        """
+        for name, value in (("max_tool_uses", max_tool_uses), ("max_output_chars", max_output_chars)):
+            at_least(name, value, 0)
+        at_least("max_steps", 1 if max_steps is None else max_steps, 1)
+        if not 0 < tool_seconds <= 3600:
+            raise EnvironmentFailure(f"tool_seconds is {tool_seconds}; give seconds above 0, at most 3600")
+        self._rows = questions(dataset_name, question_key, answer_key)
+        self._mode, self._most_uses, self._max_steps = mode, max_tool_uses, max_steps
+        self._penalty, self._special_tokens = float(format_penalty), tuple(special_token_list or ())
+        self._instruction = (
+            env_instruction
+            if env_instruction is not None
+            else INSTRUCTION.format(uses=max_tool_uses)
+            if max_tool_uses
+            else ""
+        )
+        self._tool = PythonTool(tool_seconds, unsafe, max_output_chars)
+        self._next, self._turn, self._uses = 0, 0, 0
+        self._answer: str | None = None  # None: no episode is under way
+
+    def reset(self, seed: int | None = None) -> Reset:
+        """Ask a question; without a seed the next one of the file."""
+        seed = checked_seed(seed)
+        if seed is None:
+            number, self._next = self._next, self._next + 1
+        else:
+            number = seed if self._mode == "val" else int(random_numbers(seed).integers(len(self._rows)))
+        question, self._answer = self._rows[number % len(self._rows)]
+        self._turn = self._uses = 0
+        return question, {"env_instruction": self._instruction}
+
+    def step(self, action: str) -> Step:
+        """Run the program in a response, else judge its answer. A program beyond the last use is not run."""
+        if self._answer is None:
+            raise EnvironmentFailure("math_python: no episode is under way; call reset")
+        self._turn += 1
+        response = action if isinstance(action, str) else ""
+        for token in self._special_tokens:
+            response = response.replace(token, "")
+        program = tool_program(response) if self._uses < self._most_uses else None
+        if program is not None:
+            self._uses += 1
+            truncated = self._max_steps is not None and self._turn >= self._max_steps
+            self._answer = None if truncated else self._answer
+            info = {**self._info(True, False, 0.0, "a program was run"), "use_tool": True}
+            return self._tool.run(program), 0.0, False, truncated, info
+        answer = boxed(answer_of(response))
+        right = answer is not None and _is_right(answer, self._answer)
+        self._answer = None
+        said = "there was no answer" if answer is None else f"the answer was {answer}"
+        info = self._info(answer is not None, right, 0.0 if answer is not None else self._penalty, said)
+        return "", float(right) + info["metrics"]["format_penalty"], True, False, info
+
+    def _info(self, valid: bool, right: bool, penalty: float, said: str) -> dict[str, Any]:
+        metrics = {
+            "success": right,
+            "action_is_valid": valid,
+            "action_is_effective": valid,
+            "format_penalty": penalty,
+            "raw_reward": float(right),
+            "tool_uses": self._uses,
+        }
+        description = f"Turn {self._turn}: {said}."
+        return {"metrics": metrics, "metrics_agg_mode": dict(AGGREGATES), "action_desc": description, "use_tool": False}
+
+
+def questions(file: str, question_key: str, answer_key: str) -> Sequence[tuple[str, str]]:
+    """Return (question, answer) of each row of a JSONL file; `EnvironmentFailure` with the line that has neither."""
+    if not Path(file).is_file():
+        raise EnvironmentFailure(
+            f"dataset_name {file}: there is no such file; give a JSONL file (data sets are not fetched by their name)"
+        )
+    stamp = Path(file).stat()
+    return _read(file, question_key, answer_key, stamp.st_mtime_ns, stamp.st_size)
+
+
+@lru_cache(maxsize=16)
+def _read(file: str, question_key: str, answer_key: str, *_: int) -> Sequence[tuple[str, str]]:
+    """Read a file once for all environments of a process, again when it has changed."""
+    rows = []
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_row(line, question_key, answer_key, f"{file}:{number}"))
+    except OSError as error:
+        raise EnvironmentFailure(f"dataset_name: {os_sentence(error)}") from error
+    except UnicodeDecodeError as error:
+        raise EnvironmentFailure(f"dataset_name {file}: is not UTF-8 ({error}); convert it") from error
+    if not rows:
+        raise EnvironmentFailure(f"dataset_name {file}: has no rows; give a file with at least one")
+    return tuple(rows)
+
+
+def _row(line: str, question_key: str, answer_key: str, where: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EnvironmentFailure(f"{where}: is not JSON ({error}); write one object a line") from None
+    keys = list(row) if isinstance(row, dict) else []
+    for key, name in ((question_key, "question_key"), (answer_key, "answer_key")):
+        if key not in keys or not isinstance(row[key], str | int | float):
+            raise EnvironmentFailure(f"{where}: has no text under {key!r}, only {keys}; correct the row or {name}")
+    return str(row[question_key]), str(row[answer_key])
+
+
+def _is_right(answer: str, truth: str) -> bool:
+    try:
+        return bool(is_right(f"\\boxed{{{answer}}}", truth))
+    except (TimedOut, Crashed):
+        return False
+    except Busy as error:
+        raise EnvironmentFailure("math_python: too many answers at once that take long; run fewer episodes") from error

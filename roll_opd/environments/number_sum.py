@@ -1,0 +1,77 @@
+"""Keep a sum over several turns: each turn shows one number more, and the sum of all so far is asked for."""
+
+from collections.abc import Sequence
+
+from roll_opd.environments.actions import PATTERN, SPECIAL_TOKENS
+from roll_opd.environments.game import Game, Turn, at_least, random_numbers
+from roll_opd.environments.guess_number import whole_number
+from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
+
+INSTRUCTION = (
+    "You are shown {turns} numbers, one a turn. Each turn give the sum of all numbers so far, in this form:"
+    " <answer>12</answer>"
+)
+
+
+@ENVIRONMENTS.register("number_sum")
+class NumberSum(Game):
+    """Reward 1 / `turns` for each right sum; an episode with all of them is a success."""
+
+    def __init__(
+        self,
+        turns: int = 4,
+        min_number: int = 1,
+        max_number: int = 9,
+        env_instruction: str | None = None,
+        format_penalty: float = 0.0,
+        action_pattern: str = PATTERN,
+        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
+    ) -> None:
+        """`min_number`, `max_number`: of each of the `turns` numbers."""
+        at_least("turns", turns, 1)
+        if max_number < min_number or max(abs(min_number), abs(max_number)) >= 2**62:
+            raise EnvironmentFailure(f"max_number is {max_number}; give one of at least min_number, {min_number}")
+        self._turns, self._low, self._high = turns, min_number, max_number
+        self._numbers: list[int] = []
+        super().__init__(
+            instruction=env_instruction or INSTRUCTION.format(turns=turns),
+            action_lookup=None,
+            max_steps=turns,
+            format_penalty=format_penalty,
+            action_pattern=action_pattern,
+            special_token_list=special_token_list,
+        )
+
+    def begin(self, seed: int | None) -> None:
+        """Draw the numbers."""
+        drawn = random_numbers(seed).integers(self._low, self._high, size=self._turns, endpoint=True)
+        self._numbers, self._shown, self._right = list(map(int, drawn)), 1, 0
+
+    def play(self, action: str) -> Turn:
+        """Compare a sum, and show the next number."""
+        right = whole_number(action) == sum(self._numbers[: self._shown])
+        self._right += right
+        return Turn(right / self._turns, effective=right, over=self._is_last())
+
+    def idle(self) -> Turn:
+        """Show the next number all the same."""
+        return Turn(over=self._is_last())
+
+    def _is_last(self) -> bool:
+        self._shown += 1
+        return self._shown > self._turns
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every sum so far was right, and all were asked for."""
+        return self._right == self._turns
+
+    def render(self) -> str:
+        """Return the number that is shown."""
+        if self._shown > self._turns:
+            return f"{self._right} of {self._turns} sums were right."
+        return f"Number {self._shown} of {self._turns}: {self._numbers[self._shown - 1]}"
+
+    def solve(self) -> list[str]:
+        """Return the sums that are still to be given."""
+        return [str(sum(self._numbers[:count])) for count in range(self._shown, self._turns + 1)]

@@ -1,0 +1,140 @@
+"""A small shop to search and buy in, in the manner of WebShop (https://arxiv.org/abs/2207.01206), without its data."""
+
+import re
+from collections.abc import Sequence
+
+from roll_opd.environments.actions import PATTERN, SPECIAL_TOKENS
+from roll_opd.environments.game import Game, Turn, at_least, random_numbers
+from roll_opd.environments.interface import ENVIRONMENTS, EnvironmentFailure
+from roll_opd.environments.shop_items import SIZES, Item, Wish, catalogue, search
+
+PAGE = 5  # items a page
+LEEWAY = 10  # above the price of an item that would do
+BUY, BACK, NEXT, PREVIOUS = "buy now", "back to search", "next >", "< prev"
+COMMAND = re.compile(r"(search|click)\s*\[([^\[\]]{0,200})\]", re.IGNORECASE)
+INSTRUCTION = (
+    "You are buying in a shop. Each turn give one of the available actions, in this form:"
+    " <answer>search[red wool scarf]</answer> or <answer>click[buy now]</answer>. Choose a size before you buy."
+)
+
+
+@ENVIRONMENTS.register("search_shop")
+class SearchShop(Game):
+    """Reward when something is bought: the share of the wish that it meets, 0 for another kind of thing; 1 is won."""
+
+    def __init__(
+        self,
+        num_products: int = 200,
+        catalogue_seed: int = 0,
+        max_steps: int = 10,
+        env_instruction: str | None = None,
+        format_penalty: float = 0.0,
+        action_pattern: str = PATTERN,
+        special_token_list: Sequence[str] | None = SPECIAL_TOKENS,
+    ) -> None:
+        """`num_products`, `catalogue_seed`: of the shop, which is the same in all episodes."""
+        at_least("num_products", num_products, 1)
+        at_least("catalogue_seed", catalogue_seed, 0)
+        self._items = catalogue(catalogue_seed, num_products)
+        super().__init__(
+            instruction=env_instruction or INSTRUCTION,
+            action_lookup=None,
+            max_steps=max_steps,
+            format_penalty=format_penalty,
+            action_pattern=action_pattern,
+            special_token_list=special_token_list,
+        )
+        self._show()
+
+    def _show(self, found: tuple[Item, ...] | None = None, page: int = 0, item: Item | None = None) -> None:
+        """Show the search (nothing found yet), a page of what was found, or an item."""
+        self._found, self._page, self._item = found, page, item
+        self._size: str | None = None
+
+    def begin(self, seed: int | None) -> None:
+        """Wish for something that the shop has."""
+        random = random_numbers(seed)
+        self._wanted = self._items[int(random.integers(len(self._items)))]
+        size = SIZES[int(random.integers(len(SIZES)))]
+        item = self._wanted
+        self._wish = Wish(item.kind, item.color, item.material, size, item.price + int(random.integers(LEEWAY)))
+        self._score: float | None = None
+        self._show()
+
+    def play(self, action: str) -> Turn:
+        """Search or click; an action that is not available changes nothing."""
+        command = (BUY,) if action.strip().lower() in ("buy", BUY) else ()
+        written = COMMAND.fullmatch(action.strip())
+        if written and written[1].lower() == "search":
+            return self._searched(written[2])
+        target = command[0] if command else written[2].strip().lower() if written else ""
+        return self._clicked(target) if target in self._clickable() else Turn()
+
+    def _searched(self, words: str) -> Turn:
+        if self._found is not None or self._item is not None:
+            return Turn()
+        self._show(search(self._items, words))
+        return Turn(effective=True)
+
+    def _clicked(self, target: str) -> Turn:
+        found = self._found or ()
+        if target == BUY and self._item is not None:
+            self._score = self._wish.score(self._item, self._size)
+            return Turn(self._score, effective=True, over=True)
+        if target in SIZES:
+            changed, self._size = self._size != target, target
+            return Turn(effective=changed)
+        if target == BACK:
+            self._show()
+        elif target == NEXT:
+            self._show(found, self._page + 1)
+        elif target == PREVIOUS:
+            # from an item to the page that it is on
+            self._show(found, self._page if self._item is not None else self._page - 1)
+        else:
+            self._show(found, self._page, next(item for item in found if item.id.lower() == target))
+        return Turn(effective=True)
+
+    def _clickable(self) -> list[str]:
+        """What can be clicked, in lower case."""
+        if self._found is None:
+            return []
+        if self._item is not None:
+            return [*SIZES, BUY, PREVIOUS, BACK]
+        shown = self._found[self._page * PAGE : (self._page + 1) * PAGE]
+        more = [NEXT] if (self._page + 1) * PAGE < len(self._found) else []
+        return [*(item.id.lower() for item in shown), *([PREVIOUS] if self._page else []), *more, BACK]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether just what was wished for has been bought."""
+        return self._score == 1.0
+
+    def render(self) -> str:
+        """Return the page, what is wished for, and the available actions."""
+        if self._score is not None:
+            return f"You bought it; it meets {self._score:.0%} of the wish."
+        names = {item.id.lower(): item.id for item in self._found or ()}
+        actions = [f"click[{names.get(target, target)}]" for target in self._clickable()] or ["search[words]"]
+        return f"Buy {self._wish.text}.\n{self._page_text()}\nAvailable actions: {', '.join(actions)}"
+
+    def _page_text(self) -> str:
+        if self._found is None:
+            return "You are at the search."
+        if self._item is not None:
+            item, size = self._item, self._size or "not chosen"
+            return f"{item.id}: {item.title}, {item.price}. Size: {size} (of {', '.join(SIZES)})."
+        shown = self._found[self._page * PAGE : (self._page + 1) * PAGE]
+        if not shown:
+            return "Nothing was found."
+        lines = (f"{item.id}: {item.title}, {item.price}" for item in shown)
+        return "\n".join((f"Page {self._page + 1} of {-(-len(self._found) // PAGE)}:", *lines))
+
+    def solve(self) -> list[str]:
+        """Return the actions that buy what is wished for, from the search; `EnvironmentFailure` from elsewhere."""
+        if self._found is not None or self._score is not None:
+            raise EnvironmentFailure("search_shop: solve starts at the search; reset, or click[back to search]")
+        words = self._wanted.title
+        page = search(self._items, words).index(self._wanted) // PAGE
+        clicks = [*[NEXT] * page, self._wanted.id, self._wish.size, BUY]
+        return [f"search[{words}]", *(f"click[{target}]" for target in clicks)]
