@@ -43,7 +43,7 @@ FLOORS = {
     "roll_opd.report": (3, "report"),
     "roll_opd.workflows": (3, "workflows"),
     "roll_opd.workflows.builtin": (4, "workflows of the package"),  # they know what rewards know
-    "roll_opd.environments": (4, "environments"),  # they judge answers and run programs as rewards do
+    "roll_opd.environments": (4, "workflows of the package"),  # its games are what one of them plays
     "roll_opd.workers": (4, "workers"),
     "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
     "roll_opd.rollout": (5, "rollout"),

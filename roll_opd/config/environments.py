@@ -25,6 +25,7 @@ from roll_opd.frozen import FrozenDict
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"
+WITH_TOOL = ("roll_math", "math_python")
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
@@ -73,8 +74,10 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     values |= _lengths(top, args) | _levels(top)
     found = {tag: shared(EnvironmentKeys, _environment(top, tag)) for tag in _tags(top)}
     for tag, environment in found.items():
+        environment["env_config"] |= _tool(top, tag)
         penalties = {"format_penalty": played.format_penalty} if played.format_penalty else {}
         environment["env_config"] = {**penalties, **environment["env_config"]}
+        del environment["tool_wrapper"]
         if not environment["env_type"]:
             top.tell.problem(f"custom_envs.{tag}.env_type", "is missing; name the game that is played")
     values["workflow_args"] = {"environments": found}
@@ -96,6 +99,27 @@ def _tags(top: Top) -> list[str]:
                 found.append(tag)
     if not (top.train_env_manager and top.train_env_manager.tags):
         top.tell.problem("train_env_manager.tags", "is missing; name which of custom_envs are played")
+    return found
+
+
+def _tool(top: Top, tag: str) -> dict[str, Any]:
+    """Return the arguments of an environment with a Python tool that ROLL's `tool_wrapper` says."""
+    environment = _environment(top, tag)
+    if not environment.tool_wrapper:
+        return {}
+    arguments: dict[str, Any] = environment.tool_wrapper.get("wrapper_args") or {}
+    tools: list[Any] = environment.tool_wrapper.get("tool_configs") or []
+    named = [tool.get("tool_id") if isinstance(tool, dict) else tool for tool in tools]
+    if environment.env_type not in WITH_TOOL or named != ["python_code"]:
+        top.tell.block(
+            f"custom_envs.{tag}.tool_wrapper",
+            f"gives {environment.env_type} the tools {named}; {' and '.join(WITH_TOOL)} have the tool python_code, and"
+            " others are written into an environment of your own",
+        )
+        return {}
+    found = {"max_tool_uses": arguments.get("max_tool_uses", 10)}
+    if seconds := (tools[0].get("tool_args") or {}).get("timeout"):
+        found["tool_seconds"] = float(seconds)
     return found
 
 
