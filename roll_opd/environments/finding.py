@@ -41,13 +41,17 @@ def find(env_type: str) -> Callable[..., Any]:
 def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a name and its arguments, a sentence each; empty where it can be made.
 
-    Starts nothing. Environments of this package and of gymnasium's are made once, to see whether they take the values;
-    a user's own are not, as they may load a model, and GEM's neither, which may load data.
+    Environments of this package and of gymnasium's are made and reset once, to see whether they can be played with
+    these values, but for `http`, which asks no server before it is played. A user's own are not made, as they may load
+    a model, and GEM's neither, which may load data.
     """
     try:
         problems = _argument_problems(env_type, find(env_type), config)
         if not problems and (env_type in ENVIRONMENTS.builtin or env_type.startswith((GYMNASIUM, "roll."))):
-            make(env_type, **config).close()
+            made = make(env_type, **config)
+            if env_type != "http":
+                made.reset(seed=0)
+            made.close()
     except EnvironmentFailure as error:
         return [str(error)]
     return problems
@@ -74,6 +78,8 @@ def make(env_type: str, /, **config: Any) -> Any:
 
 def located(env_type: str) -> str:
     """Return a name by which any process finds the environment; `EnvironmentFailure` for what none could import."""
+    if env_type in NEEDS:
+        find(env_type)  # raises
     return env_type if ":" in env_type or env_type.startswith("roll.") else ENVIRONMENTS.located(env_type)
 
 
