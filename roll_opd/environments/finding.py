@@ -92,14 +92,18 @@ def _argument_problems(env_type: str, maker: Callable[..., Any], config: Mapping
 
 
 def _gem(env_type: str) -> Any:
-    """Return GEM's module, in which all its environments are registered."""
+    """Return GEM's module; `EnvironmentFailure` where it is missing, or has no environment of this id."""
     try:
         gem = importlib.import_module("gem")
-        importlib.import_module("gem.envs")
+        known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     except ImportError as error:
         own = "; a game like it is guess_number, here" if "GuessTheNumber" in env_type else ""
         raise EnvironmentFailure(
             f"env_type {env_type}: GEM's environments are in the package {GEM_PACKAGE}, which cannot be imported"
             f" ({error}); install it (`pip install {GEM_PACKAGE}`), or name one of {ENVIRONMENTS.known}{own}"
         ) from error
+    if env_type not in known:  # versions of GEM have other ids
+        family = [name for name in known if name.startswith(env_type.partition("-")[0])]
+        hint = f"; like it are {', '.join(sorted(family))}" if family else ""
+        raise EnvironmentFailure(f"env_type {env_type}: GEM, as it is installed, has no such environment{hint}")
     return gem

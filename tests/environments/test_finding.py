@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from roll_opd.environments import ENVIRONMENTS, Environment, EnvironmentFailure, check, find, located, make
+from roll_opd.environments.contract import read_reset, read_step
 from roll_opd.environments.names_of_roll import NEEDS
 from roll_opd.frozen import freeze
 
@@ -199,17 +200,26 @@ def test_gems_environments_need_its_package(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gems_environments_are_made_by_gem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `make` gets the id and the arguments; what it raises is told."""
-    gem = ModuleType("gem")
-
-    def gems_make(env_id: str, **config: Any) -> Any:
-        if env_id != "game:Here-v0":
-            raise ValueError(f"Environment {env_id} not found in registry.")
-        return (env_id, config)
-
-    gem.make = gems_make  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gem", gem)
-    monkeypatch.setitem(sys.modules, "gem.envs", ModuleType("gem.envs"))
+    """Its `make` gets the id and the arguments; what it does not know is told."""
+    gem, registration = ModuleType("gem"), ModuleType("gem.envs.registration")
+    gem.make = lambda env_id, **config: (env_id, config)  # type: ignore[attr-defined]
+    registration.ENV_REGISTRY = {"game:Here-v0": None, "game:Other-v0": None}  # type: ignore[attr-defined]
+    for module in (gem, ModuleType("gem.envs"), registration):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     assert make("game:Here-v0", max_turns=3) == ("game:Here-v0", {"max_turns": 3})
-    with pytest.raises(EnvironmentFailure, match="not found in registry"):
+    (problem,) = check("game:Here-v1", {})
+    assert problem.endswith("GEM, as it is installed, has no such environment; like it are game:Here-v0")
+    with pytest.raises(EnvironmentFailure, match=r"has no such environment$"):
         make("game:There-v0")
+
+
+def test_a_game_of_gems_plays() -> None:
+    """The real one, where it is installed."""
+    pytest.importorskip("gem.envs")
+    from gem.envs.registration import ENV_REGISTRY
+
+    name = next(name for name in ENV_REGISTRY if name.startswith("game:GuessTheNumber"))
+    env = make(name, min_number=1, max_number=5)
+    text, _ = read_reset(env.reset(seed=1), name)
+    assert "5" in text
+    assert read_step(env.step("\\boxed{3}"), name)[0]
