@@ -55,7 +55,8 @@ class StartUp:
         """Return what `coming` gives. ClusterError, with the reason, where that fails or takes too long."""
         with self.waiting_for(what):
             try:
-                return await asyncio.wait_for(coming, None if math.isinf(self.seconds) else self.seconds)
+                async with asyncio.timeout(None if math.isinf(self.seconds) else self.seconds):
+                    return await coming
             except ray.exceptions.RayError as error:
                 raise ClusterError(f"{what}: does not start: {self._reason(error)}") from error
             except TimeoutError:

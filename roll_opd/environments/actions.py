@@ -11,6 +11,7 @@ from roll_opd.environments.interface import EnvironmentFailure
 PATTERN = "<answer>(.*?)</answer>"
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 SECONDS = 1.0  # a pattern may search; a response made for it could keep it busy for hours
+LONGEST = 32_768  # characters of a response that are searched, its last ones
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ class ActionReader:
         self._keys = {**names, **(self._keys or {})}
 
     def read(self, response: Any) -> Action:
-        """Return the first action in a response; one without a key where there is none. Any value at all is taken."""
+        """Return the first action in a response; one without a key where there is none. Any value is taken."""
         if not isinstance(response, str):
             return INVALID
         for token in self._special_tokens:
             response = response.replace(token, "")
         try:
-            found = self._pattern.search(response.strip(), timeout=SECONDS)
+            found = self._pattern.search(response.strip()[-LONGEST:], timeout=SECONDS)
         except TimeoutError:
             return INVALID
         if found is None:

@@ -41,13 +41,17 @@ def find(env_type: str) -> Callable[..., Any]:
 def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a name and its arguments, a sentence each; empty where it can be made.
 
-    Starts nothing. Environments of this package and of gymnasium's are made once, to see whether they take the values;
-    a user's own are not, as they may load a model, and GEM's neither, which may load data.
+    Environments of this package and of gymnasium's are made and reset once, to see whether they can be played with
+    these values, but for `http`, which asks no server before it is played. A user's own are not made, as they may load
+    a model, and GEM's neither, which may load data.
     """
     try:
         problems = _argument_problems(env_type, find(env_type), config)
         if not problems and (env_type in ENVIRONMENTS.builtin or env_type.startswith((GYMNASIUM, "roll."))):
-            make(env_type, **config).close()
+            made = make(env_type, **config)
+            if env_type != "http":
+                made.reset(seed=0)
+            made.close()
     except EnvironmentFailure as error:
         return [str(error)]
     return problems
@@ -74,6 +78,8 @@ def make(env_type: str, /, **config: Any) -> Any:
 
 def located(env_type: str) -> str:
     """Return a name by which any process finds the environment; `EnvironmentFailure` for what none could import."""
+    if env_type in NEEDS:
+        find(env_type)  # raises
     return env_type if ":" in env_type or env_type.startswith("roll.") else ENVIRONMENTS.located(env_type)
 
 
@@ -86,14 +92,18 @@ def _argument_problems(env_type: str, maker: Callable[..., Any], config: Mapping
 
 
 def _gem(env_type: str) -> Any:
-    """Return GEM's module, in which all its environments are registered."""
+    """Return GEM's module; `EnvironmentFailure` where it is missing, or has no environment of this id."""
     try:
         gem = importlib.import_module("gem")
-        importlib.import_module("gem.envs")
+        known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     except ImportError as error:
         own = "; a game like it is guess_number, here" if "GuessTheNumber" in env_type else ""
         raise EnvironmentFailure(
             f"env_type {env_type}: GEM's environments are in the package {GEM_PACKAGE}, which cannot be imported"
             f" ({error}); install it (`pip install {GEM_PACKAGE}`), or name one of {ENVIRONMENTS.known}{own}"
         ) from error
+    if env_type not in known:  # versions of GEM have other ids
+        family = [name for name in known if name.startswith(env_type.partition("-")[0])]
+        hint = f"; like it are {', '.join(sorted(family))}" if family else ""
+        raise EnvironmentFailure(f"env_type {env_type}: GEM, as it is installed, has no such environment{hint}")
     return gem

@@ -3,7 +3,8 @@
 Keys of `info` with a meaning, all of which may be missing:
 
 - of `reset`: `env_instruction`, a text that is said once, before the first observation;
-- of `step`: `suffix`, a text for the next prompt; `metrics`, numbers and truth values by name; `metrics_agg_mode`, how
+- of both: `suffix`, a text for the next prompt;
+- of `step`: `metrics`, numbers and truth values by name; `metrics_agg_mode`, how
   the turns of an episode are put together, by name of a metric ("mean", "sum", "last", "max", "min"); `action_desc`, a
   sentence about what the action did; `use_tool`, whether the observation is a tool's output.
 """

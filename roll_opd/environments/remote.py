@@ -10,6 +10,7 @@ it again; a step is repeated only where the server said that it knows steps by t
 """
 
 import contextlib
+import json
 import random
 import time
 import uuid
@@ -43,7 +44,9 @@ class RemoteEnvironment(Environment):
         if not url.startswith(("http://", "https://")):
             raise EnvironmentFailure(f"url is {url!r}; give the server's address, such as http://127.0.0.1:8000")
         self._url, self._retries = url.rstrip("/"), retries
-        self._client = httpx.Client(timeout=timeout, headers=dict(headers or {}))
+        own = {"Content-Type": "application/json", **(headers or {})}
+        # certificates are read where they are needed alone: that takes longer than all else
+        self._client = httpx.Client(timeout=timeout, headers=own, verify=url.startswith("https://"))
         self._episode: str | None = None
         self._step, self._repeats = 0, False
 
@@ -80,9 +83,10 @@ class RemoteEnvironment(Environment):
     def _post(self, path: str, request: dict[str, Any], again: bool) -> dict[str, Any]:
         """Return the answer to a request; with `again`, it is sent once more where an answer did not come."""
         address, wait = f"{self._url}/{path}", FIRST_WAIT
+        body = json.dumps(request)  # in ASCII: a model's text may hold half a surrogate pair
         for left in range(self._retries, -1, -1):
             try:
-                answer = self._client.post(address, json=request)
+                answer = self._client.post(address, content=body)
             except httpx.HTTPError as error:
                 unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 what = f"{type(error).__name__}: {error}".rstrip(": ")

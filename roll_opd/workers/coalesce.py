@@ -39,8 +39,9 @@ async def coalesced(
     try:
         while not collecting.done() or arrived:
             await some_arrived.wait()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(flush.wait(), seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):  # not wait_for, which may swallow a cancellation
+                    await flush.wait()
             if not collecting.done():
                 some_arrived.clear()
                 flush.clear()

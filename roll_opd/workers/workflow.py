@@ -93,7 +93,7 @@ class _OutOfTime(Exception):
     """A run has had its time."""
 
 
-def _is_of_api(error: Exception) -> bool:
+def _is_of_api(error: BaseException) -> bool:
     """Whether a model behind an address has failed, after OpenAI's client has tried again."""
     openai = sys.modules.get("openai")  # who has not imported it has no such error
     return openai is not None and isinstance(
@@ -101,7 +101,7 @@ def _is_of_api(error: Exception) -> bool:
     )
 
 
-def _failure(error: Exception, returned: bool) -> tuple[str, str]:
+def _failure(error: BaseException, returned: bool) -> tuple[str, str]:
     """Return what an error of a run is counted as, and what is said of it."""
     from roll_opd.workflows.errors import RunFailure
     from roll_opd.workflows.plugins import own_traceback
@@ -124,6 +124,15 @@ def _staying() -> Iterator[None]:
 async def _ended(coroutine: Awaitable[Any]) -> Any:
     with _staying():
         return await coroutine
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    """Make a task; one that a run starts cannot end the loop, and with it all other runs."""
+    from roll_opd.workflows.model import RUN
+
+    if RUN in (options.get("context") or contextvars.copy_context()):
+        coroutine = _ended(coroutine)
+    return asyncio.Task(coroutine, loop=loop, **options)
 
 
 @ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
@@ -159,6 +168,7 @@ class WorkflowWorker:
         from roll_opd.workflows.plugins import find_reward, find_workflow
         from roll_opd.workflows.teacher_context import TeacherContexts
 
+        asyncio.get_running_loop().set_task_factory(_task)
         self._plan, self._chunk = plan, chunk
         self._contexts = TeacherContexts(contexts, load_tokenizer(rollout.model.path))
         self._limits = Limits(rollout.max_model_len, read_model(Path(rollout.model.path)).vocab)
@@ -233,11 +243,16 @@ class WorkflowWorker:
                     metrics = {**state.metrics, **learned.metrics}
                     made[run].append(replace(learned, reward=reward, metrics=metrics, teacher_prompts=read))
             outcome.made = made
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            outcome.failure = _failure(error, state.returned)  # of something that the run itself has cancelled
+        except GeneratorExit:
             raise
         except _OutOfTime:
             outcome.failure = (TIMEOUT, f"not done after workflow_timeout, {self._plan.workflow_timeout:g} s")
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             outcome.failure = _failure(error, state.returned)
         finally:
             for endpoint in self._endpoints:

@@ -190,7 +190,9 @@ class WorkflowPool:
             worker = await self._free_worker(alone=deaths > 1)
             try:
                 late = self.plan.workflow_timeout + LATE_SECONDS
-                outcome: Outcome = await asyncio.wait_for(self._calls.ask(worker, job), late)
+                # not wait_for, which in Python 3.11 swallows a cancellation that comes with the answer
+                async with asyncio.timeout(late):
+                    outcome: Outcome = await self._calls.ask(worker, job)
             except (ray.exceptions.RayActorError, TimeoutError) as error:
                 kind, problem = (TIMEOUT, "is stuck") if isinstance(error, TimeoutError) else (DIED, "died")
                 deaths += 1

@@ -115,6 +115,8 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
     for one in made:
         if not isinstance(one, Experience):
             raise TypeError(f"a run returned {type(one).__name__} where an Experience was expected")
+    if len({id(one) for one in made}) < len(made):
+        raise ValueError("a run returned one Experience twice; it would be learned from twice")
     unsaid = len(made) == len(runs) and not any(one.eid.run for one in made)
     for place, one in enumerate(made):
         run = runs[0] if len(runs) == 1 else runs[place] if unsaid else one.eid.run
@@ -155,6 +157,8 @@ def trained(
         raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
     if logprobs is not None and not np.isfinite(logprobs[... if mask is None else mask.astype(bool)]).all():
         raise ValueError("logprobs of tokens that the model wrote are not all finite")
+    if teacher is not None and not np.isfinite(teacher[... if mask is None else mask.astype(bool)]).all():
+        raise ValueError(f"info[{TEACHER!r}] of tokens that the model wrote are not all finite")
     reward = None if made.reward is None else float(made.reward)
     if reward is not None and not np.isfinite(reward):
         raise ValueError(f"the reward is {reward}")

@@ -70,7 +70,9 @@ def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any])
 
 def own_traceback(error: BaseException) -> str:
     """Return the traceback of an error from where the user's own code begins."""
-    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    # what `exit` was made is raised where it was caught, and the user's line is that of the cause
+    shown = error.__cause__ if isinstance(error.__cause__, SystemExit | KeyboardInterrupt) else error
+    frames = traceback.extract_tb(shown.__traceback__)
     own = itertools.dropwhile(lambda frame: _is_called_from(frame.filename), frames)
     return "".join([*traceback.format_list(list(own)), *traceback.format_exception_only(error)]).rstrip()
 

@@ -185,7 +185,8 @@ class Endpoint:
 
         seconds = self._limits.request_seconds
         try:
-            response = await asyncio.wait_for(self._client.post(self._url, content=content), seconds)
+            async with asyncio.timeout(seconds):
+                response = await self._client.post(self._url, content=content)
         except (httpx.ConnectTimeout, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError) as error:
             raise _Failed("connect", f"{type(error).__name__} {error}".strip()) from None
         except (TimeoutError, httpx.TimeoutException):

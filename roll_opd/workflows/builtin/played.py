@@ -82,7 +82,8 @@ class Game:
             begun = time.monotonic()
             self._last = _THREADS.submit(_guarded, call)
             try:
-                found, error = await asyncio.wait_for(asyncio.wrap_future(self._last), limit)
+                async with asyncio.timeout(limit):
+                    found, error = await asyncio.wrap_future(self._last)
             except TimeoutError:
                 raise self._failed(TIMEOUT, f"{what} is not done after step_timeout, {limit:g} s") from None
             finally:

@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _NUMBERS = {"temperature": (0, 100), "top_p": (SMALLEST, 1), "repetition_penalty": (SMALLEST, 100)}
 _COUNTS = {"max_tokens": (1, None), "max_completion_tokens": (1, None), "n": (1, MOST_RESPONSES), "top_k": (-1, None)}
-_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_RESERVED = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 
 
 class Refusal(Exception):
