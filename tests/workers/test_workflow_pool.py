@@ -120,6 +120,7 @@ def test_one_call_makes_all_runs_of_a_workflow_that_repeats(start: Start, loop) 
 
 
 INVALID = ("none", "text", "number", "short", "nan", "prompt", "unsampled", "floats")
+INVALID += ("twice", "taught")
 INVALID += ("foreign", "negative", "endless", "infinite")
 
 
@@ -135,11 +136,17 @@ def disturbed(loop, pool: WorkflowPool, what: str) -> dict[str, float]:
 
 def test_what_a_run_returns_or_raises_is_its_own_failure(start: Start, loop, capfd) -> None:
     pool = start("Faulty", workflow_workers=1)
-    for what in ("raise", "leave", *INVALID):
+    for what in ("raise", "leave", "panic", *INVALID):
         assert disturbed(loop, pool, what) == {"invalid" if what in INVALID else "raised": 2}
     told = capfd.readouterr().err
     assert told.count("a run failed") == 2  # the first of each kind
     assert "my_workflows.py" in told and "ValueError: no idea" in told and "workflow/failed/raised" in told
+
+
+def test_what_a_coroutine_does_to_its_loop_costs_the_others_nothing(start: Start, loop) -> None:
+    pool = start("FaultyLoop", workflow_workers=1, workflow_timeout=20)
+    for what in ("lost", "leaving", "panic"):
+        assert disturbed(loop, pool, what) == {"raised": 2}
 
 
 @pytest.mark.parametrize(("what", "kind"), [("exit", "worker_died"), ("leak", "worker_died"), ("hang", "timeout")])

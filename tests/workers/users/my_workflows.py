@@ -64,6 +64,33 @@ class Repeated(Workflow):
         return experiences
 
 
+class Panic(BaseException):
+    """No Exception."""
+
+
+class FaultyLoop(Workflow):
+    """Does to its loop what the row says."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        what = self.task.raw_task.get("what")
+        await asyncio.sleep(0.02)
+        if what == "lost":  # waits for what it has cancelled itself
+            task = asyncio.create_task(asyncio.sleep(10))
+            await asyncio.sleep(0)
+            task.cancel()
+            await task
+        if what == "leaving":
+            await asyncio.gather(self.leave(), asyncio.sleep(0.01))
+        if what == "panic":
+            raise Panic("of a library in another language")
+        return [answer(self.task)]
+
+    async def leave(self) -> None:
+        raise SystemExit(4)
+
+
 class Faulty(Plain):
     """Does to its process what the row says."""
 
@@ -81,8 +108,13 @@ class Faulty(Plain):
             self.kept = bytearray(2**30)
             self.kept[::4096] = b"x" * len(self.kept[::4096])
             time.sleep(20)
+        if what == "panic":
+            raise Panic("of a library in another language")
+        twice = answer(self.task)
         nonsense = {
             "none": None,
+            "twice": [twice, twice],
+            "taught": [answer(self.task, info={"teacher_logprobs": [-1.0, float("nan")]})],
             "text": "an answer",
             "number": [3],
             "short": [Experience(tokens=[1, 2, 3], prompt_length=1, logprobs=[-1.0])],

@@ -1,0 +1,75 @@
+"""A rollout that is left early, or whose run fails, ends at once, whenever the answers of the others come."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roll_opd.config.plan import SamplingPlan, WorkflowPlan
+from roll_opd.data.prompts import Prompt
+from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
+from roll_opd.tracking.clock import PhaseClock
+from roll_opd.workers.errors import RunError
+from roll_opd.workers.workflow import Outcome
+from roll_opd.workers.workflow_pool import WorkflowPool
+
+BAD = Outcome(failure=("raised", "no idea"))
+
+
+class Engines:
+    def engine_of(self, group: int) -> int:
+        return 0
+
+    @asynccontextmanager
+    async def session(self, chunk: int) -> AsyncIterator[None]:
+        yield None
+
+
+class Worker:
+    """Has its jobs answered when the test says so."""
+
+    retiring = isolated = False
+    under_way = 0
+
+
+@pytest.mark.parametrize("gap", range(6))
+def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch, gap: int) -> None:
+    async def main() -> None:
+        asked: list[asyncio.Future[Outcome]] = []
+        plan = WorkflowPlan(workflow="any", on_workflow_error="stop")
+        pool = WorkflowPool(plan, lambda: None, SimpleNamespace(), (), 0, repeats=False)
+        monkeypatch.setattr(pool, "_free_worker", free_worker)
+
+        def ask(worker: Any, job: Any) -> asyncio.Future[Outcome]:
+            asked.append(asyncio.get_running_loop().create_future())
+            return asked[-1]
+
+        monkeypatch.setattr(pool._calls, "ask", ask)
+        rollout = Rollout(Engines(), SamplingPlan(n=4), (), 0, 1000, PhaseClock(), workflow=pool)
+
+        async def consumed() -> None:
+            prompts = [Prompt(str(number), number, "t", []) for number in range(2)]
+            async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), 0)) as samples:
+                async for _ in samples:
+                    pass
+
+        consuming = asyncio.create_task(consumed())
+        while len(asked) < 8:
+            await asyncio.sleep(0)
+        for number, answer in enumerate(asked[:4]):
+            answer.set_result(BAD if number == 0 else Outcome(made={}))
+        for _ in range(gap):
+            await asyncio.sleep(0)
+        for answer in asked[4:]:
+            if not answer.done():
+                answer.set_result(Outcome(made={}))
+        done, _ = await asyncio.wait([consuming], timeout=5)
+        assert done and isinstance(consuming.exception(), RunError)
+
+    async def free_worker(alone: bool) -> Worker:
+        return Worker()
+
+    asyncio.run(main())
