@@ -65,7 +65,8 @@ def _unrewarded(
             more = ", ..." if rows.unanswered > len(rows.examples) else ""
             wrong.append(
                 f"{rows.unanswered} rows of the {name} data with tag {tag!r} have no ground_truth, which {needy} "
-                f"needs: {', '.join(rows.examples)}{more}; write it there, or remove the rows"
+                f"needs: {', '.join(rows.examples)}{more}; write it there, remove the rows, or name in response_key the"
+                " column that a workflow's rows have it in"
             )
     return wrong
 

@@ -58,7 +58,8 @@ class FrozenLake(Game):
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         self._cells = _cells(map_lookup)
         actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
-        instruction = env_instruction or INSTRUCTION.format(slips=SLIPS if is_slippery else "")
+        own = INSTRUCTION.format(slips=SLIPS if is_slippery else "")
+        instruction = own if env_instruction is None else env_instruction
         super().__init__(
             instruction=explained(instruction, grid_vocab or MEANINGS, actions),
             action_lookup=actions,

@@ -28,6 +28,8 @@ def complete(name: str, table: Mapping[Any, str] | None, default: Mapping[int, s
 def explained(instruction: str, symbols: Mapping[str, str], actions: Mapping[int, str]) -> str:
     """Return an instruction with the meaning of the symbols and the names of the actions."""
     meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in symbols.items())
+    if not instruction:
+        return ""  # nothing is to be said
     return f"{instruction}\nSymbols: {meanings}\nActions: {', '.join(actions.values())}"
 
 

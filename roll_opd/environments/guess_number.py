@@ -34,7 +34,9 @@ class GuessNumber(Game):
         at_least("max_steps", max_steps, 1)
         self._low, self._high, self._number, self._said = min_number, max_number, min_number, ""
         super().__init__(
-            instruction=env_instruction or INSTRUCTION.format(low=min_number, high=max_number, turns=max_steps),
+            instruction=INSTRUCTION.format(low=min_number, high=max_number, turns=max_steps)
+            if env_instruction is None
+            else env_instruction,
             action_lookup=None,
             max_steps=max_steps,
             format_penalty=format_penalty,

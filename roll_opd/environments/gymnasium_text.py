@@ -95,7 +95,8 @@ class GymnasiumText(Game):
         names = dict(zip(numbers, self._known.actions if self._known else map(str, numbers), strict=True))
         if action_lookup is not None:
             names.update(numbered("action_lookup", action_lookup, numbers))
-        said = env_instruction or (self._known.instruction if self._known else f"You are playing {game}.")
+        own = self._known.instruction if self._known else f"You are playing {game}."
+        said = own if env_instruction is None else env_instruction
         form = f"Give one action a turn, in this form: <answer>{names[numbers[0]]}</answer>"
         super().__init__(
             instruction=f"{said}\n{form}\nActions: {', '.join(names.values())}",

@@ -34,7 +34,7 @@ class NumberSum(Game):
         self._turns, self._low, self._high = turns, min_number, max_number
         self._numbers: list[int] = []
         super().__init__(
-            instruction=env_instruction or INSTRUCTION.format(turns=turns),
+            instruction=INSTRUCTION.format(turns=turns) if env_instruction is None else env_instruction,
             action_lookup=None,
             max_steps=turns,
             format_penalty=format_penalty,

@@ -37,7 +37,7 @@ class SearchShop(Game):
         at_least("catalogue_seed", catalogue_seed, 0)
         self._items = catalogue(catalogue_seed, num_products)
         super().__init__(
-            instruction=env_instruction or INSTRUCTION,
+            instruction=INSTRUCTION if env_instruction is None else env_instruction,
             action_lookup=None,
             max_steps=max_steps,
             format_penalty=format_penalty,

@@ -89,4 +89,4 @@ def test_what_nobody_scores_is_refused(mode: str) -> None:
         expected = ["no teacher has tag 'poem' of the training data in its tag_included", *expected]
     assert len(found) == len(expected)
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
-    assert found[-1].endswith("math_rule needs: a:1, a:2, a:3, ...; write it there, or remove the rows")
+    assert "math_rule needs: a:1, a:2, a:3, ...; write it there, remove the rows, or name in response_key" in found[-1]

@@ -6,9 +6,11 @@ from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
+from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.tracking.clock import PhaseClock
@@ -17,6 +19,20 @@ from roll_opd.workers.workflow import Outcome
 from roll_opd.workers.workflow_pool import WorkflowPool
 
 BAD = Outcome(failure=("raised", "no idea"))
+MADE = Experience(
+    id="1",
+    group_id="1",
+    tag="t",
+    domain="",
+    tokens=np.arange(2),
+    prompt_length=1,
+    action_mask=np.ones(1, bool),
+    rollout_logprobs=np.zeros(1, np.float32),
+    finish_reason="stop",
+    weights_version=0,
+    reward=1.0,
+)
+GOOD = Outcome(made={run: [MADE] for run in range(4)})
 
 
 class Engines:
@@ -35,7 +51,7 @@ class Worker:
     under_way = 0
 
 
-@pytest.mark.parametrize("gap", range(6))
+@pytest.mark.parametrize("gap", range(16))
 def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch, gap: int) -> None:
     async def main() -> None:
         asked: list[asyncio.Future[Outcome]] = []
@@ -60,12 +76,12 @@ def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch
         while len(asked) < 8:
             await asyncio.sleep(0)
         for number, answer in enumerate(asked[:4]):
-            answer.set_result(BAD if number == 0 else Outcome(made={}))
+            answer.set_result(BAD if number == 0 else GOOD)
         for _ in range(gap):
             await asyncio.sleep(0)
         for answer in asked[4:]:
             if not answer.done():
-                answer.set_result(Outcome(made={}))
+                answer.set_result(GOOD)
         done, _ = await asyncio.wait([consuming], timeout=5)
         assert done and isinstance(consuming.exception(), RunError)
 
