@@ -152,12 +152,14 @@ def test_a_conversation_becomes_one_experience(is_awaited: bool, tokenizer: Any)
             given = {"messages": messages, "reward": 0.5, "info": {"steps": 2, "won": True, "who": "me"}}
             if is_awaited:
                 return [await self.process_messages_to_experience_async(**given, truncate_status="cut")]
-            return [self.process_messages_to_experience(**given, truncate_status="cut")]
+            return [
+                self.process_messages_to_experience(**given, truncate_status="cut") for _ in range(self.repeat_times)
+            ]
 
     engine = Sampled(tokenizer, ANSWERS)
     (made,) = done(Talk, engine, tokenizer)
     assert made.reward == 0.5 and made.metrics == {"steps": 2.0, "won": 1.0} and made.truncate_status == "cut"
-    assert made.info["who"] == "me" and Talk.can_repeat
+    assert made.info["who"] == "me" and not Talk.can_repeat
     sampled = np.concatenate([completion.tokens for completion in engine.answered])
     np.testing.assert_array_equal(made.tokens[made.prompt_length :][made.action_mask].numpy(), sampled)
 

@@ -17,9 +17,12 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 class BaseSimpleWorkflow(Workflow):
-    """What workflows of one turn share: the messages, and what becomes of the responses."""
+    """What workflows of one turn share: the messages, and what becomes of the responses.
 
-    can_reset = can_repeat = True
+    One call makes one run unless a subclass says `can_repeat = True`.
+    """
+
+    can_reset = True
     _rollout_args: dict[str, Any] | None = None
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: list | None = None) -> None:
@@ -83,6 +86,8 @@ def conversation_of(task: Task) -> list[dict[str, Any]]:
 class SimpleWorkflow(BaseSimpleWorkflow):
     """The row's prompt, answered."""
 
+    can_repeat = True
+
     def run(self) -> list[Experience]:
         """Return one response a run."""
         return self.scored(self.model.chat(self.format_messages(), **self.rollout_args))
@@ -92,7 +97,7 @@ class SimpleWorkflow(BaseSimpleWorkflow):
 class AsyncSimpleWorkflow(BaseSimpleWorkflow):
     """`simple_workflow` in a coroutine, which costs less than a thread."""
 
-    is_async = True
+    can_repeat = is_async = True
 
     async def run_async(self) -> list[Experience]:
         """Return one response a run."""

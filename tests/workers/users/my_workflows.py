@@ -64,6 +64,13 @@ class Repeated(Workflow):
         return experiences
 
 
+class Forgetful(Repeated):
+    """Makes as many of its runs as the row says."""
+
+    def run(self) -> list[Experience]:
+        return super().run()[: self.task.raw_task["made"]]
+
+
 class Faulty(Plain):
     """Does to its process what the row says."""
 
