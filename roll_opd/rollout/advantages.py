@@ -126,7 +126,9 @@ def run_numbers(experiences: Sequence[Experience]) -> list[int]:
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
     """Have `function` compare runs instead of their steps, of which some runs may have more than others.
 
-    A run's reward is the mean of its steps'; each step's own reward is then measured against its run's mean and scale.
+    A run's reward is the mean of its steps'. Each step's own reward is then measured against its run's mean, and its
+    run's scale or that of the steps by themselves, whichever is larger: runs may be equal while their steps are far
+    apart, and a step divided by the deviation of equal runs is a number without bound.
     """
     assert batch.runs is not None
     steps: dict[tuple[str, int], list[int]] = {}
@@ -141,7 +143,8 @@ def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
     run_of_B = torch.empty(len(batch.groups), dtype=torch.int64)
     for place, numbers in enumerate(members):
         run_of_B[numbers] = place
-    of_steps = Normalised.of(batch.rewards_B.double(), found.mean[run_of_B], found.scale[run_of_B])
+    scale_B = torch.maximum(found.scale[run_of_B], function(replace(batch, runs=None)).scale)
+    of_steps = Normalised.of(batch.rewards_B.double(), found.mean[run_of_B], scale_B)
     return of_steps if found.dropped is None else replace(of_steps, dropped=found.dropped[run_of_B])
 
 
