@@ -10,8 +10,10 @@ import torch
 from transformers import AutoTokenizer
 
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.experience import one_a_run
 from roll_opd.data.prompts import Prompt
 from roll_opd.rollout.advantages import external_advantages
+from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.workflows import (
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
@@ -216,6 +218,33 @@ def test_runs_and_steps_that_nobody_said() -> None:
         by_run(made, [1, 2])
     with pytest.raises(TypeError, match="a run returned str"):
         by_run(["no"], [0])
+
+
+def test_kinds_of_experiences_are_compared_apart() -> None:
+    """A student that also judges: naively, answers are compared with answers, and judgements with judgements."""
+    prompt, runs = Prompt("p#1", 0, "t", np.array([1]), None, {}), range(3)
+    answers, judgements = [1.0, 0.0, 0.0], [0.2, 0.4, 0.9]
+    made = [
+        Experience(tokens=[1, 2], logprobs=[-0.5], reward=reward, eid=EID(run=run, task=kind))
+        for kind, rewards in (("p#1", answers), ("p#1-judge", judgements))
+        for run, reward in enumerate(rewards)
+    ]
+    found = [
+        trained(one, Limits(10, 5), prompt, 4, run, place, step)
+        for run, of_run in by_run(made, runs).items()
+        for place, (step, one) in enumerate(of_run)
+    ]
+    assert len({one.id for one in found}) == len(made) and {one.step for one in found} == {0}
+    assert {one.id.rpartition("#")[0] for one in found} == {prompt.id}
+    groups = {one.group_id for one in found}
+    assert len(groups) == 2 and "p#1#4" in groups
+    assert len(one_a_run(found)) == len(made) and opd_metrics(found)["critic/score/max"] == 1.0
+    objective = ObjectivePlan(adv_estimator="grpo", init_kl_coef=0.0)
+    for one in external_advantages(found, objective):
+        rewards = answers if one.group_id == "p#1#4" else judgements
+        expected = (rewards[one.run] - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
+        assert one.advantages is not None
+        np.testing.assert_allclose(one.advantages, expected, rtol=1e-9)
 
 
 def test_a_wrong_answer_is_tried_again(tokenizer: Any) -> None:
