@@ -15,10 +15,15 @@ from roll_opd.data.prompts import Prompt
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.workflows import (
+    AccuracyReward,
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
+    CountDownRewardFn,
     Experience,
     FormatConfig,
+    FormatReward,
+    MathBoxedRewardFn,
+    MathRewardFn,
     ModelWrapper,
     MultiTurnWorkflow,
     RewardPropagationWorkflow,
@@ -313,4 +318,22 @@ def test_a_thought_is_missed() -> None:
     boxed = find_reward("math_boxed_reward", None, {})()
     given = {"truth": "2", "with_think": True, "format_score_coef": 0.3}
     assert boxed(response="\\boxed{2}", **given) == {"accuracy": 1.0, "format_score": -0.3}
-    assert boxed(response="<think>1+1</think> \\boxed{2}", **given)["format_score"] == 0
+    for response, missed in [
+        ("<think>1+1</think> \\boxed{2}", False),
+        ("Well. <think>1+1</think>", False),
+        ("<think>1</think><think>1</think>", True),
+        ("</think>1<think>", True),
+        ("<think>1", True),
+    ]:
+        assert boxed(response=response, **given)["format_score"] == (-0.3 if missed else 0)
+
+
+def test_reward_functions_take_what_trinitys_workflows_give() -> None:
+    """By place as in Trinity-RFT, and with keywords that they do not know."""
+    more = {"response_token": [1], "info": {}, "tool": None}
+    assert MathBoxedRewardFn()("\\boxed{2}", "2", True, 0.5, **more) == {"accuracy": 1.0, "format_score": -0.5}
+    for kind in (AccuracyReward, MathRewardFn):
+        assert kind()("\\boxed{2}", "1+1=", "2", **more)["accuracy"] == 1.0
+    assert FormatReward()("x", **more, truth="2", prompt="1+1=") == {"format_score": -0.1}
+    wanted = {"target": 9, "numbers": [9]}
+    assert CountDownRewardFn()("<answer>9</answer>", None, wanted, **more) == {"score": 1.0}
