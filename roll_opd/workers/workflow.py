@@ -172,9 +172,9 @@ class WorkflowWorker:
         address = {"host": plan.endpoint_host, "port": port, "key": plan.endpoint_api_key}
         self._model = served(ModelWrapper, rollout, engines, **address)
         self._auxiliaries = [
-            served(partial(AuxiliaryModel, place, model.engine.sampling), model.engine, of_model)
+            served(partial(AuxiliaryModel, place, model.engine.sampling, name=model.name), model.engine, of_model)
             if model.engine
-            else RemoteModel(model.model_name, model.base_url, model.api_key)
+            else RemoteModel(model.model_name, model.base_url, model.api_key, model.name)
             for place, (model, of_model) in enumerate(zip(plan.auxiliary_models, auxiliary_engines, strict=True))
         ]
         if port:
