@@ -311,9 +311,10 @@ class WorkflowWorker:
             workflow = self._class.__new__(self._class)
             workflow.task = task  # older classes read it and do not pass it on
             taken = inspect.signature(self._class).parameters
-            given = {"task": task, "model": self._model, "auxiliary_models": self._auxiliaries}
+            others = self._auxiliaries or None
+            given = {"task": task, "model": self._model, "auxiliary_models": others}
             if "auxiliary_model_wrappers" in taken:
-                given["auxiliary_model_wrappers"] = self._auxiliaries
+                given["auxiliary_model_wrappers"] = others
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
                 given = {name: value for name, value in given.items() if name in taken}
             workflow.__init__(**given)

@@ -84,16 +84,20 @@ class Workflow:
     def __init__(self, model: ModelWrapper, task: Task | None = None, auxiliary_models: list | None = None) -> None:
         if task is not None:
             self.task = task
-        self.model, self.auxiliary_model_wrappers = model, auxiliary_models
+        self.model, self.auxiliary_model_wrappers = model, auxiliary_models or None
         self.repeat_times, self.run_id_base = 1, 0
         self.logger = logging.getLogger(type(self).__module__)
 
     @cached_property
-    def auxiliary_models(self) -> list:
-        """The auxiliary models as OpenAI clients, whose `model_path` is the name; the models are in the wrappers."""
-        models = self.auxiliary_model_wrappers or []
-        return [
-            model.get_openai_async_client() if flag(self, "is_async") else model.get_openai_client() for model in models
+    def auxiliary_models(self) -> list | None:
+        """The auxiliary models as OpenAI clients, whose `model_path` is the name; the models are in the wrappers.
+
+        Both are None where there are none.
+        """
+        is_async = flag(self, "is_async")
+        return self.auxiliary_model_wrappers and [
+            model.get_openai_async_client() if is_async else model.get_openai_client()
+            for model in self.auxiliary_model_wrappers
         ]
 
     @property

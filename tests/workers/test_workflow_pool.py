@@ -119,6 +119,12 @@ def test_one_call_makes_all_runs_of_a_workflow_that_repeats(start: Start, loop) 
     assert all(len(set(of_prompt)) == 1 for of_prompt in processes)
 
 
+def test_without_auxiliary_models_there_is_none(start: Start, loop) -> None:
+    """Workflows ask `if self.auxiliary_models is not None`, as Trinity-RFT has it."""
+    ((made,),) = run_all(loop, start("Alone", workflow_workers=1), [task(0)])
+    assert made.reward == 4
+
+
 def test_runs_that_a_call_leaves_out_are_counted(start: Start, loop, capfd) -> None:
     pool = start("Forgetful", repeats=True)
     made = [4, 1, 0, 3, 4]
