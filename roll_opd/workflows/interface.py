@@ -158,9 +158,9 @@ class Modules(Registry[dict]):
 
         return decorate
 
-    def register_module(self, name: str, **_: Any) -> Callable[[Class], Class]:
-        """Make a class known as `name`."""
-        return self.register(name)
+    def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
+        """Make a class known as `name`; the package's own say their `arguments`."""
+        return self.register(name, **facts)
 
     def get(self, name: str) -> Any:
         """Return the class that `name` means."""

@@ -53,3 +53,25 @@ def test_auxiliary_models_that_cannot_be(problems: Problems, models: Any, messag
 def test_without_a_workflow_nobody_asks_them(plan: Plan) -> None:
     run = plan({"auxiliary_models": {"user": ELSEWHERE}})
     assert run.workflow is None and any("auxiliary_models" in text for text in run.warnings)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "args", "message"),
+    [
+        ("simple_workflow", {"use_base": True}, "workflow_args.use_base: unknown argument of simple_workflow; "),
+        ("math_boxed_workflow", {"with_thnk": True}, "did you mean 'with_think'?"),
+        ("async_math_boxed_workflow", {"steps": 3}, "known are use_base, with_think, format_score_coef"),
+        ("try_again_workflow", {"steps": 3}, "known are max_steps, enough, feedback"),
+        ("math_boxed_workflow", {"format_score_coef": 0.2}, "write workflow_reward: math_boxed_reward"),
+    ],
+)
+def test_arguments_of_built_in_workflows(problems: Problems, workflow: str, args: dict, message: str) -> None:
+    (text,) = problems({"workflow": workflow, "workflow_args": args})
+    assert message in text
+
+
+def test_arguments_of_ones_own_workflows_are_ones_own(plan: Plan) -> None:
+    for more in ({"workflow": "my.Mine"}, {"workflow": "simple_workflow", "plugin_dir": "."}):
+        assert plan({**more, "workflow_args": {"steps": 3}}).workflow.workflow_args == {"steps": 3}
+    args = {"use_base": True, "with_think": True}
+    assert plan({"workflow": "math_boxed_workflow", "workflow_args": args}).workflow.workflow_args == args

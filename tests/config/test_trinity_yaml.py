@@ -49,7 +49,7 @@ buffer:
       split: train
       format: {prompt_key: question, response_key: answer, system_prompt: Add.}
       rollout_args: {temperature: 0.7, logprobs: 0}
-      workflow_args: {use_base: true}
+      workflow_args: {}
       enable_progress_bar: false
     eval_tasksets:
       - name: held
@@ -198,7 +198,7 @@ def test_grpo_without_gpus(plan: Planner, root: Path) -> None:
     assert found.rollout.sampling.temperature == 0.7
     assert found.data.prompt_length and found.rollout.max_model_len == 32 + 48
     assert found.workflow and found.workflow.workflow == "math_workflow" and found.workflow.workflow_timeout == 900
-    assert found.workflow.system_prompt == "Add." and found.workflow.workflow_args == {"use_base": True}
+    assert found.workflow.system_prompt == "Add." and not found.workflow.workflow_args
     assert found.workflow.workflow_workers == 2  # of 3: as many as there are slots
     assert found.validation and found.validation.sampling.n == 2 and found.validation.sampling.top_k == 20
     assert found.eval_steps == 10 and found.checkpoint.save_steps == 40 and found.checkpoint.max_ckpt_to_keep == 5
@@ -267,6 +267,23 @@ def test_a_reward_that_the_workflow_calls(plan: Planner, workflow: str, name: st
     found, _ = plan(GRPO, {f"buffer.explorer_input.{key}": value for key, value in changes.items()})
     assert found.workflow and found.workflow.workflow_reward == name and not found.rewards
     assert found.workflow.workflow_reward_args == {"a": 1}
+
+
+def test_workflows_of_mathematics(plan: Planner, refusals: Any) -> None:
+    """What their arguments and rewards change there, they change here."""
+    place = "buffer.explorer_input"
+    boxed = {f"{place}.default_workflow_type": "math_boxed_workflow"}
+    thinking = {f"{place}.taskset.workflow_args": {"with_think": True, "format_score_coef": 0.2}}
+    found, _ = plan(GRPO, {**boxed, **thinking})
+    assert found.workflow and found.workflow.workflow_reward == "math_boxed_reward" and not found.rewards
+    assert found.workflow.workflow_args == {"with_think": True, "format_score_coef": 0.2}
+    found, _ = plan(GRPO, {**boxed, f"{place}.taskset.workflow_args": {"use_base": True}})
+    assert found.workflow and found.workflow.workflow_reward is None and found.rewards[0].terms[0].worker == "math_rule"
+    assert all("unknown argument of math_workflow" in problem for problem in refusals(GRPO, thinking))
+    own = {f"{place}.taskset.format.system_prompt": ...}
+    assert plan(GRPO, own)[0].workflow.system_prompt is None
+    found, told = plan(GRPO, {**own, f"{place}.default_reward_fn_type": "accuracy_reward"})
+    assert found.workflow and found.workflow.system_prompt == "" and "system_prompt" in told
 
 
 def test_overrides_are_of_our_keys(plan: Planner) -> None:

@@ -8,6 +8,7 @@ default than this package, it is written out.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from roll_opd.config.check_workflow import BOXED
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.trinity.keys import (
     AUXILIARY,
@@ -30,6 +31,7 @@ from roll_opd.declared import declarations
 OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
 INPUT = "buffer.explorer_input"
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_new_tokens"}
+THINKING = ("math_workflow", "async_math_workflow")
 FilesOf = Callable[[str, str, str | None], list[str]]
 
 
@@ -242,6 +244,12 @@ def _reward(read: Translation) -> None:
         if args:
             read.put("workflow_reward_args", args, args_key)
         return
+    given = read.below(f"{TASKSET}.workflow_args")
+    if workflow in BOXED and name == "math_boxed_reward" and (given.keys() & {"with_think", "format_score_coef"}):
+        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # which alone reads them
+        return
+    if workflow in THINKING and name != "math_reward" and "system_prompt" not in read.values:
+        read.put("system_prompt", "", key)  # theirs has the one of its own for that reward alone
     for domain, section in REWARDS[name].items():
         read.put(f"rewards.{domain}", {**section}, key)
     if name == "math_dapo_reward" and args.get("enable_overlong_penalty"):
