@@ -10,6 +10,7 @@ from roll_opd.extensions import Part, Registry
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper
+from roll_opd.workflows.trinitys import advice
 
 Class = TypeVar("Class", bound=type)
 
@@ -161,6 +162,14 @@ class Modules(Registry[dict]):
     def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
         """Make a class known as `name`; the package's own say their `arguments`."""
         return self.register(name, **facts)
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """Return the class that `name` means; the error for one of Trinity-RFT's own says where that is."""
+        if "." not in name and name not in self._declared and name not in self._registered:
+            theirs = advice(name)
+            if theirs:
+                raise self.error(f"unknown {self.kind} {name!r}: {theirs}")
+        return super().find(name)
 
     def get(self, name: str) -> Any:
         """Return the class that `name` means."""
