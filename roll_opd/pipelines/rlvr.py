@@ -83,7 +83,10 @@ async def train(run: Run) -> None:
                 experiences = await batch.with_rewards(experiences)
         experiences = masked(experiences, objective, plan.rollout.sampling)
         if not plan.rewards_are_monitored:
-            experiences = external_advantages(experiences, objective, kl_coef, taught=bool(plan.teachers))
+            made_by = plan.workflow.workflow if plan.workflow else None
+            experiences = external_advantages(
+                experiences, objective, kl_coef, taught=bool(plan.teachers), workflow=made_by
+            )
             *_, kl_coef = kl_coefs(experiences, objective, kl_coef)
             if not compared:
                 experiences = without_rejected(experiences, plan.rewards)

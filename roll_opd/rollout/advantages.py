@@ -34,6 +34,7 @@ def external_advantages(
     kl_coef: float | None = None,
     *,
     taught: bool = False,
+    workflow: str | None = None,
 ) -> list[Experience]:
     """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
@@ -42,8 +43,11 @@ def external_advantages(
     not adapted. What is excluded counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
     and all but one are excluded, that one's reward is 0 before the whitening. What the advantage function drops is left
     out like that, after it was compared, unless there are teachers to learn from it (`taught`). RunError for a sample
-    that no reward worker scored.
+    that neither a reward worker nor the `workflow` that made it has scored.
     """
+    for experience in experiences:
+        if not experience.excluded:
+            _reward(experience, workflow)
     uncompared = _reduced_to_one(experiences, objective)
     coefficients = kl_coefs(experiences, objective, kl_coef)
     filled: dict[int, Experience] = {}
@@ -308,11 +312,11 @@ def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan
     return np.split(np.where(mask_M, penalty_M, 0.0), ends[:-1])
 
 
-def _reward(experience: Experience) -> float:
+def _reward(experience: Experience, workflow: str | None = None) -> float:
     if experience.reward is None:
-        why = experience.reward_reason or (
-            "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
-        )
+        by_rows = "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
+        by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
+        why = experience.reward_reason or by_workflow + by_rows
         raise RunError(f"sample {experience.id}, tagged {experience.tag}, has no reward: {why}")
     return experience.reward
 

@@ -1,5 +1,7 @@
 """Runs of several steps: what compares the runs at a prompt counts each once, whatever its number of steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.workers.errors import RunError
 
 
 def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Experience:
@@ -130,3 +133,12 @@ def test_metrics_of_rewards_count_runs(seed: int) -> None:
     assert found["reward/math/max"] == max(means)
     right = [sum(mean >= 1 for mean in means[start : start + 4]) for start in (0, 4, 8)]
     assert found["val_correct/all/avg@4"] == pytest.approx(np.mean(right) / 4)
+
+
+def test_a_reward_that_is_missing_is_asked_of_the_workflow() -> None:
+    unscored = replace(step("a", 0, 0, 1.0), reward=None)
+    objective = ObjectivePlan(adv_estimator="grpo", init_kl_coef=0.0)
+    with pytest.raises(RunError, match="has no reward: workflow mine should return experiences with a reward, or its"):
+        external_advantages([unscored], objective, workflow="mine")
+    with pytest.raises(RunError, match="has no reward: its row needs a ground_truth"):
+        external_advantages([unscored], objective)
