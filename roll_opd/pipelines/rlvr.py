@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
+from roll_opd.config.plan import RunPlan
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.measuring import Measuring
@@ -36,7 +37,7 @@ async def train(run: Run) -> None:
         if any(reward.engine for reward in plan.rewards):
             await starting_rewards  # judges run on engines, and those that share a device start one after another
         await measuring.measure_teachers()
-        run.logger.note("Starting student, teacher and inference engines ...")
+        run.logger.note(f"Starting {started(plan)} ...")
         return await start_workers(plan, run.placement)
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
@@ -124,6 +125,14 @@ async def train(run: Run) -> None:
     await workers.end()
     for pool in pools:
         await pool.end()
+
+
+def started(plan: RunPlan) -> str:
+    """Return which models a run starts, in words: "student and inference engines"."""
+    roles = {"teacher": plan.teachers, "reference": plan.reference, "critic": plan.critic}
+    number = "s" if len(plan.teachers) > 1 else ""
+    models = ["student", *(f"{role}{number * (role == 'teacher')}" for role, there in roles.items() if there)]
+    return f"{', '.join(models)} and inference engines"
 
 
 async def start_rewards(run: Run) -> tuple[RewardPool, ...]:
