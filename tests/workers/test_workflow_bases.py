@@ -34,7 +34,7 @@ from roll_opd.workflows import (
 from roll_opd.workflows.builtin.multi_step import FEEDBACK, TryAgainWorkflow
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import EID, Limits, by_run, trained
-from roll_opd.workflows.plugins import find_reward
+from roll_opd.workflows.plugins import find_reward, load_plugins
 from tests.workers.sampled import Sampled
 from tests.workers.test_workflow_endpoint import Served, served
 from tests.workers.test_workflow_turns import play
@@ -284,6 +284,12 @@ def test_a_reward_function_is_found_and_its_arguments_are_checked(tmp_path: Path
     ]:
         with pytest.raises(WorkflowError, match=told):
             find_reward(name, str(tmp_path), arguments)
+
+
+def test_a_relative_import_in_a_plugin_is_advised(tmp_path: Path) -> None:
+    (tmp_path / "relative_plugin.py").write_text("from .other import something\n")
+    with pytest.raises(WorkflowError, match=r"(?s)relative_plugin\.py cannot be imported.*write `from other import"):
+        load_plugins(str(tmp_path))
 
 
 @pytest.mark.parametrize(
