@@ -21,6 +21,7 @@ from roll_opd.config import (
     parts,
     teacher_context,
 )
+from roll_opd.config.check_workflow import argument_problems, name_problem
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -263,6 +264,11 @@ def _workflow(top: Top) -> WorkflowPlan | None:
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
     if top.workflow_reward is None:
         top.tell.ignore(*{"workflow_reward_args"} & top.written)
+    if problem := name_problem(top.workflow, values["plugin_dir"]):
+        top.tell.problem("workflow", problem)
+    if not top.plugin_dir:  # whose modules may take the name of a built-in one
+        for argument, problem in argument_problems(top.workflow, top.workflow_args, top.workflow_reward):
+            top.tell.problem(f"workflow_args.{argument}", problem)
     arguments = {key: FrozenDict(getattr(top, key)) for key in ("workflow_args", "workflow_reward_args")}
     return WorkflowPlan(**{**values, **arguments})
 

@@ -19,7 +19,7 @@ class Experience:
     """
 
     id: str  # source row, draw, run, and step where its run has several
-    group_id: str  # runs at one prompt
+    group_id: str  # runs at one prompt, of one kind where a workflow makes several
     tag: str
     domain: str
     tokens: np.ndarray  # int64 [T]

@@ -62,7 +62,9 @@ class Sokoban(Game):
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
         super().__init__(
-            instruction=explained(INSTRUCTION if env_instruction is None else env_instruction, grid_vocab or MEANINGS, actions),
+            instruction=explained(
+                INSTRUCTION if env_instruction is None else env_instruction, grid_vocab or MEANINGS, actions
+            ),
             action_lookup=actions,
             max_steps=max_steps,
             format_penalty=format_penalty,

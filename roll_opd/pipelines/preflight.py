@@ -15,6 +15,7 @@ from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
+from roll_opd.config import check_workflow
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import DataPlan, FollowingPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
@@ -34,6 +35,7 @@ from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
+from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.plugins import find_reward, find_workflow
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
@@ -228,7 +230,12 @@ def _check_named_parts(plan: RunPlan) -> None:
         advantage(objective.adv_estimator, objective.advantage_args)
     workflow = plan.workflow
     if workflow and workflow.workflow:
-        find_workflow(workflow.workflow, workflow.plugin_dir)
+        found = find_workflow(workflow.workflow, workflow.plugin_dir)
+        if found.__module__.startswith("roll_opd.workflows.builtin."):
+            given = thaw(workflow.workflow_args)
+            reward = workflow.workflow_reward
+            for argument, problem in check_workflow.argument_problems(workflow.workflow, given, reward):
+                raise WorkflowError(f"workflow_args.{argument}: {problem}")
         if workflow.workflow_reward:
             find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))
         for tag, settings in workflow.workflow_args.get("environments", {}).items() if plan.is_agentic else ():

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
+from roll_opd.config.plan import RunPlan
 from roll_opd.data.source import MixedSource
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.measuring import Measuring
@@ -36,7 +37,7 @@ async def train(run: Run) -> None:
         if any(reward.engine for reward in plan.rewards):
             await starting_rewards  # judges run on engines, and those that share a device start one after another
         await measuring.measure_teachers()
-        run.logger.note("Starting student, teacher and inference engines ...")
+        run.logger.note(f"Starting {started(plan)} ...")
         return await start_workers(plan, run.placement)
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
@@ -83,7 +84,10 @@ async def train(run: Run) -> None:
                 experiences = await batch.with_rewards(experiences)
         experiences = masked(experiences, objective, plan.rollout.sampling)
         if not plan.rewards_are_monitored:
-            experiences = external_advantages(experiences, objective, kl_coef, taught=bool(plan.teachers))
+            made_by = plan.workflow.workflow if plan.workflow else None
+            experiences = external_advantages(
+                experiences, objective, kl_coef, taught=bool(plan.teachers), workflow=made_by
+            )
             *_, kl_coef = kl_coefs(experiences, objective, kl_coef)
             if not compared:
                 experiences = without_rejected(experiences, plan.rewards)
@@ -121,6 +125,14 @@ async def train(run: Run) -> None:
     await workers.end()
     for pool in pools:
         await pool.end()
+
+
+def started(plan: RunPlan) -> str:
+    """Return which models a run starts, in words: "student and inference engines"."""
+    roles = {"teacher": plan.teachers, "reference": plan.reference, "critic": plan.critic}
+    number = "s" if len(plan.teachers) > 1 else ""
+    models = ["student", *(f"{role}{number * (role == 'teacher')}" for role, there in roles.items() if there)]
+    return f"{', '.join(models)} and inference engines"
 
 
 async def start_rewards(run: Run) -> tuple[RewardPool, ...]:

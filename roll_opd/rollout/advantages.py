@@ -34,6 +34,7 @@ def external_advantages(
     kl_coef: float | None = None,
     *,
     taught: bool = False,
+    workflow: str | None = None,
 ) -> list[Experience]:
     """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
@@ -42,8 +43,11 @@ def external_advantages(
     not adapted. What is excluded counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
     and all but one are excluded, that one's reward is 0 before the whitening. What the advantage function drops is left
     out like that, after it was compared, unless there are teachers to learn from it (`taught`). RunError for a sample
-    that no reward worker scored.
+    that neither a reward worker nor the `workflow` that made it has scored.
     """
+    for experience in experiences:
+        if not experience.excluded:
+            _reward(experience, workflow)
     uncompared = _reduced_to_one(experiences, objective)
     coefficients = kl_coefs(experiences, objective, kl_coef)
     filled: dict[int, Experience] = {}
@@ -126,7 +130,9 @@ def run_numbers(experiences: Sequence[Experience]) -> list[int]:
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
     """Have `function` compare runs instead of their steps, of which some runs may have more than others.
 
-    A run's reward is the mean of its steps'; each step's own reward is then measured against its run's mean and scale.
+    A run's reward is the mean of its steps'. Each step's own reward is then measured against its run's mean, and its
+    run's scale or that of the steps by themselves, whichever is larger: runs may be equal while their steps are far
+    apart, and a step divided by the deviation of equal runs is a number without bound.
     """
     assert batch.runs is not None
     steps: dict[tuple[str, int], list[int]] = {}
@@ -141,7 +147,8 @@ def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
     run_of_B = torch.empty(len(batch.groups), dtype=torch.int64)
     for place, numbers in enumerate(members):
         run_of_B[numbers] = place
-    of_steps = Normalised.of(batch.rewards_B.double(), found.mean[run_of_B], found.scale[run_of_B])
+    scale_B = torch.maximum(found.scale[run_of_B], function(replace(batch, runs=None)).scale)
+    of_steps = Normalised.of(batch.rewards_B.double(), found.mean[run_of_B], scale_B)
     return of_steps if found.dropped is None else replace(of_steps, dropped=found.dropped[run_of_B])
 
 
@@ -305,11 +312,11 @@ def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan
     return np.split(np.where(mask_M, penalty_M, 0.0), ends[:-1])
 
 
-def _reward(experience: Experience) -> float:
+def _reward(experience: Experience, workflow: str | None = None) -> float:
     if experience.reward is None:
-        why = experience.reward_reason or (
-            "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
-        )
+        by_rows = "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
+        by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
+        why = experience.reward_reason or by_workflow + by_rows
         raise RunError(f"sample {experience.id}, tagged {experience.tag}, has no reward: {why}")
     return experience.reward
 

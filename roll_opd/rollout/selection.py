@@ -21,17 +21,25 @@ def group_filter(rewards: Sequence[RewardPlan], *, compared: bool = True) -> Gro
 
     A domain's `query_filter` sees the rewards of the whole group, its `response_filter` each one alone. Where the
     samples of a group are `compared`, one that fails takes its group along; else the group passes with one that passes,
-    and the others are left to `without_rejected`. A group that no reward worker scored passes.
+    and the others are left to `without_rejected`. A group that no reward worker scored passes. Where a workflow makes
+    samples of several kinds, which have a `group_id` each, one kind that passes is enough.
     """
     filters = {reward.domain: (reward.query_filter, reward.response_filter) for reward in rewards}
     if not any(one for both in filters.values() for one in both):
         return None
     enough = all if compared else any
 
-    def passes(group: Sequence[Experience]) -> bool:
+    def passes(samples: Sequence[Experience]) -> bool:
+        kinds: dict[str, list[Experience]] = {}
+        for sample in samples:
+            if sample.reward is not None:
+                kinds.setdefault(sample.group_id, []).append(sample)
+        return not kinds or any(kind_passes(kind) for kind in kinds.values())
+
+    def kind_passes(group: Sequence[Experience]) -> bool:
         scores = [experience.reward for experience in group if experience.reward is not None]
         query, response = filters.get(group[0].domain, (None, None))
-        return not scores or (_passes(query, scores) and enough(_passes(response, [score]) for score in scores))
+        return _passes(query, scores) and enough(_passes(response, [score]) for score in scores)
 
     return passes
 

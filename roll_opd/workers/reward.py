@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import ray
 
 from roll_opd.config.plan import RewardPlan
@@ -112,14 +113,20 @@ class RewardWorker:
         return list(enumerate(scores[0], first))
 
     def _samples(self, experiences: Sequence[Experience]) -> list[RewardSample]:
-        prompts = {e.group_id: e.prompt_tokens for e in experiences}
-
-        @cache  # the samples of a group share their prompt
-        def read_prompt(group_id: str) -> str:
-            return self._tokenizer.decode(prompts[group_id], skip_special_tokens=True)
+        @cache  # most samples of a group share their prompt, and the steps of a run do not
+        def read_prompt(tokens: bytes) -> str:
+            return self._tokenizer.decode(np.frombuffer(tokens, np.int64), skip_special_tokens=True)
 
         texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)
         return [
-            RewardSample(e.id, text, e.ground_truth, e.tag, e.extra, e, partial(read_prompt, e.group_id))
+            RewardSample(
+                e.id,
+                text,
+                e.ground_truth,
+                e.tag,
+                e.extra,
+                e,
+                partial(read_prompt, e.prompt_tokens.astype(np.int64).tobytes()),
+            )
             for e, text in zip(experiences, texts, strict=True)
         ]

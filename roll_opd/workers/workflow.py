@@ -193,9 +193,9 @@ class WorkflowWorker:
         address = {"host": plan.endpoint_host, "port": port, "key": plan.endpoint_api_key}
         self._model = served(ModelWrapper, rollout, engines, **address)
         self._auxiliaries = [
-            served(partial(AuxiliaryModel, place, model.engine.sampling), model.engine, of_model)
+            served(partial(AuxiliaryModel, place, model.engine.sampling, name=model.name), model.engine, of_model)
             if model.engine
-            else RemoteModel(model.model_name, model.base_url, model.api_key)
+            else RemoteModel(model.model_name, model.base_url, model.api_key, model.name)
             for place, (model, of_model) in enumerate(zip(plan.auxiliary_models, auxiliary_engines, strict=True))
         ]
         if port:
@@ -334,9 +334,10 @@ class WorkflowWorker:
             workflow = self._class.__new__(self._class)
             workflow.task = task  # older classes read it and do not pass it on
             taken = inspect.signature(self._class).parameters
-            given = {"task": task, "model": self._model, "auxiliary_models": self._auxiliaries}
+            others = self._auxiliaries or None
+            given = {"task": task, "model": self._model, "auxiliary_models": others}
             if "auxiliary_model_wrappers" in taken:
-                given["auxiliary_model_wrappers"] = self._auxiliaries
+                given["auxiliary_model_wrappers"] = others
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
                 given = {name: value for name, value in given.items() if name in taken}
             workflow.__init__(**given)

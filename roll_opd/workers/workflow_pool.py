@@ -25,6 +25,7 @@ from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.workflow import TIMEOUT, Job, Outcome
 
 DIED = "worker_died"
+MISSING = "missing"  # what has been told: runs that a call has left out
 MOST_DEATHS = 3  # of processes that had a run: then it is the run that kills them
 HOPELESS = 32  # runs that fail before any succeeds: then it is not the rows
 LATE_SECONDS = 60.0  # beyond workflow_timeout, after which a process that does not answer is taken for stuck
@@ -114,6 +115,8 @@ class WorkflowPool:
         runs = self._failures.total() + self._succeeded
         metrics = {f"workflow/failed/{kind}": float(count) for kind, count in sorted(self._failures.items())}
         metrics |= {"workflow/runs": float(runs), "workflow/restarts": float(self._restarts)}
+        if self._repeats:
+            metrics["workflow/missing_runs"] = float(self._missing_runs)
         metrics |= {f"workflow/endpoint/{what}": float(n) for what, n in sorted(self._requests.items())}
         metrics |= {name: sum(values) / len(values) for name, values in self._own.items()}
         if self._seconds:
@@ -139,7 +142,7 @@ class WorkflowPool:
 
     def _reset(self) -> None:
         self._failures: Counter[str] = Counter()
-        self._succeeded = self._restarts = self._calls_made = self._branches = 0
+        self._succeeded = self._restarts = self._calls_made = self._branches = self._missing_runs = 0
         self._requests: Counter[str] = Counter()
         self._own: dict[str, list[float]] = {}  # numbers that workflows gave, by name
         self._seconds: list[float] = []
@@ -171,6 +174,20 @@ class WorkflowPool:
             self._told.add(kind)
             warn(f"{text}\nSuch runs are left out, and counted as workflow/failed/{kind}")
         return []
+
+    def _note_missing(self, job: Job, outcome: Outcome) -> None:
+        """Count runs that a call has made nothing of while it made others; tell of the first."""
+        missing = [run for run in job.runs if not outcome.made.get(run)]
+        if not missing or len(missing) == len(job.runs):
+            return  # a call that makes nothing at all says that the row is not to be learned from
+        self._missing_runs += len(missing)
+        if MISSING not in self._told:
+            self._told.add(MISSING)
+            warn(
+                f"workflow {self.plan.workflow}: a call that was to make {len(job.runs)} runs made"
+                f" {len(job.runs) - len(missing)}: write can_repeat = False where one call makes one run, or return"
+                " experiences of every run, with eid.run. Missing runs are counted as workflow/missing_runs"
+            )
 
     def _with_teacher(self, made: Experience) -> Experience:
         """Give log-probs that the workflow brought the name of the teacher that they stand in for."""
@@ -204,6 +221,7 @@ class WorkflowPool:
                 self._seconds.append(time.monotonic() - begun)
                 self._calls_made += outcome.calls
                 self._branches += outcome.branches
+                self._note_missing(job, outcome)
                 self._requests += outcome.requests
                 return outcome
             finally:

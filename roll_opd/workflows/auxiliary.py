@@ -7,6 +7,8 @@ from typing import Any
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper, Responses, RunState
+from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
+from roll_opd.workflows.turns import Turns
 
 OTHERS = 2**32  # where seeds of auxiliary models begin, far from draws
 
@@ -20,6 +22,11 @@ class AuxiliaryModel(ModelWrapper):
         self._number, self._sampling = number, sampling
 
     @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """How it samples unless a call says more, in the words of OpenAI's chat completions."""
+        return generate_kwargs(self._sampling)
+
+    @property
     def history(self) -> list[Experience]:
         """Nothing: what it answers is not kept."""
         return []
@@ -27,6 +34,9 @@ class AuxiliaryModel(ModelWrapper):
     def branches(self) -> list[Experience]:
         """Return nothing, likewise."""
         return []
+
+    def _turns(self) -> Turns:
+        return Turns(self.tokenizer)
 
     def _state(self) -> RunState:
         """Return a state of its own for each call: nothing is kept of it but how many there were."""
@@ -47,9 +57,12 @@ class RemoteResponse:
 class RemoteModel:
     """A model behind an OpenAI-compatible address. It answers messages; tokens and log-probs are not known of it."""
 
-    def __init__(self, name: str, base_url: str, api_key: str) -> None:
-        """`name` is what it is called there."""
-        self.model_path, self.base_url, self.api_key = name, base_url, api_key
+    def __init__(self, model_name: str, base_url: str, api_key: str, name: str | None = None) -> None:
+        """`model_name` is what it is called there, `name` what the configuration calls it."""
+        self.base_url, self.api_key = base_url, api_key
+        self.model_path = self.model_name = model_name
+        self.config = self.model_config = ModelFacts(model_name, name)
+        self.generate_kwargs: dict[str, Any] = {}  # as it is set there
         self.api_address = base_url.removesuffix("/v1")
 
     def get_openai_client(self) -> Any:

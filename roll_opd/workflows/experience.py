@@ -3,8 +3,9 @@
 Legend: T tokens in all, P prompt tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T
 
 @dataclass
 class EID:
-    """Which run at a task an experience is of, and which step of it. Batch and task are numbered by the pipeline."""
+    """Which run at a task an experience is of, and which step of it. Batch and task are numbered by the pipeline.
+
+    A workflow that makes experiences of several kinds says in `task` which kind each is of; kinds are not compared.
+    """
 
     batch: int | str = ""
     task: int | str = ""
@@ -108,8 +112,9 @@ class Limits:
 def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
     """Return what one call made, of each run in the order of its steps, each with its step's number.
 
-    A run that says no steps has one for each experience. Where a call made several runs, experiences say theirs in
-    `eid.run`; as many as runs that all say 0, as new ones do, are one a run. TypeError and ValueError for others.
+    A run that says no steps has one for each experience of a task. Where a call made several runs, experiences say
+    theirs in `eid.run`; as many as runs that all say 0, as new ones do, are one a run. TypeError and ValueError for
+    others.
     """
     found: dict[int, list[tuple[int, Experience]]] = {}
     for one in made:
@@ -127,7 +132,8 @@ def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int
         if any(step for step, _ in steps):
             steps.sort(key=lambda pair: pair[0])
         else:
-            found[run] = [(place, one) for place, (_, one) in enumerate(steps)]
+            places: dict[str, Iterator[int]] = {}
+            found[run] = [(next(places.setdefault(str(one.eid.task), count())), one) for _, one in steps]
     return found
 
 
@@ -163,9 +169,10 @@ def trained(
     if reward is not None and not np.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
     suffix = f".{place}" if place else ""
+    group = _group(prompt, draw, made.eid.task)
     return Trained(
-        id=f"{prompt.id}#{draw}/{run}{suffix}",
-        group_id=f"{prompt.id}#{draw}",
+        id=f"{group}/{run}{suffix}",
+        group_id=group,
         run=run,
         step=place if step is None else int(step),
         tag=prompt.tag,
@@ -180,6 +187,12 @@ def trained(
         teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
         metrics=_numbers(made.metrics),
     )
+
+
+def _group(prompt: Prompt, draw: int, task: Any) -> str:
+    """Return what an experience is compared with: the draw, and the kind where the workflow says one."""
+    kind = "" if task is None or str(task) in ("", str(prompt.id)) else ":" + str(task).replace("#", "%23")
+    return f"{prompt.id}#{draw}{kind}"  # of an id, what stands before the last # is the prompt's
 
 
 def _column(values: Any, name: str, length: int) -> np.ndarray | None:

@@ -10,6 +10,7 @@ from roll_opd.extensions import Part, Registry
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper
+from roll_opd.workflows.trinitys import advice
 
 Class = TypeVar("Class", bound=type)
 
@@ -84,16 +85,20 @@ class Workflow:
     def __init__(self, model: ModelWrapper, task: Task | None = None, auxiliary_models: list | None = None) -> None:
         if task is not None:
             self.task = task
-        self.model, self.auxiliary_model_wrappers = model, auxiliary_models
+        self.model, self.auxiliary_model_wrappers = model, auxiliary_models or None
         self.repeat_times, self.run_id_base = 1, 0
         self.logger = logging.getLogger(type(self).__module__)
 
     @cached_property
-    def auxiliary_models(self) -> list:
-        """The auxiliary models as OpenAI clients, whose `model_path` is the name; the models are in the wrappers."""
-        models = self.auxiliary_model_wrappers or []
-        return [
-            model.get_openai_async_client() if flag(self, "is_async") else model.get_openai_client() for model in models
+    def auxiliary_models(self) -> list | None:
+        """The auxiliary models as OpenAI clients, whose `model_path` is the name; the models are in the wrappers.
+
+        Both are None where there are none.
+        """
+        is_async = flag(self, "is_async")
+        return self.auxiliary_model_wrappers and [
+            model.get_openai_async_client() if is_async else model.get_openai_client()
+            for model in self.auxiliary_model_wrappers
         ]
 
     @property
@@ -154,9 +159,17 @@ class Modules(Registry[dict]):
 
         return decorate
 
-    def register_module(self, name: str, **_: Any) -> Callable[[Class], Class]:
-        """Make a class known as `name`."""
-        return self.register(name)
+    def register_module(self, name: str, **facts: Any) -> Callable[[Class], Class]:
+        """Make a class known as `name`; the package's own say their `arguments`."""
+        return self.register(name, **facts)
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """Return the class that `name` means; the error for one of Trinity-RFT's own says where that is."""
+        if "." not in name and name not in self._declared and name not in self._registered:
+            theirs = advice(name)
+            if theirs:
+                raise self.error(f"unknown {self.kind} {name!r}: {theirs}")
+        return super().find(name)
 
     def get(self, name: str) -> Any:
         """Return the class that `name` means."""

@@ -20,6 +20,7 @@ from roll_opd.data.order import derived_seed
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.errors import NoRoomError
 from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
 from roll_opd.workflows.turns import Call, Turns, experience
 
 Value = TypeVar("Value")
@@ -146,12 +147,30 @@ class ModelWrapper:
         model_path: str,
         max_model_len: int,
         loop: asyncio.AbstractEventLoop,
+        name: str | None = None,
     ) -> None:
-        self.model_path = model_path
+        self.config = ModelFacts(model_path, name)
         self.tokenizer = tokenizer
         self._engines, self._max_model_len, self._loop = engines, max_model_len, loop
         self._most_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         self.endpoint: Any = None  # an `Endpoint`, which in turn asks this model
+
+    @property
+    def model_path(self) -> str:
+        """The directory of the model, by which an OpenAI client asks for it."""
+        return self.config.model_path
+
+    model_name = model_path
+
+    @property
+    def model_config(self) -> ModelFacts:
+        """What `config` is, under Trinity-RFT's other name."""
+        return self.config
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """How it samples unless a call says more, in the words of OpenAI's chat completions."""
+        return generate_kwargs(self._run().sampling)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Responses:
         """Return `n` responses to a conversation, through the tokenizer's chat template.
@@ -206,6 +225,14 @@ class ModelWrapper:
             response.messages, response.prompt_text = given, text
             response.tools = [dict(tool) for tool in tools or ()] or None
         return answered
+
+    async def get_message_token_len(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many tokens the prompt of `chat` has for a conversation. Nothing is asked."""
+        given = [dict(message) for message in messages]
+        turns = self._turns()
+        goes_on = bool(given) and given[-1].get("role") == "assistant"
+        text = self._conversation(turns, given, None, goes_on=goes_on, add_generation_prompt=not goes_on)
+        return len(turns.tokens(text)[0])
 
     def forget(self, answered: Sequence[tuple[Experience, Call]]) -> None:
         """Take back what `answer` returned: it did not reach who asked."""
@@ -437,6 +464,10 @@ class ModelWrapper:
     def _state(self) -> RunState:
         """Return where a call and its answers are kept."""
         return self._run()
+
+    def _turns(self) -> Turns:
+        """Return the calls that a conversation may go on with."""
+        return self._run().turns_of(self.tokenizer)
 
     def _may_wait(self) -> None:
         """Raise RuntimeError on the event loop, where to wait stops everybody."""

@@ -10,10 +10,9 @@ from roll_opd.workflows.interface import Workflow
 class MultiTurnWorkflow(Workflow):
     """Talks with the model, and makes one experience of the messages; what others said in between is not learned.
 
-    One call makes all runs at a task unless a subclass says `can_repeat = False`.
+    One call makes one run at a task, as in Trinity-RFT. A subclass whose call makes all of them says so with
+    `can_repeat = True` and gives each experience its `eid.run`.
     """
-
-    can_repeat = True
 
     def process_messages_to_experience(
         self,

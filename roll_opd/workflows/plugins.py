@@ -38,7 +38,13 @@ def load_plugins(directory: str) -> None:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a module can fail in any way, and call exit(), too
-            raise WorkflowError(f"plugin_dir: {file} cannot be imported:\n{own_traceback(error)}") from error
+            advice = ""
+            if isinstance(error, ImportError) and "relative import" in str(error):
+                advice = (
+                    "\nA file of plugin_dir is a module by itself: write `from other import ...` for `from .other"
+                    " import ...`, and `from roll_opd.workflows import ...` for what was Trinity-RFT's"
+                )
+            raise WorkflowError(f"plugin_dir: {file} cannot be imported:\n{own_traceback(error)}{advice}") from error
 
 
 def find_workflow(name: str, plugin_dir: str | None) -> Any:

@@ -1,6 +1,8 @@
 """Reward functions that a workflow calls itself: `RewardFn`, and the names by which configurations find them."""
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from roll_opd.workflows.errors import WorkflowError
@@ -19,6 +21,14 @@ class RewardFn(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Return the parts of the reward."""
+
+
+def parts_of(function: Any, told: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a reward function says of a response; of what is `told` it gets what it takes."""
+    taken = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        told = {name: value for name, value in told.items() if name in taken}
+    return dict(function(**told))
 
 
 REWARD_FUNCTIONS = Modules(

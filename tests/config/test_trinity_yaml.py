@@ -49,7 +49,7 @@ buffer:
       split: train
       format: {prompt_key: question, response_key: answer, system_prompt: Add.}
       rollout_args: {temperature: 0.7, logprobs: 0}
-      workflow_args: {use_base: true}
+      workflow_args: {}
       enable_progress_bar: false
     eval_tasksets:
       - name: held
@@ -198,7 +198,7 @@ def test_grpo_without_gpus(plan: Planner, root: Path) -> None:
     assert found.rollout.sampling.temperature == 0.7
     assert found.data.prompt_length and found.rollout.max_model_len == 32 + 48
     assert found.workflow and found.workflow.workflow == "math_workflow" and found.workflow.workflow_timeout == 900
-    assert found.workflow.system_prompt == "Add." and found.workflow.workflow_args == {"use_base": True}
+    assert found.workflow.system_prompt == "Add." and not found.workflow.workflow_args
     assert found.workflow.workflow_workers == 2  # of 3: as many as there are slots
     assert found.validation and found.validation.sampling.n == 2 and found.validation.sampling.top_k == 20
     assert found.eval_steps == 10 and found.checkpoint.save_steps == 40 and found.checkpoint.max_ckpt_to_keep == 5
@@ -269,6 +269,23 @@ def test_a_reward_that_the_workflow_calls(plan: Planner, workflow: str, name: st
     assert found.workflow.workflow_reward_args == {"a": 1}
 
 
+def test_workflows_of_mathematics(plan: Planner, refusals: Any) -> None:
+    """What their arguments and rewards change there, they change here."""
+    place = "buffer.explorer_input"
+    boxed = {f"{place}.default_workflow_type": "math_boxed_workflow"}
+    thinking = {f"{place}.taskset.workflow_args": {"with_think": True, "format_score_coef": 0.2}}
+    found, _ = plan(GRPO, {**boxed, **thinking})
+    assert found.workflow and found.workflow.workflow_reward == "math_boxed_reward" and not found.rewards
+    assert found.workflow.workflow_args == {"with_think": True, "format_score_coef": 0.2}
+    found, _ = plan(GRPO, {**boxed, f"{place}.taskset.workflow_args": {"use_base": True}})
+    assert found.workflow and found.workflow.workflow_reward is None and found.rewards[0].terms[0].worker == "math_rule"
+    assert all("unknown argument of math_workflow" in problem for problem in refusals(GRPO, thinking))
+    own = {f"{place}.taskset.format.system_prompt": ...}
+    assert plan(GRPO, own)[0].workflow.system_prompt is None
+    found, told = plan(GRPO, {**own, f"{place}.default_reward_fn_type": "accuracy_reward"})
+    assert found.workflow and found.workflow.system_prompt == "" and "system_prompt" in told
+
+
 def test_overrides_are_of_our_keys(plan: Planner) -> None:
     more = ("max_steps=3", "+student_infer.generating_args.top_k=5", "~opd_kl_coef", "exp_name=other")
     found, _ = plan(DISTIL, {}, *more)
@@ -296,6 +313,100 @@ def test_models_that_workflows_ask(plan: Planner, root: Path) -> None:
     (teacher,) = found.workflow.auxiliary_models
     assert teacher.engine.model.path == found.teachers[0].worker.model.path
     assert plan(DISTIL, {})[0].workflow.auxiliary_models == ()
+
+
+def test_an_auxiliary_model_samples_as_it_is_written(plan: Planner, root: Path) -> None:
+    """What it does not say is the student's, as there; lengths that say nothing more are listed."""
+    judge = {"model_path": str(root / "teacher"), "max_prompt_tokens": 20, "max_response_tokens": 9, "temperature": 0.3}
+    other = {"model_path": str(root / "teacher"), "max_model_len": 64, "max_prompt_tokens": 20, "top_p": 0.5}
+    found, told = plan(GRPO, {"explorer.auxiliary_models": [judge, other], "model.temperature": 0.8})
+    one, two = (model.engine for model in found.workflow.auxiliary_models)
+    assert (one.sampling.temperature, one.sampling.max_new_tokens, one.max_model_len) == (0.3, 9, 29)
+    assert (two.sampling.temperature, two.sampling.top_p, two.sampling.max_new_tokens) == (0.8, 0.5, 48)
+    assert "auxiliary_models.1.max_prompt_tokens: max_model_len says" in told
+    found, _ = plan(GRPO, {"explorer.auxiliary_models": [other]})
+    assert found.workflow.auxiliary_models[0].engine.sampling.temperature == 1.0
+    found, _ = plan(
+        DISTIL,
+        {
+            "buffer.explorer_input.default_workflow_type": "my_workflows.Mine",
+            "explorer.auxiliary_models": [{**judge, "max_response_tokens": 11}],
+        },
+    )
+    assert found.teachers and found.workflow.auxiliary_models[0].engine.sampling.max_new_tokens == 11
+
+
+def test_keys_of_0_6(plan: Planner) -> None:
+    place, engine = "buffer.explorer_input.taskset", "explorer.rollout_model"
+    mapped = {
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",  # beside the loss's own, which it takes the place of
+        "algorithm.optimizer.clip_grad": 0.25,
+        "trainer.grad_clip": ...,
+        "model.repetition_penalty": 1.5,
+        f"{engine}.temperature": 0.5,
+        f"{engine}.top_p": 0.7,
+        f"{place}.rollout_args": {"logprobs": 0},
+    }
+    nothing = {
+        "algorithm.bypass_old_logprobs": True,
+        "algorithm.rollout_correction": {"bypass_mode": True},
+        "algorithm.kl_penalty_fn": "none",
+        "model.enable_thinking": False,
+        "model.trust_remote_code": True,
+        f"{place}.data_selector": {"selector_type": "shuffle", "seed": 3},
+        f"{engine}.data_parallel_size": 1,
+        f"{engine}.logprobs": 0,
+        f"{engine}.enable_chunked_prefill": True,
+        "trainer.megatron": {"tensor_model_parallel_size": 2},
+        "trainer.critic_warmup": 0,
+        "trainer.param_offload": True,
+        "trainer.use_remove_padding": True,
+        "synchronizer.explorer_sync_interval": 4,
+    }
+    found, told = plan(GRPO, {**mapped, **nothing})
+    assert found.objective.loss_agg_mode == "seq-mean-token-mean"
+    assert found.student.optimizer.max_grad_norm == 0.25
+    sampling = found.rollout.sampling
+    assert (sampling.repetition_penalty, sampling.temperature, sampling.top_p) == (1.5, 0.5, 0.7)
+    assert found.validation and found.validation.sampling.repetition_penalty == 1.5
+    assert "enable_chunked_prefill" not in found.rollout.engine_args
+    dropped = told.partition("and these mean nothing here")[2]
+    for key in nothing:
+        assert key in dropped, key
+    assert f"{engine}.enable_chunked_prefill: this machine has no GPUs" in dropped
+    read = " ".join(told.partition("and these mean nothing here")[0].split())
+    assert f"{place}.path + {place}.subset_name + {place}.split -> actor_train.data_args.file_name" in read
+    assert "trainer.use_dynamic_bsz -> actor_train.use_dynamic_batching_in_train" in read
+
+
+@pytest.mark.usefixtures("gpus")
+def test_training_by_megatron_there_is_spread_as_there(plan: Planner) -> None:
+    megatron = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    found, _ = plan(GRPO, {"trainer.trainer_strategy": "megatron", "trainer.megatron": megatron})
+    layout = found.student.layout
+    assert (layout.tp, layout.pp, layout.dp, layout.sequence_parallel) == (2, 2, 1, True)
+    assert found.student.mini_batch_sequences == 32
+    found, told = plan(GRPO, {"trainer.megatron": megatron, "explorer.rollout_model.enable_chunked_prefill": True})
+    assert found.student.layout.pp == 1 and "trainer_strategy is not megatron" in told
+    assert found.rollout.engine_args["enable_chunked_prefill"] is True
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+@pytest.mark.parametrize("text", [GRPO, DISTIL, PPO, CHORD])
+def test_no_key_vanishes(text: str, has_gpus: bool) -> None:
+    """Whatever is written and not refused stands in the list, itself or in a section that does."""
+    whole = yaml.safe_load(text.replace("{root}", "/root"))
+    tell = Diagnostics()
+    read = translated(whole, tell, Machine(8, has_gpus), lambda path, *_: [path], lambda files: 40)
+    listed = {key for keys, *_ in read.mapped for key in keys.split(" + ")} | read.unread.keys()
+    for place in places(whole):
+        key, value = ".".join(map(str, place)), whole
+        for part in place:
+            value = value[part]
+        if isinstance(value, dict | list) or key.startswith("trainer.trainer_config"):
+            continue
+        key = key.replace("explorer_input.tasksets.0", "explorer_input.taskset")
+        assert any(key == other or key.startswith(f"{other}.") for other in listed), key
 
 
 @pytest.mark.usefixtures("gpus")
@@ -385,6 +496,9 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         (GRPO, {"buffer.batch_size": 0}, "a whole number of at least 1"),
         (GRPO, {"buffer.batch_size": 100}, "less than one step of 100"),
         (GRPO, {"buffer": 3}, "expected a section with keys"),
+        (GRPO, {"explorer.never_heard": 3}, "keys of Trinity-RFT up to 0.6 that this package knows"),
+        (GRPO, {"algorithm.rollout_correction": {"rollout_is": "token"}}, "train_infer_correction"),
+        (GRPO, {"explorer.rollout_model.data_parallel_size": 2}, "write more engines"),
         (GRPO, {"data": {"dataset_path": "x"}}, "before 0.2"),
         (GRPO, {"algorithm.algorithm_type": "grop"}, "grop"),
         (GRPO, {"trainer.grad_clip": "much"}, "max_grad_norm"),  # our own check, with the place of their key

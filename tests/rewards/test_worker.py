@@ -10,6 +10,7 @@ import pytest
 
 from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.completion import Completion
@@ -17,6 +18,24 @@ from roll_opd.rollout.workflow import experience_of
 from roll_opd.workers.reward import RewardWorker
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
+
+
+def experience(tokens: np.ndarray, prompt_length: int) -> Experience:
+    """A step of one and the same run."""
+    length = len(tokens) - prompt_length
+    return Experience(
+        id="a#0/0",
+        group_id="a#0",
+        tag="t",
+        domain="code",
+        tokens=tokens,
+        prompt_length=prompt_length,
+        action_mask=np.ones(length, bool),
+        rollout_logprobs=None,
+        finish_reason="stop",
+        weights_version=0,
+    )
+
 
 # of what the question and its cases say, and nothing else
 USERS_MODULE = """
@@ -64,3 +83,12 @@ def test_a_users_reward_reads_the_prompt_and_the_rows_other_keys(tmp_path: Path,
         return {number: score.value for answer in answers for number, score in answer.scores}
 
     assert asyncio.run(scored()) == {0: 3.0, 1: 10.0, 2: 0.0, 3: 0.0}
+
+
+def test_each_step_of_a_run_is_read_with_its_own_prompt(worker) -> None:
+    tokenizer = load_tokenizer(str(MODEL))
+    samples = []
+    for number in range(2):
+        tokens = np.array(tokenizer(f"{number}+1={number + 1}").input_ids)
+        samples.append(experience(tokens, len(tokens) - 1))
+    assert [sample.prompt for sample in worker._samples(samples)] == ["0+1=", "1+1="]

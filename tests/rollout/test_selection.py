@@ -1,6 +1,7 @@
 """Which groups a step learns from: the first that pass, whatever the order in which they are finished."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,16 @@ def test_where_nothing_is_compared_a_response_goes_alone() -> None:
     found = without_rejected(made, rewards)
     assert [e.loss_mask is None for e in found] == [True, False, False, True, True]
     assert not any(e.loss_mask.any() for e in found if e.loss_mask is not None)
+
+
+def test_kinds_of_samples_are_filtered_apart() -> None:
+    """Answers that are all right, beside judgements that are all wrong: together they would differ, and pass."""
+    for filter_ in (MEAN, STD):
+        passes = group_filter([RewardPlan("math", (), query_filter=filter_)])
+        for judged, expected in (([0.0, 0.0], False), ([0.0, 1.0], True), ([None, None], False)):
+            answers = [sample(0, number, 1.0) for number in range(2)]
+            judgements = [replace(sample(0, n, reward), group_id="0:judged") for n, reward in enumerate(judged)]
+            assert passes([*answers, *judgements]) is expected
 
 
 def test_without_a_filter_there_is_no_test() -> None:

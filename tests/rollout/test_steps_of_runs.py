@@ -1,5 +1,7 @@
 """Runs of several steps: what compares the runs at a prompt counts each once, whatever its number of steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.workers.errors import RunError
 
 
 def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Experience:
@@ -37,7 +40,7 @@ def advantages(experiences: list[Experience], name: str, **arguments) -> list[fl
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
 def test_baselines_count_runs(name: str, seed: int) -> None:
-    """Naively: compare the runs by their mean rewards, then measure each step against its run's mean and scale."""
+    """Naively: a step is measured against the mean of the runs' mean rewards and the larger of two deviations."""
     rng = np.random.default_rng(seed)
     experiences, runs = [], []
     for group in "abc":
@@ -49,8 +52,50 @@ def test_baselines_count_runs(name: str, seed: int) -> None:
     of_runs = {(e.group_id, e.run): e.metrics for e in external_advantages(runs, objective)}
     for experience in external_advantages(experiences, objective):
         metrics = of_runs[experience.group_id, experience.run]
-        expected = (experience.reward - metrics["reward_mean"]) / metrics["reward_scale"]
+        scale = metrics["reward_scale"]
+        if name == "grpo":
+            steps = [e.reward for e in experiences if e.group_id == experience.group_id]
+            mean = sum(steps) / len(steps)
+            deviation = (sum((reward - mean) ** 2 for reward in steps) / (len(steps) - 1)) ** 0.5
+            scale = max(scale, deviation + 1e-6)
+        expected = (experience.reward - metrics["reward_mean"]) / scale
         assert experience.advantages[0] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_steps_of_equal_runs_are_no_giants() -> None:
+    """Each run has the steps 0 and -1: runs without any deviation, steps with one of 0.58 (of four numbers)."""
+    experiences = [step("a", run, number, -float(number)) for run in range(2) for number in range(2)]
+    assert advantages(experiences, "grpo") == pytest.approx([0.5 / (1 / 3) ** 0.5, -0.5 / (1 / 3) ** 0.5] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_advantage_of_a_step_is_bounded(seed: int) -> None:
+    """By sqrt(n) of n steps in runs of one length, as where n samples are compared, and by sqrt(1.5 n) in others.
+
+    A step's distance from the mean of runs is v · r with sum(v) = 0 and |v|² <= 1 + 1 / runs, so that it is at most
+    sqrt((1 + 1 / runs) (n - 1)) deviations.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = [3] * 4 if seed % 2 else [int(length) for length in rng.integers(1, 9, int(rng.integers(2, 5)))]
+    spread = 10.0 ** rng.integers(-3, 4)
+    experiences = []
+    for run, length in enumerate(lengths):
+        rewards = rng.normal(size=length) ** 3 * spread
+        if seed % 4 < 2:
+            rewards -= rewards.mean()  # runs that are nearly equal
+        experiences += [step("a", run, number, float(reward)) for number, reward in enumerate(rewards)]
+    largest = max(map(abs, advantages(experiences, "grpo")))
+    assert 0 < largest <= (sum(lengths) * (1 if seed % 2 else 1.5)) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "opmd"])
+def test_runs_of_one_step_are_as_samples(name: str) -> None:
+    """To the bit, also in a group beside one whose runs have several."""
+    rng = np.random.default_rng(3)
+    single = [step("a", run, 0, float(rng.normal())) for run in range(5)]
+    others = [step("b", run, number, float(rng.normal())) for run in range(3) for number in range(2)]
+    samples = [step("a", None, 0, e.reward) for e in single]
+    assert advantages(single, name) == advantages(samples, name) == advantages([*single, *others], name)[:5]
 
 
 def test_a_step_more_changes_nothing_for_the_other_runs() -> None:
@@ -88,3 +133,12 @@ def test_metrics_of_rewards_count_runs(seed: int) -> None:
     assert found["reward/math/max"] == max(means)
     right = [sum(mean >= 1 for mean in means[start : start + 4]) for start in (0, 4, 8)]
     assert found["val_correct/all/avg@4"] == pytest.approx(np.mean(right) / 4)
+
+
+def test_a_reward_that_is_missing_is_asked_of_the_workflow() -> None:
+    unscored = replace(step("a", 0, 0, 1.0), reward=None)
+    objective = ObjectivePlan(adv_estimator="grpo", init_kl_coef=0.0)
+    with pytest.raises(RunError, match="has no reward: workflow mine should return experiences with a reward, or its"):
+        external_advantages([unscored], objective, workflow="mine")
+    with pytest.raises(RunError, match="has no reward: its row needs a ground_truth"):
+        external_advantages([unscored], objective)

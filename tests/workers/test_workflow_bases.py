@@ -10,13 +10,20 @@ import torch
 from transformers import AutoTokenizer
 
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.experience import one_a_run
 from roll_opd.data.prompts import Prompt
 from roll_opd.rollout.advantages import external_advantages
+from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.workflows import (
+    AccuracyReward,
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
+    CountDownRewardFn,
     Experience,
     FormatConfig,
+    FormatReward,
+    MathBoxedRewardFn,
+    MathRewardFn,
     ModelWrapper,
     MultiTurnWorkflow,
     RewardPropagationWorkflow,
@@ -27,7 +34,7 @@ from roll_opd.workflows import (
 from roll_opd.workflows.builtin.multi_step import FEEDBACK, TryAgainWorkflow
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import EID, Limits, by_run, trained
-from roll_opd.workflows.plugins import find_reward
+from roll_opd.workflows.plugins import find_reward, load_plugins
 from tests.workers.sampled import Sampled
 from tests.workers.test_workflow_endpoint import Served, served
 from tests.workers.test_workflow_turns import play
@@ -152,12 +159,14 @@ def test_a_conversation_becomes_one_experience(is_awaited: bool, tokenizer: Any)
             given = {"messages": messages, "reward": 0.5, "info": {"steps": 2, "won": True, "who": "me"}}
             if is_awaited:
                 return [await self.process_messages_to_experience_async(**given, truncate_status="cut")]
-            return [self.process_messages_to_experience(**given, truncate_status="cut")]
+            return [
+                self.process_messages_to_experience(**given, truncate_status="cut") for _ in range(self.repeat_times)
+            ]
 
     engine = Sampled(tokenizer, ANSWERS)
     (made,) = done(Talk, engine, tokenizer)
     assert made.reward == 0.5 and made.metrics == {"steps": 2.0, "won": 1.0} and made.truncate_status == "cut"
-    assert made.info["who"] == "me" and Talk.can_repeat
+    assert made.info["who"] == "me" and not Talk.can_repeat
     sampled = np.concatenate([completion.tokens for completion in engine.answered])
     np.testing.assert_array_equal(made.tokens[made.prompt_length :][made.action_mask].numpy(), sampled)
 
@@ -216,6 +225,33 @@ def test_runs_and_steps_that_nobody_said() -> None:
         by_run(["no"], [0])
 
 
+def test_kinds_of_experiences_are_compared_apart() -> None:
+    """A student that also judges: naively, answers are compared with answers, and judgements with judgements."""
+    prompt, runs = Prompt("p#1", 0, "t", np.array([1]), None, {}), range(3)
+    answers, judgements = [1.0, 0.0, 0.0], [0.2, 0.4, 0.9]
+    made = [
+        Experience(tokens=[1, 2], logprobs=[-0.5], reward=reward, eid=EID(run=run, task=kind))
+        for kind, rewards in (("p#1", answers), ("p#1-judge", judgements))
+        for run, reward in enumerate(rewards)
+    ]
+    found = [
+        trained(one, Limits(10, 5), prompt, 4, run, place, step)
+        for run, of_run in by_run(made, runs).items()
+        for place, (step, one) in enumerate(of_run)
+    ]
+    assert len({one.id for one in found}) == len(made) and {one.step for one in found} == {0}
+    assert {one.id.rpartition("#")[0] for one in found} == {prompt.id}
+    groups = {one.group_id for one in found}
+    assert len(groups) == 2 and "p#1#4" in groups
+    assert len(one_a_run(found)) == len(made) and opd_metrics(found)["critic/score/max"] == 1.0
+    objective = ObjectivePlan(adv_estimator="grpo", init_kl_coef=0.0)
+    for one in external_advantages(found, objective):
+        rewards = answers if one.group_id == "p#1#4" else judgements
+        expected = (rewards[one.run] - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
+        assert one.advantages is not None
+        np.testing.assert_allclose(one.advantages, expected, rtol=1e-9)
+
+
 def test_a_wrong_answer_is_tried_again(tokenizer: Any) -> None:
     row = {"question": "12+34=", "answer": "46", "note": "x"}
     task = Task(raw_task=row, format_args=FormatConfig("question", "answer"), workflow_args={"max_steps": 3})
@@ -250,6 +286,12 @@ def test_a_reward_function_is_found_and_its_arguments_are_checked(tmp_path: Path
             find_reward(name, str(tmp_path), arguments)
 
 
+def test_a_relative_import_in_a_plugin_is_advised(tmp_path: Path) -> None:
+    (tmp_path / "relative_plugin.py").write_text("from .other import something\n")
+    with pytest.raises(WorkflowError, match=r"(?s)relative_plugin\.py cannot be imported.*write `from other import"):
+        load_plugins(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "response", "truth", "parts"),
     [
@@ -282,4 +324,22 @@ def test_a_thought_is_missed() -> None:
     boxed = find_reward("math_boxed_reward", None, {})()
     given = {"truth": "2", "with_think": True, "format_score_coef": 0.3}
     assert boxed(response="\\boxed{2}", **given) == {"accuracy": 1.0, "format_score": -0.3}
-    assert boxed(response="<think>1+1</think> \\boxed{2}", **given)["format_score"] == 0
+    for response, missed in [
+        ("<think>1+1</think> \\boxed{2}", False),
+        ("Well. <think>1+1</think>", False),
+        ("<think>1</think><think>1</think>", True),
+        ("</think>1<think>", True),
+        ("<think>1", True),
+    ]:
+        assert boxed(response=response, **given)["format_score"] == (-0.3 if missed else 0)
+
+
+def test_reward_functions_take_what_trinitys_workflows_give() -> None:
+    """By place as in Trinity-RFT, and with keywords that they do not know."""
+    more = {"response_token": [1], "info": {}, "tool": None}
+    assert MathBoxedRewardFn()("\\boxed{2}", "2", True, 0.5, **more) == {"accuracy": 1.0, "format_score": -0.5}
+    for kind in (AccuracyReward, MathRewardFn):
+        assert kind()("\\boxed{2}", "1+1=", "2", **more)["accuracy"] == 1.0
+    assert FormatReward()("x", **more, truth="2", prompt="1+1=") == {"format_score": -0.1}
+    wanted = {"target": 9, "numbers": [9]}
+    assert CountDownRewardFn()("<answer>9</answer>", None, wanted, **more) == {"score": 1.0}

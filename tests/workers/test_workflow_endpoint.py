@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.tool_calls import HERMES, ToolCall, find_parser, read_hermes
-from roll_opd.workflows.auxiliary import AuxiliaryModel
+from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
 from roll_opd.workflows.builtin.agent import AgentWorkflow
 from roll_opd.workflows.endpoint import server
 from roll_opd.workflows.endpoint.server import Endpoint
@@ -621,6 +621,53 @@ def test_a_token_that_ends_a_turn_is_not_written_twice(tokenizer: Any) -> None:
         assert "<|end|><|end|>" not in tokenizer.decode(branch.tokens)
 
     served(script, tokenizer, "3<|end|>", "4<|end|>")
+
+
+def test_models_say_how_a_client_is_to_ask_them(tokenizer: Any) -> None:
+    """As Trinity-RFT's adapter of agents makes its models of auxiliary ones."""
+
+    async def script(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        sampling = SamplingPlan(max_new_tokens=5, temperature=0.25, top_p=0.5)
+        of_engine = {"model_path": "there", "max_model_len": 400, "loop": loop, "name": "judge"}
+        judge = AuxiliaryModel(0, sampling, served.engine, tokenizer, **of_engine)
+        judge.endpoint = Endpoint(judge, loop, read_hermes)
+        state = served.run()
+        assert judge.generate_kwargs == {"temperature": 0.25, "top_p": 0.5, "max_tokens": 5}
+        client = judge.get_openai_async_client()
+        await client.chat.completions.create(model=client.model_path, messages=ASKED, **judge.generate_kwargs)
+        policy = served.model
+        assert policy.generate_kwargs["max_tokens"] == state.sampling.max_new_tokens and policy.config.name is None
+        remote = RemoteModel("large", "http://x/v1", "key", "user")
+        assert remote.generate_kwargs == {} and remote.model_path == "large"
+        for model, name in ((judge, "judge"), (remote, "user")):
+            assert model.config.name == model.model_config.name == name
+        assert [model.model_name for model in (judge, policy, remote)] == ["there", policy.model_path, "large"]
+        judge.endpoint.close(state)
+
+    served(script, tokenizer)
+
+
+def test_the_length_of_messages_is_that_of_the_prompt(tokenizer: Any) -> None:
+    """Of the very tokens that `chat` would ask with; a model beside the policy counts by the template alone."""
+
+    async def script(served: Served) -> None:
+        state = served.run()
+        loop = asyncio.get_running_loop()
+        judge = AuxiliaryModel(
+            0, SamplingPlan(), served.engine, tokenizer, model_path="j", max_model_len=400, loop=loop
+        )
+        messages: list[Any] = [*ASKED]
+        for _ in range(3):
+            length = await served.model.get_message_token_len(messages)
+            written = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert await judge.get_message_token_len(messages) == len(written)
+            (response,) = await served.model.chat_async(messages)
+            assert response.prompt_length == length
+            messages += [{"role": "assistant", "content": response.response_text}, *ASKED]
+        assert len(messages) == 7 and state.calls == 3 and state.asked_others == 0
+
+    served(script, tokenizer)
 
 
 def test_auxiliary_models_keep_nothing(tokenizer: Any) -> None:

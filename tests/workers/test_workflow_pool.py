@@ -119,6 +119,23 @@ def test_one_call_makes_all_runs_of_a_workflow_that_repeats(start: Start, loop) 
     assert all(len(set(of_prompt)) == 1 for of_prompt in processes)
 
 
+def test_without_auxiliary_models_there_is_none(start: Start, loop) -> None:
+    """Workflows ask `if self.auxiliary_models is not None`, as Trinity-RFT has it."""
+    ((made,),) = run_all(loop, start("Alone", workflow_workers=1), [task(0)])
+    assert made.reward == 4
+
+
+def test_runs_that_a_call_leaves_out_are_counted(start: Start, loop, capfd) -> None:
+    pool = start("Forgetful", repeats=True)
+    made = [4, 1, 0, 3, 4]
+    found = run_all(loop, pool, [task(number, run, 4, made=made[number]) for number in range(5) for run in range(4)])
+    assert [len(one) for one in found] == [int(run < made[number]) for number in range(5) for run in range(4)]
+    assert pool.drain_metrics()["workflow/missing_runs"] == 3 + 1  # and none where nothing was made on purpose
+    assert pool.drain_metrics()["workflow/missing_runs"] == 0
+    told = capfd.readouterr().err
+    assert told.count("a call that was to make 4 runs made") == 1 and "can_repeat = False" in told
+
+
 INVALID = ("none", "text", "number", "short", "nan", "prompt", "unsampled", "floats")
 INVALID += ("twice", "taught")
 INVALID += ("foreign", "negative", "endless", "infinite")

@@ -17,10 +17,14 @@ from roll_opd.data.prompts import Prompt
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows import (
     WORKFLOWS,
+    AsyncMathBoxedWorkflow,
     Experience,
     FormatConfig,
     GenerationConfig,
+    MathBoxedRewardFn,
     MathBoxedWorkflow,
+    MathRewardFn,
+    MathWorkflow,
     ModelWrapper,
     MultiTurnWorkflow,
     RewardFn,
@@ -30,6 +34,8 @@ from roll_opd.workflows import (
     WorkflowError,
     get_logger,
 )
+from roll_opd.workflows.builtin.multi_step import TryAgainWorkflow
+from roll_opd.workflows.builtin.single_turn import BOXED, THINK_AND_BOX
 from roll_opd.workflows.experience import Limits, by_run, trained
 from tests.workers.sampled import Sampled
 from tests.workers.test_workflow_turns import play
@@ -67,7 +73,9 @@ def made_by(kind: Any, engine: Asked, runs: int = 1, **task: Any) -> list[Experi
     }
     given = Task(
         raw_task=row,
-        format_args=FormatConfig(task.pop("prompt_key", "question"), task.pop("response_key", "answer")),
+        format_args=FormatConfig(
+            task.pop("prompt_key", "question"), task.pop("response_key", "answer"), task.pop("system", None)
+        ),
         rollout_args=GenerationConfig(n=runs, temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9),
         repeat_times=runs,
         **task,
@@ -199,6 +207,81 @@ def test_a_question_that_is_elsewhere_in_the_row(engine: Asked) -> None:
     made = made_by(Nested, engine, RUNS, prompt_key="said.content", response_key="deep.answer")
     assert [one.reward for one in made] == [1.0, 0.0, 1.0]
     assert [one.metrics for one in made] == [{"right": 1.0}, {"right": 0.0}, {"right": 1.0}]
+
+
+class Told(RewardFn):
+    """Takes what it names, and nothing else."""
+
+    def __call__(self, response: str, truth: str, with_think: bool, response_token: Any, prompt: str) -> dict:
+        assert (response, truth, with_think, prompt) == ("46", "46", True, "12+34=")
+        return {"tokens": float(len(response_token))}
+
+
+class ToldAll(RewardFn):
+    """Takes whatever there is."""
+
+    def __call__(self, **told: Any) -> dict[str, float]:
+        assert told.keys() >= {"response", "truth", "prompt", "response_token", "info"}
+        assert told["format_score_coef"] == 0.3 and told["with_think"]
+        return {"all": 1.0}
+
+
+class Brief(RewardFn):
+    def __call__(self, response: str) -> dict[str, float]:
+        return {"brief": float(len(response))}
+
+
+@pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
+@pytest.mark.parametrize(
+    ("reward", "parts"),
+    [(Told, {"tokens": 3.0}), (ToldAll, {"all": 1.0}), (MathBoxedRewardFn, {"accuracy": 1, "format_score": -0.3})],
+)
+def test_reward_functions_are_told_as_trinity_tells_them(kind: Any, reward: Any, parts: dict, engine: Asked) -> None:
+    args = {"with_think": True, "format_score_coef": 0.3}
+    (made,) = made_by(kind, engine, workflow_args=args, reward_fn=reward)
+    assert made.metrics == parts and made.reward == pytest.approx(sum(parts.values()))
+
+
+def test_a_reward_function_that_takes_little(engine: Asked) -> None:
+    assert made_by(SimpleWorkflow, engine, reward_fn=Brief)[0].reward == 2.0
+    assert made_by(TryAgainWorkflow, engine, reward_fn=Brief, workflow_args={"enough": 2.0})[0].reward == 2.0
+
+
+@pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
+@pytest.mark.parametrize("system", [None, "", "Add."])
+@pytest.mark.parametrize("with_think", [False, True])
+def test_a_box_is_asked_for(kind: Any, system: str | None, with_think: bool, engine: Asked) -> None:
+    """As a system prompt, unless the configuration has one; a base model gets the plain text of Trinity-RFT."""
+    tokenizer = engine._tokenizer
+    args = {"use_base": True, "with_think": with_think}
+    chosen = {None: THINK_AND_BOX if with_think else BOXED, "": "", "Add.": "Add."}[system]
+    made_by(kind, engine, 2, workflow_args={"with_think": with_think}, system=system)
+    made_by(kind, engine, 2, workflow_args=args, system=system)
+    messages = [{"role": "system", "content": chosen}] if chosen else []
+    messages.append({"role": "user", "content": "12+34="})
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = (f"System:{chosen}\n" if chosen else "") + "User:\n12+34=\nAssistant:\n"
+    assert [tokenizer.decode(prompt) for prompt in engine.asked] == [
+        tokenizer.decode(tokenizer(text).input_ids) for text in (chat, chat, text, text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "system", "prompted"),
+    [
+        (None, None, True),
+        (MathRewardFn, None, True),
+        (MathBoxedRewardFn, None, False),
+        (Brief, None, False),
+        (None, "", False),
+        (None, "Add.", False),
+    ],
+)
+def test_answers_in_tags_are_asked_for_where_they_are_read(
+    reward: Any, system: str | None, prompted: bool, engine: Asked
+) -> None:
+    made_by(MathWorkflow, engine, reward_fn=reward, system=system)
+    assert ("<answer>" in engine._tokenizer.decode(engine.asked[0])) == prompted
 
 
 def test_log_probs_of_a_teacher_as_an_attribute(engine: Asked) -> None:

@@ -62,11 +62,26 @@ _NO_RETRY = nothing("a run that fails is left out (on_workflow_error), a process
 _TEMPLATE = only(None, "", instead="write it into chat_template of the model's tokenizer_config.json, remove the key")
 _IMAGES = only(None, "", {}, instead="rows with images cannot be trained on; remove it")
 
+_EXTERNAL = only(None, {}, {"enable": False}, instead="engines are the run's own here; remove the section")
+_ROPE = only(None, {}, instead="write it into the config.json of the model, remove the key")
+_CODE = nothing("code that comes with a model is not run")
+_LORA = only(False, None, [], {}, instead="LoRA is not available; remove it")
+_LONG_PROMPT = nothing("on_long_prompt says what becomes of a prompt that is too long")
+_LOGPROBS = nothing("the log-prob of each sampled token is always there")
+_THINKING = nothing("the model's chat template decides; a workflow may pass chat_template_kwargs")
+
+_SELECTOR: dict[str, Rule] = {}
+for _name in ("task_selector", "data_selector"):  # before 0.6, and since
+    _SELECTOR[f"{_name}.selector_type"] = only(
+        "sequential", "shuffle", "random", instead="rows come in a new random order in each pass; remove it"
+    )
+    _SELECTOR |= _below(_name, _all(NOTHING, "seed feature_keys kwargs"))
+
 TASKSET_KEYS: dict[str, Rule] = {
     **_all(PART, "path split subset_name workflow_args default_workflow_type default_reward_fn_type reward_fn_args"),
     **_below("rollout_args", _all(PART, "temperature top_p top_k max_tokens n")),
     **_below("format", _all(PART, "prompt_key response_key system_prompt reply_prefix")),
-    "rollout_args.logprobs": nothing("the log-prob of each sampled token is always there"),
+    "rollout_args.logprobs": _LOGPROBS,
     "repeat_times": PART,
     **_all(NOTHING, "name enable_progress_bar index is_eval total_epochs total_steps batch_size"),
     "storage_type": only("file", instead="rows are files; write the table into a JSONL or Parquet file, and its path"),
@@ -78,20 +93,19 @@ TASKSET_KEYS: dict[str, Rule] = {
     **_below("format", _all(NOTHING, "enable_concatenated_multi_turn")),
     "format.chat_template": _TEMPLATE,
     "mm_data_kwargs": _IMAGES,
-    "task_selector.selector_type": only(
-        "sequential", "shuffle", "random", instead="rows come in a new random order in each pass; remove it"
-    ),
-    **_below("task_selector", _all(NOTHING, "seed feature_keys kwargs")),
+    **_SELECTOR,
+    "format.enable_thinking": NOTHING,
     **_all(_OWN_LOADER, "max_retry_times max_retry_interval ray_namespace wrap_in_ray"),
 }
 
 ENGINE_KEYS: dict[str, Rule] = {
     **_all(PART, "engine_num tensor_parallel_size dtype"),
     **_all(PART, "max_model_len max_prompt_tokens max_response_tokens"),
+    **_all(PART, "temperature top_p top_k repetition_penalty"),
     "engine_type": only("vllm", "vllm_async", instead="engines are vLLM's; write vllm"),
     **_all(NOTHING, "use_v1 bundle_indices name"),
     "enable_history": nothing("what a run's calls answered is always kept"),
-    "enable_thinking": nothing("the model's chat template decides; a workflow may pass chat_template_kwargs"),
+    "enable_thinking": _THINKING,
     "enable_openai_api": nothing("every run has an OpenAI address of the model"),
     "enable_auto_tool_choice": nothing("tools that a request has may be called"),
     "reasoning_parser": nothing("a thought is a part of the response"),
@@ -99,7 +113,22 @@ ENGINE_KEYS: dict[str, Rule] = {
     "min_response_tokens": only(None, 0, 1, instead="a response may be as short as the model likes; remove it"),
     "ignore_eos": only(False, None, instead="a response ends where the model ends it; remove it"),
     "chat_template": _TEMPLATE,
-    "enable_lora": only(False, None, instead="LoRA is not available; remove it"),
+    **_all(_LORA, "enable_lora enable_runtime_lora_updating lora_modules lora_kwargs"),
+    "logprobs": _LOGPROBS,
+    "trust_remote_code": _CODE,
+    "enable_prompt_truncation": _LONG_PROMPT,
+    **_all(only(1, 0, None, instead="write more engines (engine_num)"), "data_parallel_size"),
+    **_all(only(1, 0, None, instead="an engine is spread by tensor_parallel_size alone"), "pipeline_parallel_size"),
+    "enable_expert_parallel": only(False, None, instead="an engine is spread by tensor_parallel_size alone; remove it"),
+    "extra_engine_args": only(None, {}, instead="override strategy_args.strategy_config of the role; remove it"),
+    "enable_multimodal": only(False, None, instead="images cannot be trained on; remove it"),
+    "enable_return_routed_experts": only(False, None, instead="routes of experts are not replayed; remove it"),
+    "external_model_config": _EXTERNAL,
+    **_all(_ROPE, "rope_scaling rope_theta"),
+    "base_port": nothing("endpoint_port is the port of the policy's address"),
+    "api_key": nothing("endpoint_api_key is the key of the policy's address"),
+    **_all(NOTHING, "gpu_per_engine enable_log_requests nnodes node_rank weight_sync_buffer_size engine_id"),
+    **_all(NOTHING, "ray_namespace ray_actor_name sync_method checkpoint_job_dir cuda_visible_devices"),
 }
 # of the student's engines alone: a teacher is scored by Megatron here
 ROLLOUT_KEYS: dict[str, Rule] = {
@@ -107,19 +136,16 @@ ROLLOUT_KEYS: dict[str, Rule] = {
     "seed": to("seed"),
     "tool_call_parser": to("tool_call_parser"),
     "model_path": nothing("it is that of the student"),
-    "gpu_memory_utilization": PART,
-    **{
-        key: to(f"{{infer}}.strategy_args.strategy_config.{key}")
-        for key in ("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
-    },
+    **_all(PART, "gpu_memory_utilization enable_chunked_prefill"),
+    **{key: to(f"{{infer}}.strategy_args.strategy_config.{key}") for key in ("enforce_eager", "enable_prefix_caching")},
 }
 _SCORED = nothing("a teacher is a Megatron model that scores given tokens")
 TEACHER_KEYS: dict[str, Rule] = {
-    "model_path": PART,
-    **_all(
-        _SCORED, "seed gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill temperature"
-    ),
     **ENGINE_KEYS,
+    "model_path": PART,
+    **_all(_SCORED, "seed gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill"),
+    **_all(_SCORED, "max_model_len max_prompt_tokens max_response_tokens logprobs"),
+    **_all(_SCORED, "temperature top_p top_k repetition_penalty"),
 }
 
 # of models that workflows ask
@@ -128,9 +154,7 @@ AUXILIARY_KEYS: dict[str, Rule] = {
     "model_path": PART,
     "name": PART,
     "tool_call_parser": nothing("the student's is that of all models"),
-    **_all(
-        NOTHING, "seed temperature gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill"
-    ),
+    **_all(NOTHING, "seed gpu_memory_utilization enforce_eager enable_prefix_caching enable_chunked_prefill"),
 }
 
 # veRL's own, of which these are read and the rest is not
@@ -150,7 +174,7 @@ KEYS: dict[str, Rule] = {
     **_all(PART, "project checkpoint_root_dir"),
     "name": to("exp_name"),
     "continue_from_checkpoint": to("resume_from_checkpoint"),
-    **_all(NOTHING, "group ray_namespace checkpoint_job_dir log"),
+    **_all(NOTHING, "group ray_namespace checkpoint_job_dir log ignore_validator_suggestions"),
     "algorithm.algorithm_type": PART,
     "algorithm.repeat_times": to("num_return_sequences_in_group"),
     "algorithm.advantage_fn": to("advantage_fn"),
@@ -171,6 +195,16 @@ KEYS: dict[str, Rule] = {
         None, "", "reward_variance", instead="algorithm_type: multi_step_grpo compares runs of several steps; remove it"
     ),
     "algorithm.use_token_level_loss": NOTHING,
+    "algorithm.loss_agg_mode": to("loss_agg_mode"),
+    "algorithm.bypass_old_logprobs": nothing("ratios are to log-probs of the training engine's own"),
+    "algorithm.rollout_correction": only(
+        None,
+        {},
+        {"bypass_mode": True},
+        instead="train_infer_correction is what there is against log-probs that are apart; remove it",
+    ),
+    "algorithm.enable_router_replay": only(False, None, instead="routes of experts are not replayed; remove it"),
+    "algorithm.optimizer.clip_grad": PART,
     "algorithm.optimizer.lr": PART,
     "algorithm.optimizer.lr_warmup_steps": PART,
     "algorithm.optimizer.lr_warmup_steps_ratio": to("{train}.training_args.warmup_ratio"),
@@ -180,10 +214,15 @@ KEYS: dict[str, Rule] = {
     "model.model_path": PART,
     "model.critic_model_path": PART,
     **_below("model", _all(PART, "max_model_len max_prompt_tokens max_response_tokens temperature top_p top_k")),
-    "model.logprobs": nothing("the log-prob of each sampled token is always there"),
+    "model.logprobs": _LOGPROBS,
+    "model.repetition_penalty": PART,
+    "model.trust_remote_code": _CODE,
+    "model.enable_thinking": _THINKING,
+    "model.external_model": _EXTERNAL,
+    **_below("model", _all(_ROPE, "rope_scaling rope_theta")),
     "model.min_response_tokens": ENGINE_KEYS["min_response_tokens"],
-    "model.enable_prompt_truncation": nothing("on_long_prompt says what becomes of a prompt that is too long"),
-    "model.custom_chat_template": _TEMPLATE,
+    "model.enable_prompt_truncation": _LONG_PROMPT,
+    **_below("model", _all(_TEMPLATE, "custom_chat_template chat_template_path")),
     "model.lora_configs": only(None, [], instead="LoRA is not available; remove it, and the whole model is trained"),
     **_below("model", _all(NOTHING, "fully_sharded_loras max_cpu_loras")),
     "model.tinker": only(
@@ -191,6 +230,8 @@ KEYS: dict[str, Rule] = {
     ),
     **_below("cluster", _all(PART, "node_num gpu_per_node")),
     "cluster.ray_address": nothing("a run starts its own Ray, or joins with torchrun"),
+    **_below("cluster", _all(NOTHING, "total_gpu_num rollout_gpu_num auxiliary_model_gpu_num explorer_gpu_num")),
+    **_below("cluster", _all(NOTHING, "trainer_gpu_num trainer_node_num trainer_gpu_num_per_node")),
     "buffer.batch_size": PART,
     "buffer.train_batch_size": PART,
     "buffer.total_steps": PART,
@@ -219,7 +260,9 @@ KEYS: dict[str, Rule] = {
         "explorer",
         _all(NOTHING, "name api_port listen_address service_status_check_interval bench_on_latest_checkpoint"),
     ),
-    **_below("explorer", _all(NOTHING, "min_running_model_num proxy_port")),
+    **_below("explorer", _all(NOTHING, "min_running_model_num proxy_port db_url runner_state_report_interval")),
+    **_below("explorer", _all(NOTHING, "runner_prepare_concurrency runner_prepare_max_retries")),
+    "explorer.max_inflight_batches": _ONE_LOOP,
     "explorer.runner_num": nothing("runner_per_model says it"),
     "explorer.max_repeat_times_per_runner": nothing("runs of a prompt are spread over all processes"),
     "explorer.concurrent_mode": nothing("runs are under way at once in threads and coroutines"),
@@ -237,9 +280,27 @@ KEYS: dict[str, Rule] = {
         "synchronizer",
         _all(_ONE_LOOP, "sync_method sync_style sync_interval sync_offset sync_timeout wait_for_checkpoint"),
     ),
-    **_below("synchronizer", _all(NOTHING, "explorer_world_size ray_namespace")),
+    **_below("synchronizer", _all(_ONE_LOOP, "explorer_sync_interval trainer_sync_interval")),
+    **_below("synchronizer", _all(NOTHING, "explorer_world_size ray_namespace group_name")),
     "trainer.trainer_type": only("verl", instead="training is done with Megatron-core; write verl, or remove the key"),
-    "trainer.trainer_strategy": nothing("Megatron-core spreads the model"),
+    "trainer.trainer_strategy": PART,
+    **_below(
+        "trainer.megatron",
+        _all(PART, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size")
+        | _all(PART, "context_parallel_size expert_model_parallel_size sequence_parallel"),
+    ),
+    "trainer.megatron.expert_tensor_parallel_size": only(
+        None, 1, instead="experts are split by expert_model_parallel_size; remove it"
+    ),
+    "trainer.critic_warmup": PART,
+    "trainer.use_remove_padding": nothing("sequences are packed without padding"),
+    **_below(
+        "trainer",
+        _all(nothing("weights and optimizer stay on their device"), "param_offload optimizer_offload grad_offload")
+        | _all(nothing("weights and optimizer stay on their device"), "offload_policy"),
+    ),
+    "trainer.trust_remote_code": _CODE,
+    "trainer.balance_batch": NOTHING,
     "trainer.save_interval": PART,
     "trainer.max_checkpoints_to_keep": to("max_ckpt_to_keep"),
     "trainer.total_steps": PART,

@@ -31,6 +31,9 @@ def objective(read: Translation) -> None:
     if loss.get("use_token_level_loss_in_sft") is True:
         read.drop("algorithm.policy_loss_fn_args.use_token_level_loss_in_sft", "loss_agg_mode says it")
         loss = {argument: value for argument, value in loss.items() if argument != "use_token_level_loss_in_sft"}
+    if "loss_agg_mode" in loss and read.get("algorithm.loss_agg_mode") is not None:
+        read.drop("algorithm.policy_loss_fn_args.loss_agg_mode", "algorithm.loss_agg_mode says it")
+        loss = {argument: value for argument, value in loss.items() if argument != "loss_agg_mode"}
     if loss := {argument: value for argument, value in loss.items() if argument not in BATCH_ARGUMENTS}:
         read.put("policy_loss_fn_args", loss, "algorithm.policy_loss_fn_args")
     if advantage:
@@ -85,6 +88,8 @@ def _kl_penalty(read: Translation) -> bool:
     name, key = read.first("algorithm.kl_penalty_fn", default="none")
     given = read.below("algorithm.kl_penalty_fn_args")
     if name == "none":
+        if key:
+            read.drop(key, "no KL is subtracted from rewards")
         return False
     if not isinstance(name, str) or name not in KL_PENALTIES:
         read.tell.problem(key, f"should be none or {', '.join(KL_PENALTIES)}, got {name!r}")

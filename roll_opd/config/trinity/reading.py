@@ -81,6 +81,14 @@ class Translation:
         """Note that a key that is written means nothing."""
         self.unread[key] = why
 
+    def drop_the_rest(self, why: Mapping[str, str]) -> None:
+        """Note what is written and has been read without an effect; `why` has reasons by what a key begins with."""
+        used = {key for keys, *_ in self.mapped for key in keys.split(" + ")} | self.unread.keys()
+        for key in self.found:
+            if key in used or any(other.startswith(f"{key}.") for other in used):
+                continue
+            self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
+
     def number(self, key: str, default: int, least: int = 1) -> int:
         """Return a whole number of theirs; what is none is told, and `default` takes its place."""
         value = self.get(key, default)
@@ -150,7 +158,7 @@ def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule],
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    """Say that Trinity-RFT has no such key, as far as is known here, and which one may be meant."""
+    """Say that a key is not known here, and which one may be meant; Trinity-RFT may have it in another version."""
     section, _, last = key.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     if near := nearest(last, beside):
@@ -158,7 +166,10 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     if elsewhere:
         return f"unknown key here; it belongs to {' or '.join(sorted(elsewhere)[:3])}"
-    return "unknown key of Trinity-RFT's, and no known one is near it; remove it"
+    return (
+        "is none of the keys of Trinity-RFT up to 0.6 that this package knows, so that it cannot say what would change"
+        " without it; leave it out to run without it"
+    )
 
 
 def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:

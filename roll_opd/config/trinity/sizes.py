@@ -36,9 +36,15 @@ def devices(read: Translation) -> None:
         dropped += tuple(
             f"{place}.{name}" for place in (sizes | asked) for name in ("engine_num", "tensor_parallel_size", "dtype")
         )
+        dropped += tuple(name for name in read.found if name.startswith("trainer.megatron."))
         for name in (*dropped, "trainer.ulysses_sequence_parallel_size"):
             if name in read.found:
                 read.drop(name, "this machine has no GPUs: all roles share its slots, in fp32")
+        if "explorer.rollout_model.enable_chunked_prefill" in read.found:
+            read.drop(
+                "explorer.rollout_model.enable_chunked_prefill",
+                "this machine has no GPUs: on a CPU it breaks seeded sampling",
+            )
         for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
             read.put(f"{role}.model_args.dtype", "fp32")
         for number, section in enumerate(read.auxiliaries.values()):
@@ -68,7 +74,7 @@ def devices(read: Translation) -> None:
         if role != "teacher":
             read.put(f"{role}.device_mapping", f"list(range(0,{read.devices}))", "cluster.gpu_per_node")
     engine = "{infer}.strategy_args.strategy_config"
-    for name in ("tensor_parallel_size", "gpu_memory_utilization"):
+    for name in ("tensor_parallel_size", "gpu_memory_utilization", "enable_chunked_prefill"):
         value, key = read.first(f"explorer.rollout_model.{name}")
         if value is not None:
             read.put(f"{engine}.{name}", value, key)
@@ -81,11 +87,32 @@ def devices(read: Translation) -> None:
         read.put(
             "teacher.strategy_args.strategy_config.tensor_model_parallel_size", size, f"{teacher}.tensor_parallel_size"
         )
+    if read.get("trainer.trainer_strategy") == "megatron":
+        _megatron(read)
+        return
     size, key = read.first("trainer.ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size")
     if isinstance(size, int) and size > 1:
         read.put("{train}.strategy_args.strategy_config.tensor_model_parallel_size", size, key)
         read.put("{train}.strategy_args.strategy_config.sequence_parallel", True, key)
         read.devices //= size
+
+
+def _megatron(read: Translation) -> None:
+    """How the model is spread over training's devices, where Megatron trains it there, too."""
+    ours = "{train}.strategy_args.strategy_config"
+    copy = 1  # devices that have one copy of the model
+    for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
+        theirs = "context_parallel_size" if name == "context" else f"{name}_model_parallel_size"
+        key = f"trainer.megatron.{theirs}"
+        size = read.number(key, 1)
+        if key in read.found:
+            read.put(f"{ours}.{theirs}", size, key)
+        if name in ("tensor", "pipeline", "context"):
+            copy *= size
+    key = "trainer.megatron.sequence_parallel"
+    if read.get("trainer.megatron.tensor_model_parallel_size", 1) != 1:
+        read.put(f"{ours}.sequence_parallel", *read.either(key, True))
+    read.devices //= copy
 
 
 def batches(read: Translation) -> None:
@@ -153,16 +180,21 @@ def training(read: Translation) -> None:
         read.put(f"{actor}.adam_beta2", betas[1], key)
     elif betas is not None:
         read.tell.problem(key, f"expected two numbers, got {betas!r}")
-    clip, key = read.first("trainer.grad_clip", "trainer.actor_grad_clip", f"{_ACTOR}.grad_clip")
+    clips = ("trainer.grad_clip", "trainer.actor_grad_clip", f"{_ACTOR}.grad_clip")
+    of_optimizer = (f"{optimizer}.clip_grad",)
+    is_megatron = read.get("trainer.trainer_strategy") == "megatron"
+    clip, key = read.first(*(of_optimizer + clips if is_megatron else clips + of_optimizer))
     if clip is not None:
         read.put("max_grad_norm", clip, key)
-    for key, ours in ((f"{_ACTOR}.ppo_epochs", "ppo_epochs"), (f"{_VERL}.critic_warmup", "critic_warmup")):
-        if read.get(key) is not None and (ours != "critic_warmup" or "critic" in read.values):
-            read.put(ours, read.get(key), key)
+    if read.get(f"{_ACTOR}.ppo_epochs") is not None:
+        read.put("ppo_epochs", read.get(f"{_ACTOR}.ppo_epochs"), f"{_ACTOR}.ppo_epochs")
+    warmup, key = read.first("trainer.critic_warmup", f"{_VERL}.critic_warmup")
+    if warmup is not None and "critic" in read.values:
+        read.put("critic_warmup", warmup, key)
     if (kept := read.get(f"{_VERL}.max_actor_ckpt_to_keep")) is not None:
         read.put("max_ckpt_to_keep", kept, f"{_VERL}.max_actor_ckpt_to_keep")
     read.put("save_steps", *read.either("trainer.save_interval", 0))
-    is_dynamic, key = read.first("trainer.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz", default=True)
+    is_dynamic, because = read.first("trainer.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz", default=True)
     if is_dynamic:
         longest = read.values.get("prompt_length", 0), read.values.get("response_length", 0)
         both = sum(longest) if all(isinstance(length, int) for length in longest) else 0
@@ -170,7 +202,7 @@ def training(read: Translation) -> None:
         limit, key = read.first(*names, f"{_ACTOR}.ppo_max_token_len_per_gpu", default=2 * both)
         for role in (read.train, *read.frozen):
             for job in ("infer",) if role in ("teacher", "reference") else ("train", "infer"):
-                read.put(f"{role}.use_dynamic_batching_in_{job}", True, key)
+                read.put(f"{role}.use_dynamic_batching_in_{job}", True, because or key)
                 read.put(f"{role}.max_tokens_per_microbatch_in_{job}", limit, key)
 
 

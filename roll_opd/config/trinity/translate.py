@@ -8,6 +8,7 @@ default than this package, it is written out.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from roll_opd.config.check_workflow import BOXED
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.trinity.keys import (
     AUXILIARY,
@@ -29,7 +30,21 @@ from roll_opd.declared import declarations
 
 OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
 INPUT = "buffer.explorer_input"
-SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_new_tokens"}
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+}
+UNUSED = {  # what is written and has no effect, by what it begins with
+    "model.critic_model_path": "the algorithm has no critic",
+    "trainer.critic_warmup": "the algorithm has no critic",
+    "trainer.trainer_strategy": "Megatron-core spreads the model",
+    "trainer.megatron": "trainer_strategy is not megatron",
+    f"{EVAL_TASKSETS}.": "validation is done as training is",
+}
+THINKING = ("math_workflow", "async_math_workflow")
 FilesOf = Callable[[str, str, str | None], list[str]]
 
 
@@ -66,6 +81,7 @@ def translated(
     batches(read)
     training(read)
     steps(read, count)
+    read.drop_the_rest(UNUSED)
     return read
 
 
@@ -126,7 +142,7 @@ def _auxiliary_models(read: Translation) -> None:
     for number, model in enumerate(models):
         place = f"{AUXILIARY}.{number}"
         is_teacher = read.is_pure and not number
-        sort(read, model, TEACHER_KEYS if is_teacher else AUXILIARY_KEYS, f"{place}.")
+        sort(read, model, TEACHER_KEYS if is_teacher and not asks_teacher else AUXILIARY_KEYS, f"{place}.")
         path = read.get(f"{place}.model_path"), f"{place}.model_path"
         if is_teacher:
             read.put("teacher.model_args.model_name_or_path", *path)
@@ -135,9 +151,26 @@ def _auxiliary_models(read: Translation) -> None:
             ours = read.auxiliaries[place] = f"auxiliary_models.{_name(model, number)}"
             read.put(f"{ours}.model_args.model_name_or_path", *path)
             read.put(f"{ours}.strategy_args.strategy_name", "vllm")
-            length, key = read.first(f"{place}.max_model_len")
-            if length is not None:
-                read.put(f"{ours}.strategy_args.strategy_config.max_model_len", length, key)
+            _asked(read, place, ours)
+
+
+def _asked(read: Translation, place: str, ours: str) -> None:
+    """How an auxiliary model samples, and how much fits; what it does not say itself is as of the student."""
+    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        value, key = read.first(f"{place}.{name}", f"model.{name}", default=1.0 if name == "temperature" else None)
+        if value is not None:
+            read.put(f"{ours}.generating_args.{name}", value, key)
+    response, key = read.first(f"{place}.max_response_tokens", "model.max_response_tokens")
+    if response is not None:
+        read.put(f"{ours}.generating_args.max_new_tokens", response, key)
+    length, prompt = (read.first(f"{place}.{name}") for name in ("max_model_len", "max_prompt_tokens"))
+    engine = f"{ours}.strategy_args.strategy_config.max_model_len"
+    if length[0] is not None:
+        read.put(engine, *length)
+        if prompt[1]:
+            read.drop(prompt[1], "max_model_len says how much fits")
+    elif isinstance(prompt[0], int) and isinstance(response, int):
+        read.put(engine, prompt[0] + response, prompt[1], key)
 
 
 def _name(model: Mapping[str, Any], number: int) -> str:
@@ -157,7 +190,7 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
         )
         return
     files = _files(read, TASKSET, files_of)
-    read.put("{train}.data_args.file_name", files, f"{TASKSET}.path")
+    read.put("{train}.data_args.file_name", files, *_place(read, TASKSET))
     read.put("prompt_key", *read.either(f"{TASKSET}.format.prompt_key", "prompt"))
     read.put("response_key", *read.either(f"{TASKSET}.format.response_key", "response"))
     for name in ("system_prompt", "reply_prefix"):
@@ -173,7 +206,8 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if args := read.below(f"{TASKSET}.workflow_args"):
         read.put("workflow_args", args, f"{TASKSET}.workflow_args")
     for name, ours in SAMPLING.items():
-        value, key = read.first(f"{TASKSET}.rollout_args.{name}", f"model.{name}")
+        of_engine = f"explorer.rollout_model.{name}"  # the last word there
+        value, key = read.first(f"{TASKSET}.rollout_args.{name}", f"model.{name}", of_engine)
         if value is not None:
             read.put(f"{{infer}}.generating_args.{ours}", value, key)
     repeats = read.get("algorithm.repeat_times")
@@ -185,6 +219,11 @@ def _rows(read: Translation, files_of: FilesOf) -> None:
     if not read.values.get("workflow_timeout"):
         read.put("workflow_timeout", 1800)
     _demonstrations(read, files_of)
+
+
+def _place(read: Translation, place: str) -> list[str]:
+    """Return the keys that say which files the data set at `place` has."""
+    return [key for name in ("path", "subset_name", "split") if (key := f"{place}.{name}") in read.found]
 
 
 def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
@@ -211,12 +250,13 @@ def _demonstrations(read: Translation, files_of: FilesOf) -> None:
     for name in ("path", "split", "subset_name"):
         if section.get(name) is not None:
             read.found[f"{key}.{name}"] = section[name]
-    read.put("demonstrations.data_args.file_name", _files(read, key, files_of), f"{key}.path")
+    read.put("demonstrations.data_args.file_name", _files(read, key, files_of), *_place(read, key))
+    for name in section.keys() - {"path", "split", "subset_name", "format"}:
+        read.drop(f"{key}.{name}", "")
     form = section.get("format") or {}
     if isinstance(form, Mapping) and form.get("prompt_type", "messages") == "messages":
-        read.put(
-            "demonstrations.data_args.messages", form.get("messages_key", "messages"), f"{key}.format.messages_key"
-        )
+        written = [f"{key}.format.{name}" for name in ("messages_key", "prompt_type") if name in form]
+        read.put("demonstrations.data_args.messages", form.get("messages_key", "messages"), *written)
     elif isinstance(form, Mapping):
         read.put("demonstrations.prompt_key", form.get("prompt_key", "prompt"), f"{key}.format.prompt_key")
         read.put("demonstrations.response_key", form.get("response_key", "response"), f"{key}.format.response_key")
@@ -242,6 +282,12 @@ def _reward(read: Translation) -> None:
         if args:
             read.put("workflow_reward_args", args, args_key)
         return
+    given = read.below(f"{TASKSET}.workflow_args")
+    if workflow in BOXED and name == "math_boxed_reward" and (given.keys() & {"with_think", "format_score_coef"}):
+        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # which alone reads them
+        return
+    if workflow in THINKING and name != "math_reward" and "system_prompt" not in read.values:
+        read.put("system_prompt", "", key)  # theirs has the one of its own for that reward alone
     for domain, section in REWARDS[name].items():
         read.put(f"rewards.{domain}", {**section}, key)
     if name == "math_dapo_reward" and args.get("enable_overlong_penalty"):
@@ -259,10 +305,12 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
     """All sets of validation are one; they are sampled in one way."""
     sets = read.entries(EVAL_TASKSETS)
     files: list[str] = []
+    keys: list[str] = []
     for number, one in enumerate(sets):
         place = f"{EVAL_TASKSETS}.{number}"
         sort(read, one, TASKSET_KEYS, f"{place}.")
         files += _files(read, place, files_of)
+        keys += _place(read, place)
         for name in ("prompt_key", "response_key"):
             own = read.get(f"{place}.format.{name}")
             if own not in (None, read.values.get(name)):
@@ -282,10 +330,11 @@ def _validation(read: Translation, files_of: FilesOf) -> None:
         if "explorer.eval_interval" in read.found:
             read.drop("explorer.eval_interval", "there are no eval_tasksets")
         return
-    read.put("validation.data_args.file_name", files, EVAL_TASKSETS)
+    read.put("validation.data_args.file_name", files, *keys)
     first = f"{EVAL_TASKSETS}.0"
     for name, ours in SAMPLING.items():
-        value, key = read.first(f"{first}.rollout_args.{name}", f"model.{name}")
+        of_engine = f"explorer.rollout_model.{name}"
+        value, key = read.first(f"{first}.rollout_args.{name}", f"model.{name}", of_engine)
         if value is not None:
             read.put(f"validation.generating_args.{ours}", value, key)
     repeats, key = read.first(f"{first}.rollout_args.n", f"{first}.repeat_times", default=1)

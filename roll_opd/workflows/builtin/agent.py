@@ -19,7 +19,7 @@ KINDS = BRANCH, _ = "branch", "call"  # what an experience is of
 TOLD = 4000  # bytes at the end of what a command writes that are read
 
 
-@WORKFLOWS.register_module("agent_workflow")
+@WORKFLOWS.register_module("agent_workflow", arguments=("agent", "command", "experiences"))
 class AgentWorkflow(Workflow):
     """Runs an agent on a row, and learns from what it asked at the address that it was given.
 

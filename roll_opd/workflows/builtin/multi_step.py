@@ -7,12 +7,13 @@ from roll_opd.workflows.builtin.reward_functions import AccuracyReward
 from roll_opd.workflows.builtin.single_turn import conversation_of
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task
+from roll_opd.workflows.reward_fn import parts_of
 from roll_opd.workflows.step_wise import AsyncStepWiseRewardWorkflow
 
 FEEDBACK = "That is not right. Look for the mistake, and answer again."
 
 
-@WORKFLOWS.register_module("try_again_workflow")
+@WORKFLOWS.register_module("try_again_workflow", arguments=("max_steps", "enough", "feedback"))
 class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
     """A question; an answer whose reward is below `enough` is told so, and tried again. Each try is a step.
 
@@ -44,7 +45,8 @@ class TryAgainWorkflow(AsyncStepWiseRewardWorkflow):
         """Ask once; return whether the answer is to be corrected."""
         (response,) = await self.model.chat_async(self.messages, **{**asdict(self.task.rollout_args), "n": 1})
         text = response.response_text or ""
-        self.parts = self.reward_fn(response=text, truth=self.task.truth)
+        told = {"response": text, "truth": self.task.truth, "prompt": self.task.task_desc, "info": response.info}
+        self.parts = parts_of(self.reward_fn, {**told, "response_token": response.tokens[response.prompt_length :]})
         feedback = self.task.workflow_args.get("feedback", FEEDBACK)
         self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": feedback}]
         return sum(self.parts.values()) < float(self.task.workflow_args.get("enough", 1.0))

@@ -1,6 +1,7 @@
 """Trinity-RFT's reward functions of mathematics, with this package's verdict on whether an answer is right.
 
 Workflows of the package are scored by the configuration's `rewards`; these are for workflows that call a function.
+Arguments are in Trinity-RFT's order, and what else a workflow tells a reward function is taken.
 """
 
 import ast
@@ -19,7 +20,6 @@ from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
 LONGEST = 1000  # characters of a formula that is computed
 FORMAT = r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"
 LOOSE_FORMAT = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*"
-THOUGHT = re.compile(r"<think>.*?</think>.+", re.DOTALL)
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -37,6 +37,11 @@ def accuracy(response: str, truth: str | None) -> float:
         return 0.0
 
 
+def has_thought(response: str) -> bool:
+    """Whether a response has one `<think>` and, behind it, one `</think>`."""
+    return re.findall(r"</?think>", response) == ["<think>", "</think>"]
+
+
 @REWARD_FUNCTIONS.register_module("accuracy_reward")
 class AccuracyReward(RewardFn):
     """1 for a right final answer; with an `answer_parser`, for one that is parsed to the same as the truth."""
@@ -44,7 +49,7 @@ class AccuracyReward(RewardFn):
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
         self.answer_parser = answer_parser
 
-    def __call__(self, response: str, prompt: Any = None, truth: str | None = None) -> dict[str, float]:
+    def __call__(self, response: str, prompt: Any = None, truth: str | None = None, **_: Any) -> dict[str, float]:
         """Return `accuracy`."""
         if self.answer_parser is None:
             return {"accuracy": accuracy(response, truth)}
@@ -58,7 +63,7 @@ class FormatReward(RewardFn):
     def __init__(self, pattern: str | None = None) -> None:
         self.pattern = re.compile(pattern or FORMAT, re.DOTALL)
 
-    def __call__(self, response: str, prompt: Any = None, truth: str | None = None) -> dict[str, float]:
+    def __call__(self, response: str, **_: Any) -> dict[str, float]:
         """Return `format_score`."""
         return {"format_score": 0.1 if self.pattern.fullmatch(response) else -0.1}
 
@@ -70,25 +75,25 @@ class MathRewardFn(RewardFn):
     def __init__(self, answer_parser: Callable[[str], Any] | None = None, pattern: str = LOOSE_FORMAT) -> None:
         self.accuracy_reward, self.format_reward = AccuracyReward(answer_parser), FormatReward(pattern)
 
-    def __call__(self, response: str, prompt: Any = None, truth: str | None = None) -> dict[str, float]:
+    def __call__(self, response: str, prompt: Any = None, truth: str | None = None, **_: Any) -> dict[str, float]:
         """Return `accuracy` and `format_score`."""
         return self.accuracy_reward(response, prompt, truth) | self.format_reward(response)
 
 
 @REWARD_FUNCTIONS.register_module("math_boxed_reward")
 class MathBoxedRewardFn(RewardFn):
-    """1 for a right final answer; with `with_think`, less `format_score_coef` where no thought comes before it."""
+    """1 for a right final answer; with `with_think`, less `format_score_coef` where there is not one whole thought."""
 
     def __call__(
         self,
         response: str,
-        prompt: Any = None,
         truth: str | None = None,
         with_think: bool | None = False,
         format_score_coef: float | None = 0.1,
+        **_: Any,
     ) -> dict[str, float]:
         """Return `accuracy` and `format_score`."""
-        thoughtless = bool(with_think) and THOUGHT.fullmatch(response.strip()) is None
+        thoughtless = bool(with_think) and not has_thought(response)
         return {"accuracy": accuracy(response, truth), "format_score": -(format_score_coef or 0.1) * thoughtless}
 
 
@@ -99,7 +104,7 @@ class CountDownRewardFn(RewardFn):
     The truth is an object with `target` and `numbers`, or JSON of it.
     """
 
-    def __call__(self, response: str, prompt: Any = None, truth: Any = None) -> dict[str, float]:
+    def __call__(self, response: str, prompt: Any = None, truth: Any = None, **_: Any) -> dict[str, float]:
         """Return `score`."""
         wanted = json.loads(truth) if isinstance(truth, str) else truth
         answers = ANSWER.findall(response)

@@ -4,8 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from roll_opd.data.rows import BadRow, parse_messages
+from roll_opd.workflows.builtin.reward_functions import MathRewardFn
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
+from roll_opd.workflows.reward_fn import parts_of
 
 THINK_AND_ANSWER = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant"
@@ -13,13 +15,20 @@ THINK_AND_ANSWER = (
     " process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think>"
     " reasoning process here </think> <answer> answer here </answer>."
 )
+THINK_AND_BOX = (
+    "You are a helpful assistant and solve problems of mathematics. First think, and write your reasoning between"
+    " <think> and </think>; then answer. The final answer stands in \\boxed{}, in closed form."
+)
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 class BaseSimpleWorkflow(Workflow):
-    """What workflows of one turn share: the messages, and what becomes of the responses."""
+    """What workflows of one turn share: the messages, and what becomes of the responses.
 
-    can_reset = can_repeat = True
+    One call makes one run unless a subclass says `can_repeat = True`.
+    """
+
+    can_reset = True
     _rollout_args: dict[str, Any] | None = None
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: list | None = None) -> None:
@@ -56,10 +65,20 @@ class BaseSimpleWorkflow(Workflow):
         for run, response in enumerate(responses, self.run_id_base):
             response.eid.run = run
             if self.reward_fn is not None:
-                parts = self.reward_fn(response=response.response_text, truth=self.truth)
+                parts = parts_of(self.reward_fn, self.told(response))
                 response.metrics.update(parts)
                 response.reward = sum(parts.values())
         return responses
+
+    def told(self, response: Experience) -> dict[str, Any]:
+        """Return what a reward function may read of a response."""
+        return {
+            "response": response.response_text,
+            "truth": self.truth,
+            "prompt": self.task_desc,
+            "response_token": response.tokens[response.prompt_length :],
+            "info": response.info,
+        }
 
 
 def conversation_of(task: Task) -> list[dict[str, Any]]:
@@ -83,6 +102,8 @@ def conversation_of(task: Task) -> list[dict[str, Any]]:
 class SimpleWorkflow(BaseSimpleWorkflow):
     """The row's prompt, answered."""
 
+    can_repeat = True
+
     def run(self) -> list[Experience]:
         """Return one response a run."""
         return self.scored(self.model.chat(self.format_messages(), **self.rollout_args))
@@ -92,7 +113,7 @@ class SimpleWorkflow(BaseSimpleWorkflow):
 class AsyncSimpleWorkflow(BaseSimpleWorkflow):
     """`simple_workflow` in a coroutine, which costs less than a thread."""
 
-    is_async = True
+    can_repeat = is_async = True
 
     async def run_async(self) -> list[Experience]:
         """Return one response a run."""
@@ -102,10 +123,37 @@ class AsyncSimpleWorkflow(BaseSimpleWorkflow):
 class _Thinking(BaseSimpleWorkflow):
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self.system_prompt = self.system_prompt or THINK_AND_ANSWER
+        if self.system_prompt is None and task.reward_fn in (None, MathRewardFn):  # another one reads other answers
+            self.system_prompt = THINK_AND_ANSWER
 
 
 class _Boxed(BaseSimpleWorkflow):
+    """Asks for a box where a system prompt of the configuration does not, of a base model as of one that chats."""
+
+    use_base = with_think = False
+    format_score_coef = 0.1
+
+    def reset(self, task: Task) -> None:
+        super().reset(task)
+        self.use_base = bool(self.workflow_args.get("use_base", False))
+        self.with_think = bool(self.workflow_args.get("with_think", False))
+        self.format_score_coef = self.workflow_args.get("format_score_coef", 0.1)
+        if self.system_prompt is None:
+            self.system_prompt = THINK_AND_BOX if self.with_think else BOXED
+
+    def format_prompt(self) -> str:
+        """Return the text that a base model goes on with."""
+        system = [f"System:{self.system_prompt}"] if self.system_prompt else []
+        turns = [f"{turn['role'].capitalize()}:\n{turn['content']}" for turn in conversation_of(self.task)]
+        return "\n".join([*system, *turns, "Assistant:\n"])
+
+    def told(self, response: Experience) -> dict[str, Any]:
+        """Return what a reward function may read of a response."""
+        own = {"with_think": self.with_think, "format_score_coef": self.format_score_coef}
+        return {**super().told(response), **own}
+
+
+class _BoxedInQuestion(BaseSimpleWorkflow):
     def format_messages(self) -> list[dict[str, str]]:
         messages = super().format_messages()
         if not self.system_prompt:
@@ -118,7 +166,10 @@ class _Boxed(BaseSimpleWorkflow):
 
 @WORKFLOWS.register_module("math_workflow")
 class MathWorkflow(_Thinking, SimpleWorkflow):
-    """A question of mathematics, with the system prompt of DeepSeek-R1-Zero unless the configuration has one."""
+    """A question of mathematics, with the system prompt of DeepSeek-R1-Zero unless the configuration has one.
+
+    As in Trinity-RFT, a `workflow_reward` other than `math_reward` leaves it out.
+    """
 
 
 @WORKFLOWS.register_module("async_math_workflow")
@@ -126,14 +177,30 @@ class AsyncMathWorkflow(_Thinking, AsyncSimpleWorkflow):
     """`math_workflow` in a coroutine."""
 
 
-@WORKFLOWS.register_module("math_boxed_workflow")
+@WORKFLOWS.register_module("math_boxed_workflow", arguments=("use_base", "with_think", "format_score_coef"))
 class MathBoxedWorkflow(_Boxed, SimpleWorkflow):
-    """A question of mathematics, whose answer is to stand in a box."""
+    """A question of mathematics, whose answer is to stand in a box.
+
+    `workflow_args`: `use_base`, the model gets a text and no chat template; `with_think`, it is to think first, in
+    tags; `format_score_coef`, which the reward function gets beside `with_think`.
+    """
+
+    def run(self) -> list[Experience]:
+        """Return one response a run."""
+        if not self.use_base:
+            return super().run()
+        return self.scored(self.model.generate([self.format_prompt()], **self.rollout_args))
 
 
-@WORKFLOWS.register_module("async_math_boxed_workflow")
+@WORKFLOWS.register_module("async_math_boxed_workflow", arguments=("use_base", "with_think", "format_score_coef"))
 class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
     """`math_boxed_workflow` in a coroutine."""
+
+    async def run_async(self) -> list[Experience]:
+        """Return one response a run."""
+        if not self.use_base:
+            return await super().run_async()
+        return self.scored(await self.model.generate_async([self.format_prompt()], **self.rollout_args))
 
 
 @WORKFLOWS.register_module("on_policy_distill_workflow")
@@ -142,5 +209,5 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 
 
 @WORKFLOWS.register_module("on_policy_distill_math_workflow")
-class OnPolicyDistillMathWorkflow(_Boxed, AsyncSimpleWorkflow):
-    """`math_boxed_workflow` for teachers; the configuration's rewards say how often the box is right."""
+class OnPolicyDistillMathWorkflow(_BoxedInQuestion, AsyncSimpleWorkflow):
+    """A question of mathematics that asks for a box; the configuration's rewards say how often the box is right."""

@@ -91,6 +91,25 @@ class FaultyLoop(Workflow):
         raise SystemExit(4)
 
 
+class Forgetful(Repeated):
+    """Makes as many of its runs as the row says."""
+
+    def run(self) -> list[Experience]:
+        return super().run()[: self.task.raw_task["made"]]
+
+
+class Alone(Workflow):
+    """Says what it got of models beside the student."""
+
+    def __init__(self, task: Task, model, auxiliary_models, auxiliary_model_wrappers) -> None:
+        super().__init__(model=model, task=task, auxiliary_models=auxiliary_models)
+        self.given = (auxiliary_models, auxiliary_model_wrappers)
+
+    def run(self) -> list[Experience]:
+        found = [*self.given, self.auxiliary_models, self.auxiliary_model_wrappers]
+        return [answer(self.task, reward=float(sum(one is None for one in found)))]
+
+
 class Faulty(Plain):
     """Does to its process what the row says."""
 

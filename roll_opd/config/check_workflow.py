@@ -1,0 +1,34 @@
+"""What a configuration says of a workflow of the package's own: its arguments, and names that are Trinity-RFT's."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_opd.declared import declarations
+from roll_opd.hints import nearest
+from roll_opd.workflows import trinitys
+
+BOXED = ("math_boxed_workflow", "async_math_boxed_workflow")
+
+
+def name_problem(name: str, plugin_dir: str | None) -> str | None:
+    """Say what is wrong with a name that is Trinity-RFT's and that no module of `plugin_dir` can have registered."""
+    declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    if name in declared or (plugin_dir and trinitys.is_written_in(name, plugin_dir)):
+        return None
+    return trinitys.advice(name)
+
+
+def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (argument, what is wrong with it) of a built-in workflow, whose reward function is `reward`."""
+    declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module").get(name)
+    if declared is None:
+        return
+    known = declared.facts.get("arguments", ())
+    for argument in given:
+        if argument in known:
+            continue
+        near = nearest(argument, known)
+        others = f"known are {', '.join(known)}" if known else f"{name} has none; remove it"
+        yield argument, f"unknown argument of {name}; " + (f"did you mean {near!r}?" if near else others)
+    if name in BOXED and reward is None and "format_score_coef" in given:
+        yield "format_score_coef", "is read by a reward function; write workflow_reward: math_boxed_reward"

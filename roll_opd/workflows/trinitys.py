@@ -1,0 +1,60 @@
+"""Names of workflows that Trinity-RFT registers itself (0.6.0) and that are not among the package's own."""
+
+import re
+from pathlib import Path
+
+# name -> module below trinity.common.workflows, class
+_THEIRS = """
+RAFT_alfworld_workflow envs.alfworld.RAFT_alfworld_workflow RAFTAlfworldWorkflow
+RAFT_reflect_alfworld_workflow envs.alfworld.RAFT_reflect_alfworld_workflow RAFTReflectAlfworldWorkflow
+agentscope_react_math_workflow envs.agentscope.agentscopev1_react_workflow AgentScopeReactMathWorkflow
+agentscope_react_workflow agentscope.react.react_workflow AgentScopeReActWorkflow
+agentscope_v1_react_search_workflow envs.agentscope.agentscopev1_search_workflow AgentScopeV1ReactSearchWorkflow
+agentscope_workflow_adapter agentscope_workflow AgentScopeWorkflowAdapter
+agentscope_workflow_adapter_v1 agentscope_workflow AgentScopeWorkflowAdapterV1
+agentscopev0_react_math_workflow envs.agentscope.agentscopev0_react_workflow AgentScopeV0ReactMathWorkflow
+alfworld_workflow envs.alfworld.alfworld_workflow AlfworldWorkflow
+as_react_workflow agentscope.react.react_workflow AgentScopeReActWorkflow
+async_math_eval_workflow eval_workflow AsyncMathEvalWorkflow
+async_math_rm_workflow math_rm_workflow AsyncMathRMWorkflow
+async_math_ruler_workflow math_ruler_workflow AsyncMathRULERWorkflow
+async_simple_mm_workflow simple_mm_workflow AsyncSimpleMMWorkflow
+email_search_workflow envs.email_searcher.workflow EmailSearchWorkflow
+frozen_lake_workflow envs.frozen_lake.workflow FrozenLakeWorkflow
+intercode_sql_workflow envs.intercode_sql.intercode_sql_workflow InterCodeSQLWorkflow
+math_eval_workflow eval_workflow MathEvalWorkflow
+math_rm_workflow math_rm_workflow MathRMWorkflow
+math_ruler_workflow math_ruler_workflow MathRULERWorkflow
+math_trainable_ruler_workflow math_trainable_ruler_workflow MathTrainableRULERWorkflow
+rubric_judge_openai_workflow rubric_judge_workflow RubricJudgeWorkflowWithAPI
+rubric_judge_workflow rubric_judge_workflow RubricJudgeWorkflow
+sciworld_workflow envs.sciworld.sciworld_workflow SciWorldWorkflow
+simple_mm_workflow simple_mm_workflow SimpleMMWorkflow
+step_wise_alfworld_workflow envs.alfworld.alfworld_workflow StepWiseAlfworldWorkflow
+sudoku_workflow envs.sudoku.sudoku_workflow SudokuWorkflow
+tool_call_workflow customized_toolcall_workflows ToolCallWorkflow
+webshop_workflow envs.webshop.webshop_workflow WebShopWorkflow
+"""
+_PLACES = {name: (module, kind) for name, module, kind in (line.split() for line in _THEIRS.split("\n") if line)}
+
+
+def advice(name: str) -> str | None:
+    """Say how a workflow of Trinity-RFT's own is had here; None for another name."""
+    if name not in _PLACES:
+        return None
+    module, kind = _PLACES[name]
+    file = f"trinity/common/workflows/{module.replace('.', '/')}.py"
+    return (
+        f"{name} is one of Trinity-RFT's own, and does not come with this package; copy {file} and what it imports into"
+        f" plugin_dir, let it import from roll_opd.workflows, and write workflow={module.rpartition('.')[2]}.{kind}"
+    )
+
+
+def is_written_in(name: str, directory: str) -> bool:
+    """Whether a module of a directory of plugins has the name in quotes, as one that registers it does."""
+    quoted = re.compile(f"[\"']{re.escape(name)}[\"']")
+    try:
+        files = [file.read_text(encoding="utf-8", errors="replace") for file in Path(directory).glob("*.py")]
+    except OSError:
+        return True  # what is wrong with the directory is told where its modules are imported
+    return any(quoted.search(text) for text in files)

@@ -1,0 +1,21 @@
+"""What a run says that it starts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roll_opd.pipelines.rlvr import started
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ({}, "student and inference engines"),
+        ({"teachers": ("a",)}, "student, teacher and inference engines"),
+        ({"teachers": ("a", "b"), "reference": 1}, "student, teachers, reference and inference engines"),
+        ({"critic": 1}, "student, critic and inference engines"),
+    ],
+)
+def test_models_that_a_run_does_not_have_are_not_told(roles: dict[str, Any], told: str) -> None:
+    assert started(SimpleNamespace(**{"teachers": (), "reference": None, "critic": None, **roles})) == told  # type: ignore[arg-type]
