@@ -61,10 +61,9 @@ class Sokoban(Game):
             raise EnvironmentFailure(f"num_boxes is {num_boxes}, too many for a room of {list(dim_room)}; lower it")
         self._symbols = complete("grid_lookup", grid_lookup, SYMBOLS)
         actions = ACTIONS if action_lookup is None else numbered("action_lookup", action_lookup, MOVES)
+        said = INSTRUCTION if env_instruction is None else env_instruction
         super().__init__(
-            instruction=explained(
-                INSTRUCTION if env_instruction is None else env_instruction, grid_vocab or MEANINGS, actions
-            ),
+            instruction=explained(said, grid_vocab or MEANINGS, actions),
             action_lookup=actions,
             max_steps=max_steps,
             format_penalty=format_penalty,

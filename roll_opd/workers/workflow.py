@@ -195,7 +195,8 @@ class WorkflowWorker:
         self._auxiliaries = [
             served(partial(AuxiliaryModel, place, model.engine.sampling, name=model.name), model.engine, of_model)
             if model.engine
-            else RemoteModel(model.model_name, model.base_url, model.api_key, model.name)
+            # three tries have room in the time of a run
+            else RemoteModel(model.model_name, model.base_url, model.api_key, model.name, plan.workflow_timeout / 4)
             for place, (model, of_model) in enumerate(zip(plan.auxiliary_models, auxiliary_engines, strict=True))
         ]
         if port:

@@ -57,8 +57,14 @@ class RemoteResponse:
 class RemoteModel:
     """A model behind an OpenAI-compatible address. It answers messages; tokens and log-probs are not known of it."""
 
-    def __init__(self, model_name: str, base_url: str, api_key: str, name: str | None = None) -> None:
-        """`model_name` is what it is called there, `name` what the configuration calls it."""
+    def __init__(
+        self, model_name: str, base_url: str, api_key: str, name: str | None = None, seconds: float | None = None
+    ) -> None:
+        """`model_name` is what it is called there, `name` what the configuration calls it.
+
+        `seconds` is what a try of a request may take, of which OpenAI's client makes three; None: its own limit.
+        """
+        self._limits = {} if seconds is None else {"timeout": seconds}
         self.base_url, self.api_key = base_url, api_key
         self.model_path = self.model_name = model_name
         self.config = self.model_config = ModelFacts(model_name, name)
@@ -88,7 +94,7 @@ class RemoteModel:
             return _read(await client.chat.completions.create(model=self.model_path, messages=messages, **options))
 
     def _client(self, kind: Any) -> Any:
-        client = kind(base_url=self.base_url, api_key=self.api_key)
+        client = kind(base_url=self.base_url, api_key=self.api_key, **self._limits)
         client.model_path = self.model_path
         return client
 
