@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from roll_opd.environments.frozen_lake import ACTIONS, FrozenLake
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from roll_opd.environments import make
+from roll_opd.environments.frozen_lake import ACTIONS, FrozenLake
 
 HERE = Path(__file__).resolve().parent
 TOKENIZER = HERE.parent / "demo" / "models" / "teacher"
@@ -35,11 +35,11 @@ MODELS = {
     "teacher": dict(
         shape=dict(num_hidden_layers=4, hidden_size=128, intermediate_size=512, num_attention_heads=4,
                    num_key_value_heads=2, tie_word_embeddings=False),
-        random=0.0, seed=1, steps=1500, lr=2e-3, batch=96),
+        random=0.0, seed=1, steps=800, lr=2e-3, batch=64),
     "student": dict(
         shape=dict(num_hidden_layers=3, hidden_size=96, intermediate_size=256, num_attention_heads=2,
                    num_key_value_heads=2, tie_word_embeddings=True),
-        random=0.5, seed=2, steps=150, lr=2e-3, batch=96),
+        random=0.5, seed=2, steps=90, lr=2e-3, batch=96),
 }
 # fmt: on
 
@@ -135,7 +135,7 @@ def pretrain(name: str, spec: dict[str, Any], tokenizer: PreTrainedTokenizerFast
             loss += total.item() / counted
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 50 == 0 or step == spec["steps"]:
+        if step % 100 == 0 or step == spec["steps"]:
             rate = success(model, tokenizer)
             print(
                 f"{name}: step {step}  loss {loss:.4f}  success {rate:.3f}  {time.time() - begun:.0f} s",
