@@ -46,7 +46,7 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
 
-@WORKFLOWS.register_module("environment_workflow")
+@WORKFLOWS.register_module("environment_workflow", arguments=("environments",))
 class EnvironmentWorkflow(Workflow):
     """The built-in workflow of runs in environments; `workflow_args.environments` has their settings by tag.
 
