@@ -3,6 +3,7 @@
 import argparse
 import ipaddress
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -183,4 +184,6 @@ def _told(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs begin with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

@@ -18,6 +18,8 @@ from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
 from roll_opd.workers.critic import value_metrics
+from roll_opd.workflows import Experience
+from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, Trajectory, Turn
 
 ROOT = Path(__file__).parents[2]
 GROUPS = "actor|critic|data|system|opd|reward|sft|dpo|tokens|rollout|time|val|val_correct|workflow"
@@ -62,11 +64,20 @@ def emitted() -> set[str]:
         train_infer_metrics(bare),
         advantages,
         mask_metrics(masked(batch, ObjectivePlan(**dict.fromkeys(MASKS, True)), SamplingPlan(n=4))),
+        game_metrics(),
         validation_metrics(batch, 4),
         validation_metrics(bare, 1),
         validation_metrics([replace(e, reward=0.5) for e in batch], 1),
     ]
     return {name for row in [*rows, time_metrics(PhaseClock().lap())] for name in row}
+
+
+def game_metrics() -> dict[str, float]:
+    """Of a trajectory of one turn."""
+    workflow = EnvironmentWorkflow.__new__(EnvironmentWorkflow)
+    workflow.tag = "lake"
+    turn = Turn("", {"metrics": {"action_is_valid": True, "depth": 3}}, response=Experience(tokens=[1, 2]))
+    return workflow._metrics(Trajectory([turn]), 0.5, 0.5)
 
 
 def written(path: Path) -> Iterator[str]:
