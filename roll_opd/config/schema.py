@@ -638,8 +638,9 @@ class RewardNormalization(Section):
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = key(
         "identity", "subtract nothing, their mean, or divide by their deviation too"
     )
-    norm_mean_type: Literal["batch", "group"] | None = key(None, "whose mean is subtracted, in place of method's")
-    norm_std_type: Literal["batch", "group"] | None = key(None, "whose deviation divides, in place of method's")
+    # in this order as everywhere: typing takes two orders for one type, and the page has that of the first
+    norm_mean_type: Literal["group", "batch"] | None = key(None, "whose mean is subtracted, in place of method's")
+    norm_std_type: Literal["group", "batch"] | None = key(None, "whose deviation divides, in place of method's")
 
 
 @dataclass(frozen=True, kw_only=True)
