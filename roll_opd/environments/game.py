@@ -1,6 +1,7 @@
 """What the games of this package share: turns, actions that are read by a pattern, and what is told of a turn."""
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Turn:
     truncated: bool = False  # a limit of the game's own has ended it
 
 
-class Game(Environment):
+class Game(Environment, ABC):
     """A game in turns. A subclass says how it begins, how an action is played, how it looks and whether it is won."""
 
     def __init__(
@@ -44,26 +45,26 @@ class Game(Environment):
         self._reader = ActionReader(action_pattern, action_lookup, special_token_list)
         self._turn, self._playing = 0, False
 
+    @abstractmethod
     def begin(self, seed: int | None) -> None:
         """Set the first state up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def play(self, action: Any) -> Turn:
         """Play a valid action."""
-        raise NotImplementedError
 
     def idle(self) -> Turn:
         """Let a turn pass in which there was no valid action."""
         return Turn()
 
+    @abstractmethod
     def render(self) -> str:
         """Return the state as the model sees it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def succeeded(self) -> bool:
         """Whether the game is won."""
-        raise NotImplementedError
 
     def reset(self, seed: int | None = None) -> Reset:
         """Begin an episode, the one of `seed`; without one, any."""

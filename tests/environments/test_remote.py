@@ -256,10 +256,13 @@ def bad(served: Callable[..., EnvironmentServer]) -> Iterator[Callable[..., Bad]
         server.server_close()
 
 
+SLOW = ("late", "unheard")  # only the time limit ends them, and a busy machine may need another try
+
+
 @pytest.mark.parametrize("fault", ["500", "503", "429", "late", "lost", "unheard"])
 def test_a_fault_on_the_way_does_no_harm(bad: Callable[..., Bad], fault: str) -> None:
     server = bad()
-    slow = fault in ("late", "unheard")  # only the time limit ends them, and a busy machine may need another try
+    slow = fault in SLOW
     env = make("http", url=server.url, timeout=0.5 if slow else 30)
     server.faults = [fault, fault]
     assert env.reset(seed=1)[0] == "seed 1"
@@ -273,13 +276,13 @@ def test_a_fault_on_the_way_does_no_harm(bad: Callable[..., Bad], fault: str) ->
 @pytest.mark.parametrize("fault", ["500", "late", "lost", "unheard"])
 def test_a_step_is_not_repeated_for_a_server_that_would_play_it_twice(bad: Callable[..., Bad], fault: str) -> None:
     server = bad(repeats=False)
-    env = make("http", url=server.url, timeout=0.5)
+    env = make("http", url=server.url, timeout=0.5 if fault in SLOW else 30)
     server.faults = [fault]
     assert env.reset(seed=1)[0] == "seed 1"
     server.faults = [fault]
     with pytest.raises(EnvironmentFailure, match=f"^{server.url}/step: "):
         env.step("x")
-    assert server.log[2:] == [("/step", fault)]
+    assert [entry for entry in server.log if entry[0] == "/step"] == [("/step", fault)]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,7 @@ def test_what_does_not_pass_ends_with_the_address(bad: Callable[..., Bad], fault
     server = bad()
     server.faults = [fault] * 9
     with pytest.raises(EnvironmentFailure, match=f"^{server.url}/reset: .*{said}"):
-        make("http", url=server.url, timeout=0.3, retries=2).reset(seed=1)
+        make("http", url=server.url, timeout=0.3 if fault == "late" else 30, retries=2).reset(seed=1)
     assert len(server.log) == tries
 
 

@@ -196,12 +196,12 @@ FAULTS = {
     "raise": ("environment_raised", "step raised KeyError: 'lost'"),
     "exit": ("environment_raised", "step raised SystemExit: 3"),
     "hang": ("environment_timeout", "step is not done after step_timeout, 0.5 s"),
-    "a number": ("environment_invalid", "step returned int '3', expected observation, reward"),
-    "observation": ("environment_invalid", "step returned the observation int '5', expected a text"),
-    "reward": ("environment_invalid", "step returned the reward str 'much', expected a number"),
-    "nan": ("environment_invalid", "step returned the reward float 'nan', expected a number"),
-    "info": ("environment_invalid", "expected a dict"),
-    "short": ("environment_invalid", "step returned tuple"),
+    "a number": ("environment_invalid", "step returned int; return (observation, reward"),
+    "observation": ("environment_invalid", "step returned the observation int; return a text"),
+    "reward": ("environment_invalid", "step returned the reward 'much'; return a finite number"),
+    "nan": ("environment_invalid", "step returned the reward nan; return a finite number"),
+    "info": ("environment_invalid", "returned info as list of 1; return a dict"),
+    "short": ("environment_invalid", "step returned tuple of 4"),
 }
 
 

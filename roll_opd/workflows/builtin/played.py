@@ -4,17 +4,19 @@ Whatever a game does ends its own trajectory alone. A game that came to its end 
 """
 
 import asyncio
-import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from roll_opd.environments import make
+from roll_opd.environments import EnvironmentFailure, make
+from roll_opd.environments.contract import read_reset, read_step
 from roll_opd.workflows.errors import RunFailure
 from roll_opd.workflows.model import RUN
+
+Value = TypeVar("Value")
 
 RAISED, TIMEOUT, INVALID = "environment_raised", "environment_timeout", "environment_invalid"
 _THREADS = ThreadPoolExecutor(10_000, thread_name_prefix="environment")
@@ -42,26 +44,12 @@ class Game:
             self._environment = await self._called("its making", lambda: make(self._settings["env_type"], **arguments))
         made: Any = self._environment
         found = await self._called("reset", lambda: made.reset(seed=seed))
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise self._failed(INVALID, f"reset returned {_shown(found)}, expected an observation and a dict")
-        return self._text(found[0], "reset"), self._facts(found[1], "reset")
+        return self._held(read_reset, found)
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Act; return observation, reward, whether it is terminated or truncated, and what else there is to know."""
         made: Any = self._environment
-        found = await self._called("step", lambda: made.step(action))
-        if not (isinstance(found, tuple) and len(found) == 5):
-            text = "expected observation, reward, terminated, truncated and a dict"
-            raise self._failed(INVALID, f"step returned {_shown(found)}, {text}")
-        observation, reward, terminated, truncated, info = found
-        try:
-            number = float(reward)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise self._failed(INVALID, f"step returned the reward {_shown(reward)}, expected a number")
-        ended = bool(terminated), bool(truncated)
-        return self._text(observation, "step"), number, *ended, self._facts(info, "step")
+        return self._held(read_step, await self._called("step", lambda: made.step(action)))
 
     def put_back(self) -> None:
         """Keep the environment for the next trajectory."""
@@ -92,18 +80,18 @@ class Game:
             raise self._failed(RAISED, f"{what} raised {type(error).__name__}: {error}") from error
         return found
 
-    def _text(self, observation: Any, what: str) -> str:
-        if not isinstance(observation, str):
-            raise self._failed(INVALID, f"{what} returned the observation {_shown(observation)}, expected a text")
-        return observation
+    def _held(self, read: Callable[[Any, str], Value], returned: Any) -> Value:
+        try:
+            return read(returned, self._name)
+        except EnvironmentFailure as error:
+            raise RunFailure(INVALID, str(error)) from None
 
-    def _facts(self, info: Any, what: str) -> dict[str, Any]:
-        if not isinstance(info, Mapping | None):
-            raise self._failed(INVALID, f"{what} returned {_shown(info)} beside the observation, expected a dict")
-        return dict(info or {})
+    @property
+    def _name(self) -> str:
+        return f"environment {self._tag} ({self._settings['env_type']})"
 
     def _failed(self, kind: str, what: str) -> RunFailure:
-        return RunFailure(kind, f"environment {self._tag} ({self._settings['env_type']}): {what}")
+        return RunFailure(kind, f"{self._name}: {what}")
 
 
 @asynccontextmanager
@@ -123,7 +111,3 @@ def _guarded(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return call(), None
     except BaseException as error:  # a game may call for the end of its process, too
         return None, error
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
