@@ -94,11 +94,11 @@ class WorkflowPool:
         RunError where it fails and `on_workflow_error` is `stop`.
         """
         if not self._repeats:
-            outcome = await self._done(self._job(task, model, (task.run,)))
+            outcome = await self._done(self._job(task, model, (task.run,)), task.runs)
             return self._made(outcome, task)
         if task.draw not in self._together:
             job = self._job(task, model, tuple(range(task.runs)))
-            self._together[task.draw] = _Together(asyncio.create_task(self._done(job)))
+            self._together[task.draw] = _Together(asyncio.create_task(self._done(job, 1)))
         together = self._together[task.draw]
         together.waiting += 1
         try:
@@ -200,11 +200,11 @@ class WorkflowPool:
             )
         return replace(made, teacher_logprobs=dict.fromkeys([name], *made.teacher_logprobs.values()))
 
-    async def _done(self, job: Job) -> Outcome:
-        """Have a job done, again where its process dies."""
+    async def _done(self, job: Job, jobs: int) -> Outcome:
+        """Have a job done, one of `jobs` at its prompt, again where its process dies."""
         begun, deaths, kind = time.monotonic(), 0, DIED
         while deaths < MOST_DEATHS:
-            worker = await self._free_worker(alone=deaths > 1)
+            worker = await self._free_worker(job.group, jobs, alone=deaths > 1)
             try:
                 late = self.plan.workflow_timeout + LATE_SECONDS
                 # not wait_for, which in Python 3.11 swallows a cancellation that comes with the answer
@@ -228,15 +228,24 @@ class WorkflowPool:
                 await self._give_back(worker)
         return Outcome(failure=(kind, f"{deaths} processes ended while they had it, the last one with nothing else"))
 
-    async def _free_worker(self, alone: bool) -> _Worker:
+    async def _free_worker(self, group: int, jobs: int, alone: bool) -> _Worker:
+        """Return the process that has least to do, or one for `group` that has hardly more.
+
+        What goes to one engine comes from few processes then, and is one batch there.
+        """
+        place = group % self.plan.workflow_workers
         async with self._changed:
             while True:
                 if self._broken:
                     raise self._broken
-                free = [worker for worker in self._workers if not worker.retiring and not worker.isolated]
-                worker = min(free, key=lambda worker: worker.under_way, default=None)
                 most = 0 if alone else self.plan.workflow_concurrency - 1
-                if worker and worker.under_way <= most:
+                free = [worker for worker in self._workers if worker.under_way <= most]
+                worker = min(
+                    [worker for worker in free if not worker.retiring and not worker.isolated],
+                    key=lambda worker: worker.under_way - (jobs if worker.number == place else 0),
+                    default=None,
+                )
+                if worker:
                     worker.under_way += 1
                     worker.isolated = alone
                     return worker
