@@ -37,6 +37,7 @@ from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.rollout import RolloutWorker
+from roll_opd.workers.sampler import Sampler
 
 SLICE = 0.02  # seconds of a point of the timeline
 
@@ -122,8 +123,7 @@ def main() -> int:
 
 async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what each round has shown; one more before them is not counted."""
-    sampling = plan.rollout.sampling if plan.rollout else None
-    assert plan.rollout and sampling
+    assert plan.rollout
     placement = Placement(plan.num_nodes, plan.devices_per_node)
     sampler = await start.start_sampler(plan, plan.rollout, placement)
     pool = await start.start_workflow(plan, sampler, placement)
@@ -133,11 +133,7 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
     async def played(workflow: Workflow, number: int) -> tuple[list[Experience], float]:
         texts = [f"{rng.randrange(100, 1000)}+{rng.randrange(100, 1000)}=" for _ in range(number)]
         prompts = [prompt(place, text, tokenizer) for place, text in enumerate(texts)]
-        rollout = Rollout(sampler, sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)
-        began = time.perf_counter()
-        async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), 0)) as runs:
-            made = [one async for _, found in runs for one in found]
-        return made, time.perf_counter() - began
+        return await rolled_out(plan, sampler, workflow, prompts)
 
     rounds = []
     for number in range(options.rounds + 1):
@@ -159,6 +155,18 @@ async def measured(plan: RunPlan, options: argparse.Namespace) -> list[dict[str,
     await pool.end()
     await sampler.end()
     return rounds
+
+
+async def rolled_out(
+    plan: RunPlan, sampler: Sampler, workflow: Workflow, prompts: Sequence[Prompt]
+) -> tuple[list[Experience], float]:
+    """Return what a workflow makes of the prompts, and how many seconds it takes."""
+    assert plan.rollout
+    rollout = Rollout(sampler, plan.rollout.sampling, (), plan.seed, 16, PhaseClock(), workflow=workflow)
+    began = time.perf_counter()
+    async with aclosing(roll_out(rollout, prompts, PendingRewards(rollout), 0)) as runs:
+        made = [one async for _, found in runs for one in found]
+    return made, time.perf_counter() - began
 
 
 def prompt(number: int, text: str, tokenizer: Any) -> Prompt:

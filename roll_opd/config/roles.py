@@ -80,7 +80,8 @@ def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None
     if mixed and (is_pure or pure):
         tell.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
     if pure is None:
-        pure = not mixed and any(role in sections.workers for role in PURE_ROLES)
+        said_not = mixed or values.get("is_pure_opd") is False
+        pure = not said_not and any(role in sections.workers for role in PURE_ROLES)
     if is_pure or pure:
         return "pure"
     return "mixed" if mixed else "rl"
@@ -173,11 +174,11 @@ class RoleReader:
         return self._sections.workers.get(name) if is_used else None
 
     def _student_names(self) -> tuple[str, str]:
-        """Return what the student's roles are called: an RLVR file made pure by a switch keeps its actor_* names."""
+        """Return what the student's roles are called: a file whose mode is changed by a switch keeps its names."""
         written, mode = self._sections.workers.keys(), self._mode
         wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
-        if mode == "pure" and not written & set(PURE_ROLES):
-            return MIXED_ROLES if written & set(MIXED_ROLES) else PURE_ROLES
+        if not written & set(right):
+            return wrong if written & set(wrong) else right
         mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
         for found, expected in zip(wrong, right, strict=True):
             if found in written:
