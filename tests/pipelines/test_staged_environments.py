@@ -1,5 +1,7 @@
 """Runs in environments: trained on what was sampled, in all three modes, through every fault, and resumed exactly."""
 
+from pathlib import Path
+
 import pytest
 from runs import Run
 from safetensors.torch import load_file
@@ -65,7 +67,15 @@ def games(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"plugin_dir={place}"
 
 
-def played(stage: Stage, games: str, game: str, role: str, *more: str, config: tuple[str, str] = WITH_REWARD) -> Run:
+def played(
+    stage: Stage,
+    games: str,
+    game: str,
+    role: str,
+    *more: str,
+    config: tuple[str, str] = WITH_REWARD,
+    place: Path | None = None,
+) -> Run:
     kept = [setting for setting in SHORT if not setting.startswith(("num_return", "rollout_batch", "deterministic"))]
     settings = (
         *kept,
@@ -81,7 +91,7 @@ def played(stage: Stage, games: str, game: str, role: str, *more: str, config: t
         f"{role.replace('train', 'infer')}.generating_args.num_return_sequences=1",
         "samples_per_step=64",
     )
-    return stage.run(*settings, "max_steps=2", *more, config=config, name=f"game_{game}_{config[1]}")
+    return stage.run(*settings, "max_steps=2", *more, config=config, name=f"game_{game}_{config[1]}", place=place)
 
 
 def test_rewards_alone(stage: Stage, games: str) -> None:
@@ -135,3 +145,27 @@ def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Sta
     assert row["workflow/runs"] == 64 and row["workflow/restarts"] > 0
     ids = [sample["id"] for sample in run.rows("samples.jsonl")]
     assert len(ids) == len(set(ids)) == 64 - row.get("workflow/failed/worker_died", 0)
+
+
+def test_a_resumed_run_plays_the_games_that_come_next(stage: Stage, games: str, tmp_path: Path) -> None:
+    """Bit for bit what the run is that goes on."""
+    settings = ("deterministic=true", "save_steps=1", "max_ckpt_to_keep=1")
+
+    def run(place: str, *more: str) -> Run:
+        return played(stage, games, "sums", "actor_train", *settings, *more, place=tmp_path / place)
+
+    whole = run("whole", "max_steps=3")
+    run("broken", "max_steps=2")
+    resumed = run("broken", "max_steps=3", "resume_from_checkpoint=true")
+    assert resumed.code == whole.code == 0
+    told = [
+        [
+            (sample["id"], sample["tokens"], sample["reward"])
+            for sample in one.rows("samples.jsonl")
+            if sample["step"] == 3
+        ]
+        for one in (whole, resumed)
+    ]
+    assert told[0] and sorted(told[0]) == sorted(told[1])
+    weights = [load_file(one.path / "checkpoints/step_3/hf/model.safetensors") for one in (whole, resumed)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
