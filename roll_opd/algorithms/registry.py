@@ -43,6 +43,9 @@ class AdvantageFacts:
 
     baseline: bool = False  # compares the samples of a prompt, so a single sample has nothing to be compared with
     reads_runs: bool = False  # wants the steps of each run; others get a run as one sample
+    reads_states: bool = False  # compares steps that began from one state
+    adds_steps: bool = False  # adds up a run's rewards, so that each must be of a step alone
+    discounts_turns: bool = False  # gamma is of a turn, whose tokens have one value; else of a token
     # keys of the objective that decide what happens to the tokens; they may be given as arguments too
     token_defaults: Mapping[str, object] = field(default_factory=lambda: FrozenDict({"gamma": 1.0}))
 
@@ -64,7 +67,7 @@ ADVANTAGES = Registry(
     package="roll_opd.algorithms.advantages",
     facts_type=AdvantageFacts,
     decorator="register_advantage",
-    elsewhere=("skip_obs_gae", "gigpo", "step_reinforce", "agentic_reinforce"),  # ROLL's, not available yet
+    elsewhere=("skip_obs_gae",),  # ROLL's, not available yet
 )
 register_policy_loss = POLICY_LOSSES.register
 register_advantage = ADVANTAGES.register

@@ -25,6 +25,30 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
     return total_M
 
 
+def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequence[int], discount: float) -> Tensor:
+    """Return Σ_{k≥0} discount^k · the sum of the values of the k-th turn from a token's own on, [M]; 0 off the mask.
+
+    A turn is an unbroken stretch of action tokens, which all have one return: that of `discounted_to_go`, were a turn
+    one token. What a mask leaves out of a turn adds no value, and does not make it two.
+
+    Args:
+        values_M: what lies off `mask_M` is not read.
+        mask_M: bool, action tokens that count.
+        acted_M: bool, all action tokens.
+        lengths: tokens of each sequence, off the mask or not.
+    """
+    counted_M = torch.where(mask_M, values_M, 0)
+    total_M = torch.zeros_like(counted_M)
+    sequences = (piece.split(list(lengths)) for piece in (counted_M, acted_M, total_M))
+    for counted, acted, total in zip(*sequences, strict=True):
+        edges = torch.diff(acted.int(), prepend=acted.new_zeros(1).int(), append=acted.new_zeros(1).int())
+        later = counted.new_zeros(())
+        for begin, end in reversed(edges.nonzero().flatten().view(-1, 2).tolist()):
+            later = counted[begin:end].sum() + discount * later
+            total[begin:end] = later
+    return torch.where(mask_M, total_M, 0)
+
+
 def _to_go(values_K: Tensor, counts: Sequence[int], discount: float) -> Tensor:
     """In log2(longest) steps: a sum over the next 2n tokens is that over n, and the one n tokens on."""
     left_K = torch.cat([torch.arange(count, 0, -1) for count in counts]).to(values_K.device)

@@ -1,6 +1,6 @@
 """From the normalised reward of a sample to the advantage of each token.
 
-    A = whiten(Σ_k γ^k r_{t+k}), with a critic whiten(GAE of r),
+    A = whiten(Σ_k γ^k r_{t+k}), with a critic whiten(GAE of r), k over action tokens, or over turns,
     r = whiten(R' on the last action token, 0 elsewhere, minus a penalty a token)
 
 R' is the reward as an advantage function normalised it (see `advantages`). Each part happens only where it is asked
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roll_opd.algorithms.gae import gae
-from roll_opd.algorithms.returns import discounted_to_go
+from roll_opd.algorithms.returns import discounted_to_go, turns_to_go
 
 VARIANCE_FLOOR = 1e-8  # whitening's
 
@@ -45,6 +45,7 @@ def token_advantages(
     gamma: float = 1.0,
     values_M: Tensor | None = None,
     lambd: float = 0.95,
+    turns_M: Tensor | None = None,
     whiten_rewards: bool = False,
     whiten_advantages: bool = False,
 ) -> TokenAdvantages:
@@ -56,13 +57,16 @@ def token_advantages(
         lengths: tokens of each sample.
         values_M: a critic's values of the state before each token; None: returns-to-go.
         lambd: of GAE.
+        turns_M: bool [M], all action tokens, whose unbroken stretches gamma counts; None: it counts tokens.
     """
     reward_mean, reward_scale = whitening(rewards_M, mask_M) if whiten_rewards else (0.0, 1.0)
     rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
-    if values_M is None:
-        advantages_M = returns_M = discounted_to_go(rewards_M, mask_M, lengths, gamma)
-    else:
+    if values_M is not None:
         advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, gamma, lambd)
+    elif turns_M is not None:
+        advantages_M = returns_M = turns_to_go(rewards_M, mask_M, turns_M, lengths, gamma)
+    else:
+        advantages_M = returns_M = discounted_to_go(rewards_M, mask_M, lengths, gamma)
     mean, scale = whitening(advantages_M, mask_M) if whiten_advantages else (0.0, 1.0)
     advantages_M = (advantages_M - mean) / scale * mask_M
     return TokenAdvantages(advantages_M, returns_M, reward_mean, reward_scale, mean, scale)

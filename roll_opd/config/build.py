@@ -176,7 +176,9 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if sections.auxiliaries and not top.workflow:
         top.tell.ignore("auxiliary_models")
     if mode != "pure":
-        check_objective.check_groups(top, sizes.n)
+        check_objective.check_steps(top, agentic, environments.whole_trajectories(top) if agentic else ())
+        by_tag = agentic and top.reward_normalization.grouping in environments.BY_TAG
+        check_objective.check_groups(top, sizes.n, agentic=agentic, by_tag=by_tag)
         check_objective.check_rewards(top, rewards)
         if not (sections.rewards or top.workflow):
             switch = "use_opd: true" if mode == "mixed" else "a run without a teacher"
@@ -191,8 +193,8 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if tell.problems:
         return None
     plan = _assembled(top, roles, sizes, (*rows, given), **common)
-    if played:
-        plan = replace(plan, validation=played)
+    if agentic:
+        plan = replace(plan, validation=played, objective=environments.compared(plan.objective, top))
     engines = {domain: parts.judge_plan(role, top, sizes.response or 0) for domain, role in roles.judges.items()}
     plan = replace(plan, rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards))
     if plan.workflow:

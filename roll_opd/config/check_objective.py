@@ -27,6 +27,7 @@ NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})
 ROLL_CLIP = 0.2  # ROLL's default of pg_clip_low and pg_clip_high
 SAID_OF_TEACHERS = {"whiten_advantages", "kl_penalty"}  # a sentence of their own tells what becomes of them
 NORMS = ("norm_mean_type", "norm_std_type")
+STEP_KEYS = frozenset({"step_reward_gamma", "episode_reward_weight", "step_reward_weight"})
 
 
 def check_objective(top: Top, mode: str, agentic: bool) -> None:
@@ -76,10 +77,11 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
         yield "opd_jsd_beta"
     if not top.opd_divergence.startswith("skewed"):
         yield "opd_skew_alpha"
-    if agentic:  # ROLL's environments know none of them
-        yield from keys_of(SampleKeys)
+    of_steps = set() if mode == "pure" else keys_of_steps(top.adv_estimator or "")
+    if agentic:  # ROLL's environments know none of the first
+        yield from {*keys_of(SampleKeys), *(STEP_KEYS - of_steps)}
     else:
-        yield from keys_of(AgenticKeys).keys() & top.written
+        yield from (keys_of(AgenticKeys).keys() & top.written) - of_steps
     if not top.difficulty_mask:
         yield from ("difficulty_low_threshold", "difficulty_high_threshold")
     if not top.error_max_len_clip:
@@ -195,6 +197,37 @@ def has_norm_levels(advantage: str) -> bool:
     return advantage in ADVANTAGES.builtin and levels <= ADVANTAGES.defaults(advantage).keys()
 
 
+def keys_of_steps(advantage: str) -> set[str]:
+    """Return the keys of the rewards of steps that are arguments of a built-in advantage."""
+    return set(STEP_KEYS & ADVANTAGES.defaults(advantage).keys()) if advantage in ADVANTAGES.builtin else set()
+
+
+def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
+    """Say where an advantage that adds up the rewards of steps, or compares their states, has none of them.
+
+    `whole` are the tags of which a sample is a whole trajectory.
+    """
+    name, facts = top.adv_estimator, advantage_facts(top.adv_estimator)
+    if facts.adds_steps and whole:
+        top.tell.problem(
+            "adv_estimator",
+            f"{name} reads the reward of each action, and {', '.join(whole)} makes one sample of a trajectory; write"
+            " env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager there, or use"
+            " agentic_reinforce or grpo",
+        )
+    if facts.reads_states and not (agentic or top.workflow):
+        top.tell.problem(
+            "adv_estimator",
+            f"{name} compares actions from one state of an environment, and an answer to a prompt has none; use grpo",
+        )
+    if facts.reads_states and agentic and top.norm_mean_type is None and top.norm_std_type is None:
+        top.tell.remark(
+            "adv_estimator",
+            f"{name} compares nothing while reward_normalization.method is {top.reward_normalization.method}; write"
+            " mean, and grouping: traj_group_id",
+        )
+
+
 def _check_functions(top: Top, mode: str) -> None:
     """Say what is empty or wrong about this loss, these advantages and this KL loss together."""
     advantage = "on_policy_distill" if mode == "pure" else top.adv_estimator
@@ -221,18 +254,19 @@ def _check_functions(top: Top, mode: str) -> None:
         top.tell.problem("kl_loss_fn" if "KL loss" in sentence else "policy_loss", sentence)
 
 
-def check_groups(top: Top, responses: int) -> None:
+def check_groups(top: Top, responses: int, *, agentic: bool, by_tag: bool) -> None:
     """Check what the number of responses a prompt decides: baselines, and the horizon of the adaptive KL.
 
-    A group of one response has no mean that its reward could be compared with. In a horizon that is too short a step's
-    samples could take the whole coefficient away, or more.
+    A group of one response has no mean that its reward could be compared with, unless groups are tags. In a horizon
+    that is too short a step's samples could take the whole coefficient away, or more.
     """
-    compares = advantage_facts(top.adv_estimator).baseline
+    compares = advantage_facts(top.adv_estimator).baseline and not by_tag
+    key = "train_env_manager.group_size" if agentic else "num_return_sequences_in_group"
     if compares and top.norm_mean_type != "batch" and responses == 1:
         top.tell.remark(
             "adv_estimator",
-            f"{top.adv_estimator} has no baseline with one response a prompt, so each reward counts as it is; set"
-            " num_return_sequences_in_group to 2 or more",
+            f"{top.adv_estimator} has no baseline with one response a prompt, so each reward counts as it is; set {key}"
+            " to 2 or more",
         )
     samples = top.rollout_batch_size * responses
     if top.add_token_level_kl and top.target_kl is not None and samples >= FEWEST_STEPS * top.kl_horizon:

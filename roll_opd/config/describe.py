@@ -342,9 +342,12 @@ def _advantage(plan: RunPlan) -> str:
     clip = f", clipped to +-{objective.advantage_clip:g}" if objective.advantage_clip else ""
     if plan.mode == "pure":
         return teachers + clip if teachers else "0 (the teacher's part is in the loss)"
+    names = {"group": "tag"} if objective.reward_groups == "tag" else {}
+    mean, std = (names.get(level or "", level) for level in (objective.norm_mean_type, objective.norm_std_type))
     steps = [
-        f"mean by {objective.norm_mean_type}" if objective.norm_mean_type else "",
-        f"std by {objective.norm_std_type}" if objective.norm_std_type else "",
+        f"mean by {mean}" if mean else "",
+        f"std by {std}" if std else "",
+        "held within {:g} and {:g}".format(*objective.reward_bounds) if objective.reward_bounds else "",
         f"clipped to +-{objective.reward_clip:g}" if objective.reward_clip else "",
         "whitened" if objective.whiten_rewards else "",
     ]

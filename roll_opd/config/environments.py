@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from roll_opd.config.parts import sampling_plan
-from roll_opd.config.plan import DataPlan, ValidationPlan
+from roll_opd.config.plan import DataPlan, ObjectivePlan, ValidationPlan
 from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections
 from roll_opd.config.schema import (
     EnvironmentKeys,
@@ -22,9 +22,12 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.frozen import FrozenDict
+from roll_opd.workflows.managers import makes_steps
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"
+BY_TAG = ("tags", "inductive")  # groupings that compare all of a tag; state is that of the beginning, so a group
+ASYM_CLIP = (-1.0, 3.0)  # bounds of the method of that name, in RAGEN and earlier versions of ROLL
 WITH_TOOL = ("roll_math", "math_python")
 
 
@@ -142,7 +145,7 @@ def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
 
 
 def _levels(top: Top) -> dict[str, Any]:
-    """Return what rewards are compared with, as `norm_mean_type` and `norm_std_type` say it."""
+    """Return what rewards are compared with, as `norm_mean_type` and `norm_std_type` say it; see also `compared`."""
     normalised = top.reward_normalization
     level = "batch" if normalised.grouping == "batch" else "group"
     by_method: dict[str, tuple[str | None, str | None]] = {
@@ -150,12 +153,25 @@ def _levels(top: Top) -> dict[str, Any]:
         "mean": (level, None),
     }
     mean, std = by_method.get(normalised.method, (level, level))
-    if normalised.grouping in ("tags", "state", "inductive") and (mean or std):
-        normalised.tell.block(
-            "grouping", f"{normalised.grouping} is not available yet; use traj_group_id or batch, or method identity"
-        )
     own = {"norm_mean_type": normalised.norm_mean_type or mean, "norm_std_type": normalised.norm_std_type or std}
     return {key: value for key, value in own.items() if key not in top.written}
+
+
+def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
+    """Return the objective with what a `group` of `_levels` is, and what a normalised reward is held within."""
+    normalised = top.reward_normalization
+    return replace(
+        plan,
+        reward_groups="tag" if normalised.grouping in BY_TAG else "prompt",
+        reward_bounds=ASYM_CLIP if normalised.method == "asym_clip" else None,
+    )
+
+
+def whole_trajectories(top: Top) -> list[str]:
+    """Return the tags that are learned from of which a sample is a whole trajectory, and not one action."""
+    known = top.custom_envs or {}
+    tags = top.train_env_manager.tags if top.train_env_manager else ()
+    return [tag for tag in tags if tag in known and not makes_steps(known[tag].env_manager_cls)]
 
 
 def data(top: Top) -> DataPlan:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.check_objective import clip_range, has_norm_levels
+from roll_opd.config.check_objective import clip_range, has_norm_levels, keys_of_steps
 from roll_opd.config.check_values import micro_batch
 from roll_opd.config.plan import (
     FollowingPlan,
@@ -183,12 +183,13 @@ def _with_reward(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
     if name == "grpo":  # what the estimator is; writing null takes it away
         mean = mean if "norm_mean_type" in top.written else "group"
         std = std if "norm_std_type" in top.written else "group"
-    levels = {"mean_cal_level": mean, "std_cal_level": std}
+    levels = {"mean_cal_level": mean, "std_cal_level": std} if has_norm_levels(name) else {}
+    arguments = {**levels, **{key: getattr(top, key) for key in sorted(keys_of_steps(name))}, **top.advantage_fn_args}
     token_kl = top.init_kl_coef if top.add_token_level_kl else 0.0
     return replace(
         plan,
         adv_estimator=name,
-        advantage_args=FrozenDict({**(levels if has_norm_levels(name) else {}), **top.advantage_fn_args}),
+        advantage_args=FrozenDict(arguments),
         norm_mean_type=mean,
         norm_std_type=std,
         kl_loss=plan.kl_loss if top.kl_loss_fn in (None, "none") else top.kl_loss_fn,

@@ -283,6 +283,8 @@ class ObjectivePlan(ObjectiveKeys):
 
     adv_estimator: str = "on_policy_distill"  # of `algorithms.registry.ADVANTAGES`, or a dotted path
     advantage_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
+    reward_groups: Literal["prompt", "tag"] = "prompt"  # what rewards are compared in at level `group`
+    reward_bounds: tuple[float, float] | None = None  # of rewards after their normalisation, before reward_clip
     policy_loss: str = "importance_sampling"  # of `algorithms.registry.POLICY_LOSSES`, or a dotted path
     policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
     dual_clip: float | None = 3.0  # of losses that read pg_clip; None: no bound

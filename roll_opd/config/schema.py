@@ -633,10 +633,13 @@ class RewardNormalization(Section):
 
     ignored = frozenset({"global_scale_factor", "global_shift_value"})
     grouping: Literal["state", "batch", "inductive", "traj_group_id", "tags"] = key(
-        "batch", "the trajectories that are compared: of a group (traj_group_id), or of a step (batch)"
+        "batch",
+        "the trajectories that are compared: of a group (traj_group_id, or state), of a tag (tags, or inductive), or of"
+        " a step (batch)",
     )
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = key(
-        "identity", "subtract nothing, their mean, or divide by their deviation too"
+        "identity",
+        "subtract nothing, their mean, or divide by their deviation too; asym_clip then holds it within -1 and 3",
     )
     # in this order as everywhere: typing takes two orders for one type, and the page has that of the first
     norm_mean_type: Literal["group", "batch"] | None = key(None, "whose mean is subtracted, in place of method's")

@@ -32,6 +32,7 @@ class Experience:
     weights_version: int | None  # which weights sampled it
     run: int | None = None  # which of the runs at its prompt; None: one of its own
     step: int = 0  # which of the experiences of its run
+    state: str | None = None  # digest of what its step began from, where the run says so
     demonstration: bool = False  # a row that brought its answer, which nobody sampled
     old_logprobs: np.ndarray | None = None  # f32 [T-P], same weights, training engine, sampling temperature
     teacher_prompts: dict[str, np.ndarray] = field(

@@ -49,6 +49,7 @@ OF_THE_OBJECTIVE = (
     "gamma",
     "lambd",
     "opd_kl_discount",
+    "reward_bounds",
     "reward_clip",
     "advantage_clip",
     "kl_penalty",

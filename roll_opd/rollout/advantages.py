@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch
+from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch, run_members
 from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.algorithms.returns import discounted_to_go
@@ -73,12 +73,10 @@ def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan)
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
-    numbers = run_numbers(experiences)
-    runs = {(e.group_id, run) for e, run in zip(experiences, numbers, strict=True) if not e.excluded}
-    counted = Counter(group for group, _ in runs)
-    return {
-        experience.group_id for experience in experiences if experience.excluded and counted[experience.group_id] == 1
-    }
+    groups, numbers = compared_in(experiences, objective), run_numbers(experiences)
+    every = list(zip(experiences, groups, numbers, strict=True))
+    counted = Counter(group for group, _ in {(group, run) for e, group, run in every if not e.excluded})
+    return {group for e, group, _ in every if e.excluded and counted[group] == 1}
 
 
 def _without_advantage(experience: Experience, kl_coef: float) -> Experience:
@@ -109,11 +107,12 @@ def _advantages(
 
 def _normalised(experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
     rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
-    groups = [experience.group_id for experience in experiences]
+    groups = compared_in(experiences, objective)
     function = partial(advantage(objective.adv_estimator, objective.advantage_args), **objective.advantage_args)
-    batch = RewardBatch(rewards_B, groups, _action_logprobs(experiences), run_numbers(experiences))
-    reads_runs = ADVANTAGES.facts(objective.adv_estimator).reads_runs
-    normalised = function(batch) if reads_runs else by_runs(function, batch)
+    facts = ADVANTAGES.facts(objective.adv_estimator)
+    states = _states(experiences, objective.adv_estimator) if facts.reads_states else None
+    batch = RewardBatch(rewards_B, groups, _action_logprobs(experiences), run_numbers(experiences), states)
+    normalised = function(batch) if facts.reads_runs else by_runs(function, batch)
     if uncompared:
         alone_B = torch.tensor([group in uncompared for group in groups])
         means_B = torch.where(alone_B, rewards_B, normalised.mean)
@@ -122,9 +121,31 @@ def _normalised(experiences: Sequence[Experience], uncompared: set[str], objecti
     return normalised
 
 
+def compared_in(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[str]:
+    """Return for each one what its reward's `group` is: its prompt's, or its tag's."""
+    return [e.tag if objective.reward_groups == "tag" else e.group_id for e in experiences]
+
+
 def run_numbers(experiences: Sequence[Experience]) -> list[int]:
-    """Return the number of each one's run at its prompt; negative where it is a run of its own."""
-    return [e.run if e.run is not None else -1 - number for number, e in enumerate(experiences)]
+    """Return a number for each one's run, another for each run of the batch; negative where it is a run of its own."""
+    numbers: dict[tuple[str, int], int] = {}
+    return [
+        numbers.setdefault((e.group_id, e.run), len(numbers)) if e.run is not None else -1 - place
+        for place, e in enumerate(experiences)
+    ]
+
+
+def _states(experiences: Sequence[Experience], reader: str) -> list[str]:
+    """Return the state that each one began from, told apart by prompt: other games' states are other states."""
+    found = []
+    for e in experiences:
+        if e.state is None:
+            raise RunError(
+                f"sample {e.id}, tagged {e.tag}, has no state, and adv_estimator {reader} compares steps from one;"
+                " its workflow should say it in info['state_hash'] of each experience"
+            )
+        found.append(f"{e.group_id} {e.state}")
+    return found
 
 
 def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
@@ -135,9 +156,7 @@ def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
     apart, and a step divided by the deviation of equal runs is a number without bound.
     """
     assert batch.runs is not None
-    steps: dict[tuple[str, int], list[int]] = {}
-    for number, run in enumerate(zip(batch.groups, batch.runs, strict=True)):
-        steps.setdefault(run, []).append(number)
+    steps = run_members(batch)
     if len(steps) == len(batch.groups):
         return function(replace(batch, runs=None))
     members = list(steps.values())
@@ -159,7 +178,11 @@ def _filled(
     lengths = [len(mask) for mask in masks]
     mask_M = torch.cat([_in_loss(e, mask) for e, mask in zip(experiences, masks, strict=True)])
 
-    rewards_M = on_last_action(clipped(normalised.rewards, objective.reward_clip), masks)
+    rewards_B = normalised.rewards
+    if objective.reward_bounds is not None:
+        low, high = objective.reward_bounds
+        rewards_B = rewards_B.clamp(low, high).where(rewards_B.isfinite(), rewards_B)
+    rewards_M = on_last_action(clipped(rewards_B, objective.reward_clip), masks)
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
         rewards_M = clipped(rewards_M, objective.reward_clip)  # once more, as in ROLL
@@ -171,6 +194,7 @@ def _filled(
         gamma=objective.gamma,
         values_M=torch.cat([torch.tensor(e.values) for e in experiences]) if critic else None,
         lambd=objective.lambd,
+        turns_M=torch.cat(masks) if ADVANTAGES.facts(objective.adv_estimator).discounts_turns else None,
         whiten_rewards=objective.whiten_rewards,
         whiten_advantages=objective.whiten_advantages,
     )

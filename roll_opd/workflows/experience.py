@@ -16,6 +16,7 @@ from roll_opd.data.experience import Experience as Trained
 from roll_opd.data.source import Prompt
 
 TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
+STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Experience:
             logprobs: f32 [T-P], as they were sampled.
             reward: of the whole trajectory; None: the configuration's rewards score it.
             action_mask: bool [T-P], tokens that the model wrote; None: all.
-            info: anything; `teacher_logprobs`, f32 [T-P], stand in for the teachers.
+            info: anything; `teacher_logprobs`, f32 [T-P], stand in for the teachers, and steps that began from the same
+                state have the same text as `state_hash`.
             metrics: numbers to log, as means over experiences.
             response_text: or a function that makes it when it is asked for.
         """
@@ -168,6 +170,9 @@ def trained(
     reward = None if made.reward is None else float(made.reward)
     if reward is not None and not np.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
+    state = made.info.get(STATE)
+    if state is not None and not isinstance(state, str):
+        raise TypeError(f"info[{STATE!r}] should be a text, not {type(state).__name__}")
     suffix = f".{place}" if place else ""
     group = _group(prompt, draw, made.eid.task)
     return Trained(
@@ -175,6 +180,7 @@ def trained(
         group_id=group,
         run=run,
         step=place if step is None else int(step),
+        state=state,
         tag=prompt.tag,
         domain="",
         tokens=tokens.astype(np.int64),

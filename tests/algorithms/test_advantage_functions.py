@@ -15,6 +15,19 @@ ADVANTAGES = {name: REGISTRY.find(name) for name in REGISTRY.builtin}
 
 GROUPS = ["a", "a", "b", "c", "c", "a", "c", "c", "d", "d", "c"]  # b stands alone; c is the largest
 RUNS = ["1", "1", "1", "1", "2", "2", "2", "2", "1", "1", "2"]  # in a: two steps and one; in d: one run of two steps
+STATES = [
+    "a s",
+    "a t",
+    "b s",
+    "c s",
+    "c s",
+    "a s",
+    "c t",
+    "c s",
+    "d s",
+    "d s",
+    "c u",
+]  # repeated within runs and across
 
 
 def batch(seed: int, *, equal: bool = False) -> RewardBatch:
@@ -22,7 +35,7 @@ def batch(seed: int, *, equal: bool = False) -> RewardBatch:
     rewards = torch.randn(len(GROUPS), generator=generator, dtype=torch.float64)
     rewards = torch.where(torch.tensor([g == "d" for g in GROUPS]), 0.5, rewards)
     logprobs = [-torch.rand(n, generator=generator) for n in (3, 1, 2, 0, 5, 4, 1, 2, 3, 3, 1)]
-    return RewardBatch(torch.ones_like(rewards) if equal else rewards, GROUPS, logprobs, RUNS)
+    return RewardBatch(torch.ones_like(rewards) if equal else rewards, GROUPS, logprobs, RUNS, STATES)
 
 
 def families(made: RewardBatch, level: str | None) -> list[list[int]]:
@@ -73,6 +86,50 @@ def naive_step_wise_grpo(made, std_cal_level="group", std_threshold=None, enable
         flat = std_threshold is not None and (len(peers) == 1 or statistics.stdev(peers) <= std_threshold)
         scores[run] = 0.0 if flat else (last[run] - mean) / std
     return [scores[run] / (runs.count(run) if enable_step_norm else 1) for run in runs]
+
+
+def naive_returns(made, gamma):
+    """Of each step: its reward, and gamma to the k-th power of that of the k-th step after it."""
+    runs, rewards = list(zip(made.groups, made.runs, strict=True)), made.rewards_B.tolist()
+    found = []
+    for i, run in enumerate(runs):
+        later = [n for n in range(i, len(runs)) if runs[n] == run]
+        found.append(sum(gamma**k * rewards[n] for k, n in enumerate(later)))
+    return found
+
+
+def naive_step_reinforce(made, mean_cal_level=None, std_cal_level=None, step_reward_gamma=0.95):
+    return naive_reinforce(made, mean_cal_level, std_cal_level, naive_returns(made, step_reward_gamma))
+
+
+def naive_gigpo(
+    made,
+    mean_cal_level="group",
+    std_cal_level=None,
+    step_reward_gamma=0.95,
+    episode_reward_weight=1.0,
+    step_reward_weight=1.0,
+):
+    runs, returns = list(zip(made.groups, made.runs, strict=True)), naive_returns(made, step_reward_gamma)
+    sums = {run: sum(r for r, of in zip(made.rewards_B.tolist(), runs, strict=True) if of == run) for run in runs}
+    found = []
+    for i, run in enumerate(runs):
+        beside = {
+            level: mean_and_std([sums[r] for r in sums if level == "batch" or r[0] == run[0]])
+            for level in ("group", "batch")
+        }
+        episode = sums[run] - (beside[mean_cal_level][0] if mean_cal_level else 0.0)
+        episode /= beside[std_cal_level][1] if std_cal_level else 1.0
+        peers = [returns[n] for n in range(len(runs)) if made.states[n] == made.states[i]]
+        if not (mean_cal_level or std_cal_level):
+            step = returns[i]
+        elif len(peers) == 1:
+            step = 0.0
+        else:
+            mean, std = mean_and_std(peers)
+            step = (returns[i] - (mean if mean_cal_level else 0.0)) / (std if std_cal_level else 1.0)
+        found.append(episode_reward_weight * episode + step_reward_weight * step)
+    return found
 
 
 def naive_rloo(made):
@@ -130,6 +187,9 @@ REFERENCES = {
     "reinforce": naive_reinforce,
     "reinforceplusplus": naive_reinforce,
     "gae": naive_reinforce,
+    "agentic_reinforce": naive_reinforce,
+    "step_reinforce": naive_step_reinforce,
+    "gigpo": naive_gigpo,
     "grpo": naive_grpo,
     "step_wise_grpo": naive_step_wise_grpo,
     "rloo": naive_rloo,
@@ -137,11 +197,18 @@ REFERENCES = {
     "asymre": naive_asymre,
     "rec": naive_rec,
 }
+LEVELS = [
+    {"mean_cal_level": mean, "std_cal_level": std}
+    for mean in (None, "group", "batch")
+    for std in (None, "group", "batch")
+]
 ARGUMENTS: dict[str, list[dict]] = {
-    "reinforce": [
-        {"mean_cal_level": mean, "std_cal_level": std}
-        for mean in (None, "group", "batch")
-        for std in (None, "group", "batch")
+    "reinforce": LEVELS,
+    "step_reinforce": [*LEVELS, {"step_reward_gamma": 1.0}, {"step_reward_gamma": 0.0}],
+    "gigpo": [
+        *LEVELS,
+        {"step_reward_gamma": 1.0, "step_reward_weight": 0.0},
+        {"step_reward_gamma": 0.5, "episode_reward_weight": 0.0, "step_reward_weight": 2.0},
     ],
     "grpo": [
         {"std_cal_level": "batch"},
@@ -195,6 +262,7 @@ def test_order_of_groups_does_not_matter(name: str, arguments: dict) -> None:
         [made.groups[n] for n in order],
         [made.logprobs[n] for n in order],
         [made.runs[n] for n in order],
+        [made.states[n] for n in order],
     )
     wanted = ADVANTAGES[name](made, **arguments).rewards[order]
     torch.testing.assert_close(ADVANTAGES[name](moved, **arguments).rewards, wanted)
@@ -209,8 +277,8 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_one_sample_and_none(name: str) -> None:
     wanted = [0.0 if name == "on_policy_distill" else 2.0]
-    assert ADVANTAGES[name](RewardBatch(torch.tensor([2.0]), ["a"])).rewards.tolist() == wanted
-    assert ADVANTAGES[name](RewardBatch(torch.zeros(0), [])).rewards.shape == (0,)
+    assert ADVANTAGES[name](RewardBatch(torch.tensor([2.0]), ["a"], states=["s"])).rewards.tolist() == wanted
+    assert ADVANTAGES[name](RewardBatch(torch.zeros(0), [], states=[])).rewards.shape == (0,)
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
@@ -221,6 +289,8 @@ def test_what_cannot_be_computed_is_refused() -> None:
         ADVANTAGES["opmd"](alone, opmd_baseline="median")
     with pytest.raises(ValueError, match="drop 'all' of advantage rec is unknown"):
         ADVANTAGES["rec"](alone, drop="all")
+    with pytest.raises(ValueError, match="the states of the samples are not known"):
+        ADVANTAGES["gigpo"](alone)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])

@@ -205,7 +205,10 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adv_estimator": "gigpo"}, "adv_estimator: 'gigpo' is not available yet; use asymre or gae or grpo or"),
+        (
+            {"adv_estimator": "skip_obs_gae"},
+            "adv_estimator: 'skip_obs_gae' is not available yet; use agentic_reinforce or asymre or gae or gigpo or",
+        ),
         ({"async_generation_ratio": 1}, "async_generation_ratio: 1 (generation ahead of training) is not available"),
         (
             {"kl_penalty": "full", "use_kl_loss": True, "kl_loss_coef": 1, "reference": REFERENCE},
@@ -234,7 +237,8 @@ def test_planned_but_not_available_yet(
     ("changes", "message"),
     [
         ({"adv_estimator": "on_policy_distill"}, "adv_estimator: 'on_policy_distill' is what pure distillation sets"),
-        ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'asymre', 'gae', 'grpo'"),
+        ({"adv_estimator": "gigpo"}, "adv_estimator: gigpo compares actions from one state of an environment, and an"),
+        ({"adv_estimator": "grpoo"}, "adv_estimator: should be 'agentic_reinforce', 'asymre',"),
         ({"kl_penalty": "k9"}, "kl_penalty: should be 'kl', 'k1'"),
         ({"gamma": 1.5}, "gamma: should be less than or equal to 1"),
         ({"reward_clip": 0}, "reward_clip: should be greater than 0"),

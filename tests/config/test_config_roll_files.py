@@ -85,6 +85,79 @@ def test_agentic(root: Path) -> None:
     assert run.data.prompt_length + run.rollout.sampling.max_new_tokens == 8192
 
 
+def _changed(root: Path, *changes: str) -> RunPlan:
+    directory = _write(root, "agentic_gigpo")
+    return load_plan(directory, "agentic_gigpo", [f"output_dir={root}", *changes], runnable=False)
+
+
+def test_agentic_by_step(root: Path) -> None:
+    run = _plan(root, "agentic_gigpo")
+    assert run.objective.adv_estimator == "gigpo"
+    assert run.objective.advantage_args == {
+        "mean_cal_level": "group",
+        "std_cal_level": None,
+        "step_reward_gamma": 0.95,
+        "episode_reward_weight": 1.0,
+        "step_reward_weight": 1.0,
+    }
+    assert (run.objective.reward_groups, run.objective.reward_bounds) == ("prompt", None)
+    assert run.reference is not None
+    assert not any("not available" in text or text.startswith("adv_estimator") for text in run.warnings)
+    assert "step_reward" not in _ignored(run)
+    run = _changed(
+        root, "adv_estimator=step_reinforce", "step_reward_gamma=1.0", "reward_normalization.method=mean_std"
+    )
+    assert run.objective.advantage_args == {
+        "mean_cal_level": "group",
+        "std_cal_level": "group",
+        "step_reward_gamma": 1.0,
+    }
+    assert "step_reward_weight" in _ignored(run) and "step_reward_gamma" not in _ignored(run)
+    run = _changed(root, "+advantage_fn=gigpo", "adv_estimator=null", "+advantage_fn_args={step_reward_gamma: 0.5}")
+    assert run.objective.advantage_args["step_reward_gamma"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("grouping", "groups", "level"),
+    [
+        ("traj_group_id", "prompt", "group"),
+        ("state", "prompt", "group"),
+        ("tags", "tag", "group"),
+        ("inductive", "tag", "group"),
+        ("batch", "prompt", "batch"),
+    ],
+)
+def test_what_a_trajectory_is_compared_with(root: Path, grouping: str, groups: str, level: str) -> None:
+    for method, levels in (("mean", (level, None)), ("asym_clip", (level, level)), ("identity", (None, None))):
+        changes = f"reward_normalization.grouping={grouping}", f"reward_normalization.method={method}"
+        for name in ("gigpo", "grpo", "agentic_reinforce"):
+            objective = _changed(root, *changes, f"adv_estimator={name}").objective
+            assert (objective.advantage_args["mean_cal_level"], objective.advantage_args["std_cal_level"]) == levels
+            assert objective.reward_groups == groups
+            assert objective.reward_bounds == ((-1.0, 3.0) if method == "asym_clip" else None)
+
+
+def test_steps_need_a_manager_that_makes_them(root: Path) -> None:
+    whole = "custom_env.FrozenLake.env_manager_cls=roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager"
+    for name in ("gigpo", "step_reinforce"):
+        with pytest.raises(ConfigError, match=f"adv_estimator: {name} reads the reward of each action, and FrozenLake"):
+            _changed(root, whole, f"adv_estimator={name}")
+    assert _changed(root, whole, "adv_estimator=agentic_reinforce").objective.adv_estimator == "agentic_reinforce"
+    concat = whole.replace("traj_env_manager.TrajEnvManager", "step_concat_env_manager.StepConcatEnvManager")
+    assert _changed(root, concat).objective.adv_estimator == "gigpo"
+
+
+def test_where_steps_are_compared_with_nothing_a_warning_says_so(root: Path) -> None:
+    def said(*changes: str) -> list[str]:
+        return [text for text in _changed(root, *changes).warnings if text.startswith("adv_estimator: gigpo")]
+
+    (warning,) = said("reward_normalization.method=identity")
+    assert "compares nothing while reward_normalization.method is identity" in warning
+    (warning,) = said("train_env_manager.group_size=1")
+    assert "set train_env_manager.group_size to 2 or more" in warning
+    assert not said("train_env_manager.group_size=1", "reward_normalization.grouping=tags")
+
+
 def test_mixed_mode_in_its_documented_form(root: Path) -> None:
     run = _plan(root, "mixed_documented")
     assert (run.mode, run.num_nodes) == ("mixed", 3)

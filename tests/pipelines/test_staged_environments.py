@@ -169,3 +169,42 @@ def test_a_resumed_run_plays_the_games_that_come_next(stage: Stage, games: str, 
     assert told[0] and sorted(told[0]) == sorted(told[1])
     weights = [load_file(one.path / "checkpoints/step_3/hf/model.safetensors") for one in (whole, resumed)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+def test_steps_are_compared_by_their_state_beside_a_teacher(stage: Stage, games: str) -> None:
+    """Of each action in samples.jsonl: what gigpo makes of the rewards of its group's trajectories."""
+    manager = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
+    template = "agent_template: '{current_observation}'"
+    run = played(
+        stage,
+        games,
+        "sums",
+        "actor_train",
+        f"custom_envs={{Game: {{env_type: sums, max_steps: 4, env_manager_cls: {manager}, {template}}}}}",
+        "adv_estimator=gigpo",
+        "step_reward_gamma=0.5",
+        "reward_normalization={grouping: traj_group_id, method: mean}",
+        "rollout_batch_size=16",
+        "samples_per_step=100",
+        "max_steps=1",
+        config=WITH_TEACHER,
+    )
+    assert run.code == 0
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["workflow/runs"] == 16 and row["opd/reverse_kl/mean"] > 0 and row["actor/grad_norm"] > 0
+    samples = run.rows("samples.jsonl")
+    assert len(samples) == 32 and {sample["reward"] for sample in samples} == {0.0, 1.0}
+    runs: dict[str, dict[str, list[dict]]] = {}
+    for sample in samples:  # ids are group/run and group/run.1
+        of_run = sample["id"].rpartition("/")[2].partition(".")[0]
+        runs.setdefault(sample["group_id"], {}).setdefault(of_run, []).append(sample)
+    assert [len(group) for group in runs.values()] == [4] * 4
+    for group in runs.values():
+        sums = [first["reward"] + second["reward"] for first, second in group.values()]
+        firsts = [first["reward"] + 0.5 * second["reward"] for first, second in group.values()]
+        seconds = [second["reward"] for _, second in group.values()]
+        for place, steps in enumerate(group.values()):
+            for returns, step in zip((firsts, seconds), steps, strict=True):
+                worth = sums[place] - sum(sums) / 4 + returns[place] - sum(returns) / 4  # all see the same two sums
+                assert all(step["action_mask"])
+                assert step["external_advantages"] == pytest.approx([worth] * len(step["action_mask"]), abs=1e-6)

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.source import Prompt
 from roll_opd.environments import ENVIRONMENTS
+from roll_opd.rollout.advantages import external_advantages
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from roll_opd.workflows.builtin import played
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from roll_opd.workflows.errors import NoRoomError, RunFailure
+from roll_opd.workflows.experience import Limits, trained
 from roll_opd.workflows.interface import GenerationConfig
 from roll_opd.workflows.model import RUN
 from tests.workers.sampled import Sampled
@@ -164,6 +169,48 @@ def test_step_by_step_each_action_is_an_experience_with_its_own_reward(tokenizer
     assert "(step: 2, observation: 7+1=, action: bad (this action is not valid" in texts[2]
     assert all(one.action_mask.all() and one.prompt_length for one in made)
     assert "env/game/turns" in made[0].metrics and not made[1].metrics
+
+
+def test_steps_of_a_real_game_have_its_states_and_rewards(tokenizer: Any) -> None:
+    """Frozen lake as examples/config/step_envs.yaml has it, played twice: to the goal, and to and fro."""
+    config = OmegaConf.load(MODEL.parents[2] / "config" / "step_envs.yaml")
+    told = OmegaConf.to_container(config, resolve=True)["custom_env"]["FrozenLake"]
+    settings = {key: value for key, value in told.items() if key in SETTINGS}
+    settings |= {"max_tokens_per_step": None, "max_steps": 4}
+    settings["env_config"] |= {"size": 2, "p": 1.0, "format_penalty": -0.25}
+
+    def answered(*actions: str) -> list[Experience]:
+        engine = Sampled(tokenizer, [f"<answer>{action}</answer><|end|>" for action in actions])
+        return run(engine, tokenizer, task("frozen_lake", seed=13, **settings))
+
+    shortest, longer = answered("Right", "Down"), answered("Right", "Left", "dance", "Down")
+    assert [one.reward for one in shortest] == [0.0, 1.0]
+    assert [one.reward for one in longer] == [0.0, 0.0, -0.25, 0.0]
+    assert (shortest[-1].finish_reason, longer[-1].finish_reason) == ("stop", "length")
+    states = [one.info["state_hash"] for one in (*shortest, *longer)]
+    begin, right = states[:2]
+    assert states == [begin, right, begin, right, begin, begin] and begin != right
+    history = "[(step: 1, observation: P_\n_G, action: Right, reward: 0.0), (step: 2, observation: _P\n_G, action: Left"
+    assert f"You have taken 2 actions. The last 2 of them: {history}" in tokenizer.decode(longer[2].tokens)
+
+    prompt = Prompt("p", 0, "game", np.array([1]), None, {})
+    limits = Limits(4096, len(tokenizer))
+    steps = [
+        trained(one, limits, prompt, 0, number, place, one.eid.step)
+        for number, made in enumerate((shortest, longer))
+        for place, one in enumerate(made)
+    ]
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [((one.run, one.step), one.state) for one in steps] == list(zip(places, states, strict=True))
+    arguments = {"mean_cal_level": "group", "std_cal_level": None, "step_reward_gamma": 0.5}
+    found = external_advantages(steps, ObjectivePlan(adv_estimator="gigpo", advantage_args=arguments))
+    returns = [0.5, 1.0, -0.0625, -0.125, -0.25, 0.0]
+    at_begin = (0.5 - 0.0625 - 0.25 + 0.0) / 4
+    at_right = (1.0 - 0.125) / 2
+    means = np.array([at_begin, at_right, at_begin, at_right, at_begin, at_begin])
+    sums = np.array([1.0, 1.0, -0.25, -0.25, -0.25, -0.25])
+    expected = (sums - 0.375) + (np.array(returns) - means)
+    assert [float(one.advantages[0]) for one in found] == pytest.approx(expected)
 
 
 def test_where_a_template_rewrites_the_past_there_are_branches_and_every_token_is_learned_once(tokenizer: Any) -> None:

@@ -27,6 +27,7 @@ class RewardBatch:
     groups: Sequence[str]  # samples of one prompt share a group
     logprobs: Sequence[Tensor] | None = None  # of each sample's action tokens under the weights that wrote them
     runs: Sequence[int] | None = None  # steps of one trajectory share a run, in their order; None: each sample is one
+    states: Sequence[str] | None = None  # steps that began alike, of one prompt, share a state; None: not known
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,24 @@ def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Leve
         if len(members) > 1:
             scale_B[members] = rewards_B[members].std() + STD_FLOOR
     return Normalised.of(rewards_B, mean_B, scale_B)
+
+
+def run_members(batch: RewardBatch) -> dict[tuple[str, int], list[int]]:
+    """Return the numbers of the samples of each run, by its group and its own number, both in their order."""
+    numbers = range(len(batch.groups)) if batch.runs is None else batch.runs
+    members: dict[tuple[str, int], list[int]] = {}
+    for place, run in enumerate(zip(batch.groups, numbers, strict=True)):
+        members.setdefault(run, []).append(place)
+    return members
+
+
+def step_returns(batch: RewardBatch, discount: float) -> Tensor:
+    """Return G_t = R_t + discount · G_{t+1} over the steps of each run, f64 [B]."""
+    returns_B = batch.rewards_B.double().clone()
+    for members in run_members(batch).values():
+        for step, following in zip(members[-2::-1], members[:0:-1], strict=True):
+            returns_B[step] += discount * returns_B[following]
+    return returns_B
 
 
 def group_members(groups: Sequence[str], level: Level = "group") -> list[list[int]]:

@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch, group_members, normalised_rewards
+from roll_opd.algorithms.advantages.batch import (
+    Level,
+    Normalised,
+    RewardBatch,
+    group_members,
+    normalised_rewards,
+    run_members,
+)
 from roll_opd.algorithms.registry import register_advantage
 
 
@@ -52,10 +59,7 @@ def step_wise_grpo(
 
     Trinity-RFT. Every run of a prompt counts once, whatever its number of steps.
     """
-    names = range(len(batch.groups)) if batch.runs is None else batch.runs
-    steps: dict[tuple, list[int]] = {}
-    for number, run in enumerate(zip(batch.groups, names, strict=True)):
-        steps.setdefault(run, []).append(number)
+    steps = run_members(batch)
     rewards_B = batch.rewards_B.double()
     last = RewardBatch(rewards_B[[members[-1] for members in steps.values()]], [group for group, _ in steps])
     found = grpo(last, std_cal_level=std_cal_level, std_threshold=std_threshold)

@@ -6,9 +6,10 @@ from roll_opd.algorithms.advantages.batch import Level, Normalised, RewardBatch,
 from roll_opd.algorithms.registry import register_advantage
 
 
-# the last two differ in what happens to the tokens: whitened, and with the critic's values
+# the others differ in what happens to the tokens: with the critic's values, whitened, discounted by turns (ROLL's)
 @register_advantage("gae", token_defaults={"gamma": 1.0, "lambd": 1.0, "whiten_advantages": True})
 @register_advantage("reinforceplusplus", token_defaults={"gamma": 1.0, "whiten_advantages": True})
+@register_advantage("agentic_reinforce", discounts_turns=True)
 @register_advantage("reinforce")
 def reinforce(batch: RewardBatch, *, mean_cal_level: Level = None, std_cal_level: Level = None) -> Normalised:
     """Return R; with ROLL's norm_mean_type and norm_std_type, normalised as they say."""

@@ -3,15 +3,16 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from statistics import mean
 from typing import Any
 
 from roll_opd.workflows.builtin.played import Game, played
 from roll_opd.workflows.errors import NoRoomError
-from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.experience import STATE, Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
+from roll_opd.workflows.managers import makes_steps
 
-STEP_WISE = "Step"  # in the name of a manager of ROLL's that makes a sample of each action
 NOT_VALID = " (this action is not valid: keep to the form that is asked for)"
 
 
@@ -51,7 +52,7 @@ class EnvironmentWorkflow(Workflow):
     """The built-in workflow of runs in environments; `workflow_args.environments` has their settings by tag.
 
     A conversation is one experience, whose reward is the sum of the game's; where the chat template rewrites the past,
-    each of its branches is one. With a StepEnvManager each action is an experience, and has its own reward.
+    each of its branches is one. With a StepEnvManager each action is an experience, and has its own reward and state.
     """
 
     is_async = can_reset = True
@@ -65,7 +66,7 @@ class EnvironmentWorkflow(Workflow):
         self.task = task
         self.tag = task.raw_task["tag"]
         self.settings = task.workflow_args["environments"][self.tag]
-        self.by_step = STEP_WISE in (self.settings["env_manager_cls"] or "").rpartition(".")[2]
+        self.by_step = makes_steps(self.settings["env_manager_cls"])
 
     async def run_async(self) -> list[Experience]:
         """Play once. RunFailure for what the environment does wrong."""
@@ -157,6 +158,7 @@ class EnvironmentWorkflow(Workflow):
             for step, turn in enumerate(trajectory.played):
                 assert turn.response is not None
                 turn.response.eid.step, turn.response.reward = step, turn.reward
+                turn.response.info[STATE] = _state(turn.observation)
                 made.append(turn.response)
         for one in made:
             one.finish_reason = "length" if trajectory.truncated else "stop"
@@ -176,6 +178,11 @@ class EnvironmentWorkflow(Workflow):
         }
         found.setdefault("success", float(trajectory.episode_reward > 0))
         return {f"env/{self.tag}/{name}": value for name, value in found.items()}
+
+
+def _state(observation: str) -> str:
+    """Return a digest of what the environment showed, without what a template says around it."""
+    return blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _system(settings: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -1,0 +1,69 @@
+"""GiGPO: trajectories beside those of their group, and steps beside those from the same state. Legend: see `batch`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from roll_opd.algorithms.advantages.batch import (
+    STD_FLOOR,
+    Level,
+    Normalised,
+    RewardBatch,
+    group_members,
+    normalised_rewards,
+    run_members,
+    step_returns,
+)
+from roll_opd.algorithms.registry import register_advantage
+
+
+@register_advantage("gigpo", baseline=True, reads_runs=True, reads_states=True, adds_steps=True)
+def gigpo(
+    batch: RewardBatch,
+    *,
+    mean_cal_level: Level = "group",
+    std_cal_level: Level = None,
+    step_reward_gamma: float = 0.95,
+    episode_reward_weight: float = 1.0,
+    step_reward_weight: float = 1.0,
+) -> Normalised:
+    """episode_reward_weight · A_E + step_reward_weight · A_S, for each step. arXiv 2505.10978; ROLL's defaults.
+
+    A_E is the sum of a trajectory's rewards, normalised over trajectories, of which each counts once. A_S is the step's
+    return, discounted with step_reward_gamma, normalised over the steps that began from its state, in this trajectory
+    and in the others of its prompt; a step whose state is the only one of its kind gets 0.
+
+    Args:
+        mean_cal_level, std_cal_level: over what A_E is normalised; None: not at all. A_S subtracts the mean of its
+            state, or divides by its deviation, where A_E does that with those of the group or batch.
+        step_reward_gamma: discount of a later step's reward.
+        episode_reward_weight, step_reward_weight: of the two parts.
+
+    Raises:
+        ValueError: where the states are not known.
+    """
+    if batch.states is None:
+        raise ValueError("advantage gigpo compares steps from one state, and the states of the samples are not known")
+    runs = run_members(batch)
+    rewards_B = batch.rewards_B.double()
+    sums_R = torch.stack([rewards_B[members].sum() for members in runs.values()]) if runs else rewards_B
+    found = normalised_rewards(sums_R, [group for group, _ in runs], mean_cal_level, std_cal_level)
+    episode_B = torch.zeros_like(rewards_B)
+    for place, members in enumerate(runs.values()):
+        episode_B[members] = found.rewards[place]
+    returns_B = step_returns(batch, step_reward_gamma)
+    step_B = _beside_their_state(returns_B, batch.states, mean_cal_level is not None, std_cal_level is not None)
+    return Normalised.given(episode_reward_weight * episode_B + step_reward_weight * step_B, rewards_B)
+
+
+def _beside_their_state(returns_B: Tensor, states: Sequence[str], centred: bool, scaled: bool) -> Tensor:
+    if not (centred or scaled):
+        return returns_B
+    found_B = torch.zeros_like(returns_B)
+    for members in group_members(states):
+        if len(members) > 1:
+            own = returns_B[members]
+            scale = own.std() + STD_FLOOR if scaled else 1.0
+            found_B[members] = (own - (own.mean() if centred else 0.0)) / scale
+    return found_B
