@@ -18,6 +18,7 @@ from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, teacher_prompts_of, text_of, topk_hits
+from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
 from roll_opd.rollout.advantages import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
@@ -202,6 +203,8 @@ class RunLogger:
             warnings=warnings,
         )
         self._console.finish(summary)
+        if self._plan.is_agentic and (game := before_and_after(read_jsonl(self._run.path / VALIDATION_SAMPLES))):
+            print("", game, sep="\n", flush=True)
         model = self._run.checkpoint(self._done) / HF
         if model.is_dir():
             print("", *loading(model), "", sep="\n", flush=True)

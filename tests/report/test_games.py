@@ -1,0 +1,49 @@
+"""The game that a run in environments ends with."""
+
+from typing import Any
+
+from roll_opd.report.games import before_and_after
+
+
+def row(step: int, seed: int, reward: float | None, turns: list[str], by: str = "student") -> dict[str, Any]:
+    """A game in which what the model did and what it was told take turns; a token a character."""
+    response = "".join(turns)
+    mask = [place % 2 == 0 for place, turn in enumerate(turns) for _ in turn]
+    ends = list(range(1, len(response) + 1))
+    prompt = "<|im_start|>user\nP_G<|im_end|>\n<|im_start|>assistant\n"
+    told = {"prompt": prompt, "response": response, "action_mask": mask, "token_ends": ends}
+    return {"step": step, "by": by, "id": f"Lake/{seed}#7/0", "reward": reward, **told}
+
+
+def test_the_first_game_that_went_better_is_shown_twice() -> None:
+    lost = ["Left<|im_end|>", "\n<|im_start|>user\nP_G<|im_end|>\n<|im_start|>assistant\n", "Up\x1b[31m"]
+    rows = [
+        row(0, 1, 0.0, lost),
+        row(0, 2, 0.0, lost),
+        row(5, 1, 0.5, ["Left"], by="teacher/one"),
+        row(5, 2, 0.0, lost),
+        row(10, 1, 0.0, lost),
+        row(10, 2, 1.0, ["Right"]),
+    ]
+    lines = [[side.strip() for side in line.split("|")] for line in before_and_after(rows).split("\n")]
+    assert lines == [
+        ["Lake/2, a held-out game before and after"],
+        ["step 0, reward 0", "step 10, reward 1"],
+        ["P_G", "P_G"],
+        ["> Left", "> Right"],
+        ["P_G", ""],
+        ["> Up⟨U+001B⟩[31m", ""],
+    ]
+
+
+def test_nothing_is_shown_of_what_was_played_once() -> None:
+    assert before_and_after([]) == ""
+    assert before_and_after([row(0, 1, 0.0, ["Left"])]) == ""
+    assert before_and_after([row(0, 1, 0.0, ["Left"]), row(2, 9, 0.0, ["Left"])]) == ""
+
+
+def test_long_games_and_lines_are_cut() -> None:
+    rows = [row(step, 1, None, ["\n".join(["x" * 99] * 60)]) for step in (0, 1)]
+    lines = before_and_after(rows).split("\n")
+    assert len(lines) == 42 and all(len(line) < 80 for line in lines)
+    assert lines[1] == f"{'step 0':<35} | step 1" and lines[-1].endswith("... 22 lines")
