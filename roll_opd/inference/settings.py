@@ -32,6 +32,7 @@ EAGER_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # vLLM's sampler compiles a pa
 
 KV_CACHE_LIMIT = 2**30  # bytes on a CPU; vLLM's own default takes most of the machine's memory
 CPU_BLOCK = 128  # tokens: vLLM's default there
+CPU_BLOCKS = 32  # tokens, of which a block there holds a multiple: get_supported_kernel_block_sizes
 
 # engine arguments that the run plan decides, and the plan's word for them
 DECIDED_BY_PLAN = {
@@ -87,6 +88,11 @@ def check_engine_args(engine_args: Mapping[str, Any], known: set[str]) -> None:
         raise ValueError("engine_args: " + "; ".join(problems))
 
 
+def cpu_block(engine_args: Mapping[str, Any]) -> int:
+    """Return the tokens of a block without a GPU: those asked for, up to the next multiple that can be computed."""
+    return -(-(engine_args.get("block_size") or CPU_BLOCK) // CPU_BLOCKS) * CPU_BLOCKS
+
+
 def resolve_engine_args(
     model: ModelPlan,
     *,
@@ -102,7 +108,7 @@ def resolve_engine_args(
         defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
         defaults["max_num_seqs"] = 256  # vLLM says 128 here; a step of a small model is mostly overhead
         sequences = engine_args.get("max_num_seqs") or defaults["max_num_seqs"]
-        block = engine_args.get("block_size") or CPU_BLOCK
+        block = cpu_block(engine_args)
         defaults["kv_cache_memory_bytes"] = kv_cache_bytes(model, max_model_len, sequences, block, tensor_parallel_size)
         # a prompt cut in two makes vLLM rewind its seeded generator, which CPU generators cannot: the engine dies
         defaults["enable_chunked_prefill"] = False
@@ -111,7 +117,7 @@ def resolve_engine_args(
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND) == "nobind":
             # vLLM's default worker process exists to bind threads; without it a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
-    decided = {
+    decided: dict[str, Any] = {
         "model": model.path,
         "dtype": DTYPE_NAMES[model.dtype],
         "max_model_len": max_model_len,
@@ -120,4 +126,6 @@ def resolve_engine_args(
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},
     }
+    if on_cpu and engine_args.get("block_size"):
+        decided["block_size"] = block
     return {**defaults, **thaw(dict(engine_args)), **decided}

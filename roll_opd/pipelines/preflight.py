@@ -30,6 +30,7 @@ from roll_opd.extensions import argument_problems
 from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
+from roll_opd.inference.settings import cpu_block
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS, STATE_FILE, Checkpoint, CheckpointError, find
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
@@ -40,7 +41,6 @@ from roll_opd.workflows.plugins import find_reward, find_workflow
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_BLOCKS = 32  # tokens, of which its blocks hold a multiple: get_supported_kernel_block_sizes
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
 # what a model's weights have their shapes from
@@ -77,8 +77,9 @@ def preflight(plan: RunPlan) -> Inputs:
     else:
         gpus = torch.cuda.device_count()
         problems += machine_problems(plan, gpus)
-        if not gpus and (emulated := emulated_bf16(plan, torch.cpu.get_capabilities())):
-            warn(emulated)
+        if not gpus:
+            for warning in filter(None, (emulated_bf16(plan, torch.cpu.get_capabilities()), other_blocks(plan))):
+                warn(warning)
     problems += _lost_weights(plan)
     if problems:
         raise ConfigError(problems)
@@ -123,8 +124,12 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
         return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
     if plan.rollout is None:
         return []
-    engines = [plan.rollout, *(reward.engine for reward in plan.rewards if reward.engine)]
-    problems = [problem for engine in engines for problem in _cpu_engine_problems(engine)]
+    problems = [
+        f"{engine.name}.strategy_args.strategy_config.enable_chunked_prefill: breaks seeded sampling on a CPU; leave it"
+        " out"
+        for engine in engines(plan)
+        if engine.engine_args.get("enable_chunked_prefill")
+    ]
     size = read_model(Path(plan.rollout.model.path)).head_dim
     if size in CPU_HEAD_SIZES:
         return problems
@@ -147,17 +152,22 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
     )
 
 
-def _cpu_engine_problems(engine: RolloutPlan) -> list[str]:
-    """Return what of an engine's own arguments vLLM cannot do without a GPU."""
-    key, problems = f"{engine.name}.strategy_args.strategy_config", []
-    block = engine.engine_args.get("block_size")
-    if block and block % CPU_BLOCKS:
-        problems.append(
-            f"{key}.block_size: {block} cannot be computed on a CPU; use a multiple of {CPU_BLOCKS}, or leave it out"
-        )
-    if engine.engine_args.get("enable_chunked_prefill"):
-        problems.append(f"{key}.enable_chunked_prefill: breaks seeded sampling on a CPU; leave it out")
-    return problems
+def other_blocks(plan: RunPlan) -> str | None:
+    """Say which engines have blocks of another size than was written, since a CPU cannot compute those; None: none."""
+    changed = [
+        f"{engine.name}.strategy_args.strategy_config.block_size: {engine.engine_args['block_size']} cannot be computed"
+        f" on a CPU; it is {cpu_block(engine.engine_args)} here"
+        for engine in engines(plan)
+        if engine.engine_args.get("block_size") not in (None, cpu_block(engine.engine_args))
+    ]
+    return "\n".join(changed) or None
+
+
+def engines(plan: RunPlan) -> list[RolloutPlan]:
+    """Return all inference engines of a run."""
+    own = [plan.rollout] if plan.rollout else []
+    auxiliary = [model.engine for model in plan.workflow.auxiliary_models if model.engine] if plan.workflow else []
+    return [*own, *(reward.engine for reward in plan.rewards if reward.engine), *auxiliary]
 
 
 def package_problems() -> list[str]:

@@ -49,6 +49,8 @@ def test_cpu_defaults_stay_on_the_cpu() -> None:
     assert resolve(on_cpu=False, enable_chunked_prefill=True)["enable_chunked_prefill"] is True
     with pytest.raises(ValueError, match="enable_chunked_prefill"):
         resolve(on_cpu=True, enable_chunked_prefill=True)
+    assert [resolve(on_cpu=True, block_size=size)["block_size"] for size in (1, 16, 32, 33)] == [32, 32, 32, 64]
+    assert resolve(on_cpu=False, block_size=16)["block_size"] == 16 and "block_size" not in resolve(on_cpu=True)
 
 
 def test_the_kv_cache_grows_with_the_sequences_up_to_a_limit() -> None:

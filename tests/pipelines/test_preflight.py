@@ -18,15 +18,16 @@ from roll_opd.companions import COMPANIONS
 from roll_opd.config.build import load_plan
 from roll_opd.config.plan import RunPlan
 from roll_opd.frozen import FrozenDict
+from roll_opd.inference.settings import CPU_BLOCKS
 from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
 from roll_opd.pipelines.preflight import (
-    CPU_BLOCKS,
     CPU_HEAD_SIZES,
     checkpoint_problems,
     cluster_problems,
     emulated_bf16,
     machine_problems,
+    other_blocks,
     package_problems,
 )
 
@@ -87,9 +88,14 @@ def test_a_cluster_that_is_not_there() -> None:
 
 def test_what_engines_cannot_do_on_a_cpu(plan: RunPlan) -> None:
     args = FrozenDict({"block_size": 16, "enable_chunked_prefill": True})
-    block, chunked = machine_problems(replace(plan, rollout=replace(plan.rollout, engine_args=args)), gpus=0)
-    assert block.startswith("student_infer.strategy_args.strategy_config.block_size: 16 ") and "32" in block
+    asked = replace(plan, rollout=replace(plan.rollout, engine_args=args))
+    (chunked,) = machine_problems(asked, gpus=0)
     assert "enable_chunked_prefill" in chunked
+    said = other_blocks(asked)
+    assert said == (
+        "student_infer.strategy_args.strategy_config.block_size: 16 cannot be computed on a CPU; it is 32 here"
+    )
+    assert other_blocks(plan) is None
 
 
 def test_block_sizes_are_the_installed_engines() -> None:
