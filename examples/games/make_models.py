@@ -188,7 +188,7 @@ def main() -> None:
     for name in args.games:
         for role in args.roles:
             spec = {"teacher": TEACHER, "student": STUDENT}[role][name]
-            folder = args.output / name / role
+            folder = args.output / f"{name}_{role}"
             model = pretrain(name, role, spec, tokenizer)
             model.to(torch.bfloat16).save_pretrained(folder)
             (folder / "model.safetensors").chmod(0o644)  # some versions write it for the owner only
