@@ -182,7 +182,7 @@ def installed(tmp_path_factory):
 def test_an_installed_package_brings_groups_examples_and_the_demo(installed):
     shipped = installed / "roll_opd/shipped"
     expected = {path for path in (ROOT / "configs").rglob("*.yaml")} | set((ROOT / "examples").rglob("*.yaml"))
-    of_examples = ("demo/data", "demo/models", "frozen_lake/models")
+    of_examples = ("demo/data", "demo/models", "games/models")
     expected |= {path for part in of_examples for path in (ROOT / "examples" / part).rglob("*.*")}
     brought = {ROOT / path.relative_to(shipped) for path in shipped.rglob("*") if path.is_file()}
     assert brought == {path for path in expected if path.is_file()}
