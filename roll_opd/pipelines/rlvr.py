@@ -1,6 +1,7 @@
 """The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -46,7 +47,12 @@ async def train(run: Run) -> None:
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
     measure = partial(measuring.measure, workers.sampler, readers=workers.frozen_models, workflow=workflow)
-    await run.log_start(measure)
+    pools: list[RewardPool | WorkflowPool] = [*reward_pools, *([workflow_pool] if workflow_pool else [])]
+
+    async def measured_first() -> dict[str, float]:
+        return await measure() | _counted(pools)
+
+    await run.log_start(measured_first)
 
     rollout = Rollout(
         workers.sampler,
@@ -67,7 +73,6 @@ async def train(run: Run) -> None:
     answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
     preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 
-    pools: list[RewardPool | WorkflowPool] = [*reward_pools, *([workflow_pool] if workflow_pool else [])]
     for step in run.steps:
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
         experiences = batch.experiences
@@ -118,8 +123,7 @@ async def train(run: Run) -> None:
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
         metrics |= await run.validation(step, partial(measure, step=step))
-        for pool in pools:
-            metrics |= pool.drain_metrics()
+        metrics |= _counted(pools)
         async with run.checkpoint(step, workers.save, kl_coef):
             run.logger.step(step, batch, experiences, metrics)
     await workers.end()
@@ -140,3 +144,8 @@ async def start_rewards(run: Run) -> tuple[RewardPool, ...]:
     pools = await start_reward_pools(run.plan, run.placement)
     await try_rewards(pools, run.source)
     return pools
+
+
+def _counted(pools: Sequence[RewardPool | WorkflowPool]) -> dict[str, float]:
+    """Return what rewards and workflows have counted since this was last asked for, in validation too."""
+    return {name: value for pool in pools for name, value in pool.drain_metrics().items()}

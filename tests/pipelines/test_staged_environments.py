@@ -96,11 +96,20 @@ def played(
 
 def test_rewards_alone(stage: Stage, games: str) -> None:
     run = played(
-        stage, games, "sums", "actor_train", "reward_normalization={grouping: traj_group_id, method: mean_std}"
+        stage,
+        games,
+        "sums",
+        "actor_train",
+        "reward_normalization={grouping: traj_group_id, method: mean_std}",
+        "val_env_manager={tags: [Game], num_env_groups: 8, group_size: 1}",
+        "eval_steps=2",
     )
     assert run.code == 0
-    for row in run.rows("metrics.jsonl")[1:]:
-        assert row["workflow/runs"] == 64 and row["workflow/calls_mean"] == 2 and row["env/Game/turns"] == 2
+    before, *rows = run.rows("metrics.jsonl")
+    assert before["val/env/Game/turns"] == 2 and "env/Game/turns" not in before
+    assert [row["workflow/runs"] for row in (before, *rows)] == [8, 64, 64 + 8]  # validation, none, validation
+    for row in rows:
+        assert row["workflow/calls_mean"] == 2 and row["env/Game/turns"] == 2
         assert row["env/Game/return"] == pytest.approx(row["critic/score/mean"])
         assert row["rollout/mismatch/logprob_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
     samples = run.rows("samples.jsonl")
