@@ -43,6 +43,7 @@ def main() -> int:
             *(f"{game}.env_type=pondering", f"++{game}.env_config.think={options.think}"),
             f"plugin_dir={REPOSITORY}/benchmarks/workflows",
             *("eval_steps=0", "val_env_manager=null"),
+            *("train_env_manager.group_size=1", "workflow_workers=2"),
             f"workflow_concurrency={-(-options.environments // 2)}",
         ],
     )

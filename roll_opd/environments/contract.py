@@ -22,10 +22,10 @@ def read_step(returned: Any, name: str) -> Step:
     observation, reward, terminated, truncated, info = returned
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise EnvironmentFailure(f"{name}: step returned the reward {reward!r}; return a finite number")
+        raise EnvironmentFailure(f"{name}: step returned the reward {_short(reward)}; return a finite number")
     return (
         _text(observation, name, "step"),
         number,
@@ -42,16 +42,23 @@ def _text(value: Any, name: str, method: str) -> str:
 
 
 def _truth(value: Any, name: str, which: str) -> bool:
-    plain = getattr(value, "item", lambda: value)()  # numpy's
-    if not isinstance(plain, bool):
-        raise EnvironmentFailure(f"{name}: step returned {which} as {value!r}; return True or False")
-    return plain
+    try:
+        plain = getattr(value, "item", lambda: value)()  # numpy's
+    except (TypeError, ValueError):  # of several values
+        plain = None
+    if not isinstance(plain, int) or plain not in (0, 1):
+        raise EnvironmentFailure(f"{name}: step returned {which} as {_short(value)}; return True or False")
+    return bool(plain)
 
 
 def _info(value: Any, name: str, method: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise EnvironmentFailure(f"{name}: {method} returned info as {_kind(value)}; return a dict")
     return dict(value or {})
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]
 
 
 def _kind(value: Any) -> str:

@@ -10,6 +10,7 @@ from roll_opd.report.text import visible
 WIDTH, MOST_LINES = 35, 40  # of one side
 MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # what chat templates write around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
+NEEDED = {"step", "id", "reward", "prompt", "response", "token_ends", "action_mask"}
 ACTS = "> "  # before what the model did
 
 
@@ -18,9 +19,9 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
 
     It is the first one of which more came at the last validation than at the first, else the first one.
     """
-    students = [row for row in rows if row.get("by") == "student"]
-    if not students:
-        return ""
+    students = [row for row in rows if row.get("by") == "student" and row.keys() >= NEEDED]
+    if not students or any("." in str(row["id"]).rpartition("/")[2] for row in students):
+        return ""  # a run of several experiences, of which these rows may lack some
     last_step = max(row["step"] for row in students)
     first_step = min(row["step"] for row in students)
     before = {_name(row): row for row in reversed(students) if row["step"] == first_step}

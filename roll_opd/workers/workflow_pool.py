@@ -28,6 +28,7 @@ DIED = "worker_died"
 MISSING = "missing"  # what has been told: runs that a call has left out
 MOST_DEATHS = 3  # of processes that had a run: then it is the run that kills them
 HOPELESS = 32  # runs that fail before any succeeds: then it is not the rows
+MOST_AHEAD = 8  # runs that the process for an engine may have more than the others
 LATE_SECONDS = 60.0  # beyond workflow_timeout, after which a process that does not answer is taken for stuck
 
 
@@ -229,11 +230,12 @@ class WorkflowPool:
         return Outcome(failure=(kind, f"{deaths} processes ended while they had it, the last one with nothing else"))
 
     async def _free_worker(self, group: int, jobs: int, alone: bool) -> _Worker:
-        """Return the process that has least to do, or one for `group` that has hardly more.
+        """Return the process that has least to do, or the one for the engine of `group` where that has hardly more.
 
-        What goes to one engine comes from few processes then, and is one batch there.
+        What goes to an engine comes mostly from one process then, and is one batch there.
         """
-        place = group % self.plan.workflow_workers
+        place = group % max(1, len(self._sampler.engines.actors)) % self.plan.workflow_workers
+        most_ahead = min(jobs, MOST_AHEAD)
         async with self._changed:
             while True:
                 if self._broken:
@@ -242,7 +244,7 @@ class WorkflowPool:
                 free = [worker for worker in self._workers if worker.under_way <= most]
                 worker = min(
                     [worker for worker in free if not worker.retiring and not worker.isolated],
-                    key=lambda worker: worker.under_way - (jobs if worker.number == place else 0),
+                    key=lambda worker: worker.under_way - (most_ahead if worker.number == place else 0),
                     default=None,
                 )
                 if worker:

@@ -40,6 +40,13 @@ def test_nothing_is_shown_of_what_was_played_once() -> None:
     assert before_and_after([]) == ""
     assert before_and_after([row(0, 1, 0.0, ["Left"])]) == ""
     assert before_and_after([row(0, 1, 0.0, ["Left"]), row(2, 9, 0.0, ["Left"])]) == ""
+    older = {"step": 0, "by": "student", "id": "Lake/1#7/0"}
+    assert before_and_after([older, row(2, 1, 0.0, ["Left"])]) == ""
+
+
+def test_nothing_is_shown_of_games_in_several_pieces() -> None:
+    rows = [row(0, 1, 0.0, ["Left"]), row(2, 1, 1.0, ["Left"]), row(2, 1, 1.0, ["Up"]) | {"id": "Lake/1#7/0.1"}]
+    assert before_and_after(rows) == ""
 
 
 def test_long_games_and_lines_are_cut() -> None:

@@ -168,6 +168,13 @@ def test_a_trajectory_counts_once_however_long_it_is() -> None:
     assert set(found([short, long], "gigpo").values()) == {0.5, -0.5}
 
 
+@pytest.mark.parametrize("mean_over", [None, "group"])
+def test_equal_returns_of_a_state_are_not_divided_by_nothing(mean_over: str | None) -> None:
+    made = [[step("a", run, 0, 1.0, "x")] for run in range(3)] + [[step("a", 3, 0, 4.0, "y")]]
+    worth = found(made, "gigpo", mean_cal_level=mean_over, std_cal_level="group", episode_reward_weight=0.0)
+    assert set(worth.values()) == {0.0}
+
+
 def test_what_is_missing_is_said() -> None:
     with pytest.raises(RunError, match=r"sample a/0\.0, tagged lake, has no state, and adv_estimator gigpo"):
         found([[step("a", 0, 0, 1.0, None)]], "gigpo")

@@ -28,7 +28,7 @@ from roll_opd.rollout.workflow import Task
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.workflow import WorkflowWorker
-from roll_opd.workers.workflow_pool import WorkflowPool
+from roll_opd.workers.workflow_pool import WorkflowPool, _Worker
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.interface import Workflow
 from roll_opd.workflows.plugins import find_workflow, load_plugins
@@ -93,6 +93,30 @@ def test_a_run_makes_none_one_or_many(start: Start, loop) -> None:
     metrics = pool.drain_metrics()
     assert metrics["workflow/runs"] == 40 and metrics["workflow/restarts"] == 0
     assert not [name for name in metrics if "failed" in name]
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(2, 2), (2, 3), (4, 2), (1, 2)])
+def test_runs_for_an_engine_come_from_one_process_while_that_is_fair(
+    loop: asyncio.AbstractEventLoop, engines: int, workers: int
+) -> None:
+    plan = WorkflowPlan(workflow="any", workflow_workers=workers, workflow_concurrency=40)
+    rollout = RolloutPlan("infer", ModelPlan(MODEL), (0,), 1, 1, SAMPLING, 64)
+    pool = WorkflowPool(plan, lambda: None, rollout, (), 7, repeats=False)
+    pool._sampler = Sampler(ActorGroup([None] * engines))
+    pool._workers = [_Worker(None, number) for number in range(workers)]
+
+    async def placed(groups: int, runs: int) -> list[tuple[int, int]]:
+        """The engine of each run, and the process that has it."""
+        order = [group for group in range(groups) for _ in range(runs)]
+        return [(g % engines, (await pool._free_worker(g, runs, alone=False)).number) for g in order]
+
+    places = loop.run_until_complete(placed(16, 4))
+    loads = [worker.under_way for worker in pool._workers]
+    assert max(loads) - min(loads) <= 8
+    if engines == workers:
+        assert all(engine == number for engine, number in places)
+    loop.run_until_complete(asyncio.wait_for(placed(1, 40 * workers - sum(loads)), 5))  # to the last place
+    assert {worker.under_way for worker in pool._workers} == {40}
 
 
 def test_coroutines_run_side_by_side(start: Start, loop) -> None:

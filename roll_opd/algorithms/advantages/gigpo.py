@@ -32,7 +32,8 @@ def gigpo(
 
     A_E is the sum of a trajectory's rewards, normalised over trajectories, of which each counts once. A_S is the step's
     return, discounted with step_reward_gamma, normalised over the steps that began from its state, in this trajectory
-    and in the others of its prompt; a step whose state is the only one of its kind gets 0.
+    and in the others of its prompt; a step whose state is the only one of its kind gets 0, and so do
+    steps of equal returns where deviations are divided by.
 
     Args:
         mean_cal_level, std_cal_level: over what A_E is normalised; None: not at all. A_S subtracts the mean of its
@@ -62,8 +63,8 @@ def _beside_their_state(returns_B: Tensor, states: Sequence[str], centred: bool,
         return returns_B
     found_B = torch.zeros_like(returns_B)
     for members in group_members(states):
-        if len(members) > 1:
-            own = returns_B[members]
+        own = returns_B[members]
+        if len(members) > 1 and not (scaled and own.std() <= STD_FLOOR):  # equal returns: 0, as alone
             scale = own.std() + STD_FLOOR if scaled else 1.0
             found_B[members] = (own - (own.mean() if centred else 0.0)) / scale
     return found_B
