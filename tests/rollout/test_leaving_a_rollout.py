@@ -74,6 +74,7 @@ def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch
 
         consuming = asyncio.create_task(consumed())
         while len(asked) < 8:
+            assert not consuming.done(), consuming.result()
             await asyncio.sleep(0)
         for number, answer in enumerate(asked[:4]):
             answer.set_result(BAD if number == 0 else GOOD)
@@ -85,7 +86,7 @@ def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch
         done, _ = await asyncio.wait([consuming], timeout=5)
         assert done and isinstance(consuming.exception(), RunError)
 
-    async def free_worker(alone: bool) -> Worker:
+    async def free_worker(group: int, jobs: int, alone: bool) -> Worker:
         return Worker()
 
     asyncio.run(main())
