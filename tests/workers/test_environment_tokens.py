@@ -122,4 +122,4 @@ def test_what_is_learned_is_what_was_sampled(name: str, by_step: bool) -> None:
         branches += len(made)
     assert branches >= trajectories
     if name == "qwen3" and not by_step:
-        assert branches > 1.5 * trajectories  # thoughts were stripped
+        assert branches > 1.4 * trajectories  # a quarter of the turns have thoughts, which are stripped
