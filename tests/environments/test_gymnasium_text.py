@@ -11,7 +11,7 @@ from roll_opd.environments import EnvironmentFailure, check, find, make
 
 def newest(name: str) -> str:
     """The id of a game in the newest version that is installed."""
-    gymnasium = pytest.importorskip("gymnasium")
+    gymnasium = pytest.importorskip("gymnasium", reason="needs gymnasium (pip install gymnasium)")
     versions = [spec.version for spec in gymnasium.registry.values() if spec.name == name]
     return f"{name}-v{max(versions)}"
 
