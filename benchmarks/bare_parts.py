@@ -15,9 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
+from roll_opd.inference.completion import Completion
 
 CLOSE_SECONDS = 20
+# has the step's samples made by the engines; returns the seconds of each part of that, and the experiences
+Sample = Callable[[Sequence["Part"]], tuple[dict[str, float], list]]
 
 
 class BareError(RuntimeError):
@@ -34,26 +39,25 @@ def run_bare(plan: RunPlan, log: Path) -> list[dict[str, float]]:
         raise BareError("only one teacher on one node can be measured; choose such a configuration")
     if plan.objective.opd_objective != "sampled":
         raise BareError("only opd_objective: sampled can be measured; choose such a configuration")
-    source = _prompt_source(plan)
+    sample = _environments(plan) if plan.workflow else _prompts(plan)
     with ExitStack() as stack:
         engines = [stack.enter_context(engine) for engine in _engines(plan, log)]
         student = [stack.enter_context(rank) for rank in _ranks(plan, plan.student, log)]
         teacher = [stack.enter_context(rank) for rank in _ranks(plan, plan.teachers[0].worker, log)]
         _call_all([*engines, *student, *teacher], "ready")
         _transfer(student, engines, version=0)
-        return [_step(plan, source, step, engines, student, teacher) for step in range(1, plan.max_steps + 1)]
+        return [_step(plan, sample, step, engines, student, teacher) for step in range(1, plan.max_steps + 1)]
 
 
 def _step(
-    plan: RunPlan, source: Any, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
+    plan: RunPlan, sample: Sample, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
 ) -> dict[str, float]:
     # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
     from roll_opd.workers.megatron import train_samples
 
     assert plan.rollout is not None
     temperature, objective = plan.rollout.sampling.temperature, plan.objective
-    seconds: dict[str, float] = {}
-    seconds["generate"], experiences = _sample(plan, source, engines)
+    seconds, experiences = sample(engines)
     sequences = [(e.tokens, e.prompt_length) for e in experiences]
     seconds["teacher"], by_rank = _call_all(teacher, "compute_logprobs", sequences, temperature)
     name, logprobs = plan.teachers[0].name, _merged(by_rank)
@@ -66,32 +70,62 @@ def _step(
     batches = [samples[start : start + size] for start in range(0, len(samples), size)] * objective.ppo_epochs
     seconds["train"] = sum(_call_all(student, "update", batch, objective, temperature)[0] for batch in batches)
     seconds["weight_sync"] = _transfer(student, engines, version=step)
-    tokens = sum(e.response_length for e in experiences)
+    tokens = sum(int(e.action_mask.sum()) for e in experiences)
     return {**seconds, "step": sum(seconds.values()), "tokens": float(tokens)}
 
 
-def _sample(plan: RunPlan, source: Any, engines: list) -> tuple[float, list]:
-    """Draw the step's prompts and answer them on the engines, spread as the pipeline spreads them."""
+def _prompts(plan: RunPlan) -> Sample:
+    """Return what draws a step's prompts and answers them on the engines, spread as the pipeline spreads them."""
+    from roll_opd.data.prompts import open_prompts
+    from roll_opd.data.source import PromptSource
+    from roll_opd.data.templates import load_tokenizer
     from roll_opd.rollout.workflow import experience_of, sample_seed
 
     assert plan.rollout is not None
-    drawn, n = source.position, plan.rollout.sampling.n
-    asked = [(p, i, s) for i, p in enumerate(source.take(plan.rollout_batch_size)) for s in range(n)]
-    shares = [[row for row in asked if row[1] % len(engines) == e] for e in range(len(engines))]
+    sampling = plan.rollout.sampling
+    prompts, _ = open_prompts(plan.data, load_tokenizer(plan.student.model.path))
+    source = PromptSource(prompts, plan.seed)
+
+    def sample(engines: Sequence["Part"]) -> tuple[dict[str, float], list]:
+        drawn = source.position
+        asked = [(p, i, run) for i, p in enumerate(source.take(plan.rollout_batch_size)) for run in range(sampling.n)]
+        seconds, completions = _generate(
+            engines,
+            [(i % len(engines), p.tokens, sampling, sample_seed(plan.seed, drawn + i, run)) for p, i, run in asked],
+        )
+        answered = zip(asked, completions, strict=True)
+        return {"generate": seconds}, [experience_of(p, drawn + i, run, written) for (p, i, run), written in answered]
+
+    return sample
+
+
+def _environments(plan: RunPlan) -> Sample:
+    """Return what plays a step's games."""
+    from bare_games import Games
+
+    from roll_opd.data.environments import EnvironmentSource
+
+    if not plan.is_agentic:
+        raise BareError("of workflows, only those in environments can be measured; choose such a configuration")
+    games, source = Games(plan), EnvironmentSource(plan.data.environments, plan.seed)
+
+    def sample(engines: Sequence["Part"]) -> tuple[dict[str, float], list]:
+        drawn = source.position
+        return games.play(source.take(plan.rollout_batch_size), drawn, lambda asked: _generate(engines, asked))
+
+    return sample
+
+
+def _generate(
+    engines: Sequence["Part"], asked: Sequence[tuple[int, np.ndarray, SamplingPlan, int]]
+) -> tuple[float, list]:
+    """Have (engine, tokens, settings, seed) answered; return the slowest engine's seconds, and what was written."""
+    shares = [[request for request in asked if request[0] == number] for number in range(len(engines))]
     for engine, share in zip(engines, shares, strict=True):
-        seeds = [sample_seed(plan.seed, drawn + position, number) for _, position, number in share]
-        engine.send("generate", [p.tokens.tolist() for p, _, _ in share], plan.rollout.sampling, seeds)
+        engine.send("generate", [(tokens.tolist(), sampling, seed) for _, tokens, sampling, seed in share])
     answers = [engine.receive() for engine in engines]
-    written = {
-        (position, number): (prompt, completion)
-        for share, (_, completions) in zip(shares, answers, strict=True)
-        for (prompt, position, number), completion in zip(share, completions, strict=True)
-    }
-    experiences = [
-        experience_of(prompt, drawn + position, number, completion)
-        for (position, number), (prompt, completion) in sorted(written.items(), key=lambda item: item[0])
-    ]
-    return max(seconds for seconds, _ in answers), experiences
+    written = [iter(completions) for _, completions in answers]
+    return max(seconds for seconds, _ in answers), [next(written[engine]) for engine, *_ in asked]
 
 
 def _transfer(student: list, engines: list, version: int) -> float:
@@ -112,16 +146,6 @@ def _call_all(processes: Sequence["Part"], command: str, *arguments: Any) -> tup
 def _merged(answers: Sequence[dict | None]) -> dict:
     """Sequence number -> log-probs, of all ranks that speak."""
     return {number: values for answer in answers if answer for number, values in answer.items()}
-
-
-def _prompt_source(plan: RunPlan) -> Any:
-    """The prompts in the order in which the pipeline draws them."""
-    from roll_opd.data.prompts import open_prompts
-    from roll_opd.data.source import PromptSource
-    from roll_opd.data.templates import load_tokenizer
-
-    prompts, _ = open_prompts(plan.data, load_tokenizer(plan.student.model.path))
-    return PromptSource(prompts, plan.seed)
 
 
 class Part:
@@ -252,9 +276,17 @@ async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
         deterministic=plan.deterministic,
     )
 
-    async def generate(prompts: list, sampling: SamplingPlan, seeds: list) -> list:
-        done = {index: completion async for index, completion in engine.generate_batch(prompts, sampling, seeds)}
-        return [done[index] for index in range(len(prompts))]
+    async def generate(requests: list[tuple[list[int], SamplingPlan, int]]) -> list:
+        done: dict[int, Completion] = {}
+
+        async def batch(sampling: SamplingPlan) -> None:
+            places = [place for place, request in enumerate(requests) if request[1] == sampling]
+            prompts, seeds = [requests[p][0] for p in places], [requests[p][2] for p in places]
+            async for index, completion in engine.generate_batch(prompts, sampling, seeds):
+                done[places[index]] = completion
+
+        await asyncio.gather(*[batch(sampling) for sampling in {sampling for _, sampling, _ in requests}])
+        return [done[place] for place in range(len(requests))]
 
     async def load(buckets: list, version: int) -> None:
         await engine.update_weights((bucket.tensors() for bucket in buckets), version)

@@ -64,13 +64,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def compare(pipeline: Sequence[dict[str, float]], bare: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Medians over steps, in seconds. Rows map a part to seconds, `step` to the whole, `tokens` to a count."""
-    names = [name for name in pipeline[0] if name not in ("step", "tokens")]
+    names = [name for name in {**pipeline[0], **bare[0]} if name not in ("step", "tokens")]
     step, total = (median(row["step"] for row in rows) for rows in (pipeline, bare))
     return {
         "parts": {
             name: {
                 "bare": median(row[name] for row in bare) if name in bare[0] else None,
-                "pipeline": median(row[name] for row in pipeline),
+                "pipeline": median(row[name] for row in pipeline) if name in pipeline[0] else None,
             }
             for name in names
         },
@@ -87,10 +87,11 @@ def table(result: dict[str, Any]) -> str:
     """The breakdown as text. A phase without a bare part has no ratio."""
     lines = [f"\n{'part':<14}{'bare s':>10}{'in pipeline s':>16}{'ratio':>8}", "-" * 48]
     for name, seconds in result["parts"].items():
-        alone = seconds["bare"]
+        alone, inside = seconds["bare"], seconds["pipeline"]
         left = f"{alone:>10.4f}" if alone is not None else f"{'-':>10}"
-        ratio = f"{seconds['pipeline'] / alone:>8.2f}" if alone else f"{'-':>8}"
-        lines.append(f"{name:<14}{left}{seconds['pipeline']:>16.4f}{ratio}")
+        right = f"{inside:>16.4f}" if inside is not None else f"{'-':>16}"
+        ratio = f"{inside / alone:>8.2f}" if alone and inside is not None else f"{'-':>8}"
+        lines.append(f"{name:<14}{left}{right}{ratio}")
     lines += ["-" * 48, f"{'step':<14}{result['bare_step']:>10.4f}{result['pipeline_step']:>16.4f}"]
     lines[-1] += f"{result['ratio']:>8.3f}"
     tokens = result["tokens"]

@@ -217,7 +217,8 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
 
     auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]  # they may share devices
     assert plan.workflow.workflow and plan.rollout
-    variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables()}
+    alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one text at a time has no use for threads
+    variables = {**alone, **_environment(plan), **warm_start.variables()}
     actor_class: Any = WorkflowWorker
     spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
     repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")

@@ -239,10 +239,12 @@ class WorkflowWorker:
                 made[run] = []
                 for place, (step, one) in enumerate(of_run):
                     learned = trained(one, self._limits, job.prompt, job.draw, run, place, step)
-                    reward = state.reward if learned.reward is None else learned.reward
-                    read = self._contexts.prompts(learned.prompt_tokens, state, job.prompt)
-                    metrics = {**state.metrics, **learned.metrics}
-                    made[run].append(replace(learned, reward=reward, metrics=metrics, teacher_prompts=read))
+                    if state.reward is not None or state.metrics:
+                        reward = state.reward if learned.reward is None else learned.reward
+                        learned = replace(learned, reward=reward, metrics={**state.metrics, **learned.metrics})
+                    if read := self._contexts.prompts(learned.prompt_tokens, state, job.prompt):
+                        learned = replace(learned, teacher_prompts=read)
+                    made[run].append(learned)
             outcome.made = made
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -351,8 +353,8 @@ class WorkflowWorker:
 
     def _watch_memory(self) -> None:
         """End this process where it needs more memory than it may have: nothing else stops a leak."""
-        while True:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            if pages * os.sysconf("SC_PAGE_SIZE") > self._plan.workflow_memory_gb * 2**30:
-                os._exit(OUT_OF_MEMORY)
-            time.sleep(MEMORY_SECONDS)
+        most = self._plan.workflow_memory_gb * 2**30 / os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", "rb", buffering=0) as sizes:
+            while int(os.pread(sizes.fileno(), 100, 0).split()[1]) <= most:
+                time.sleep(MEMORY_SECONDS)
+        os._exit(OUT_OF_MEMORY)

@@ -71,16 +71,22 @@ class Experience:
         self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
         self.tokens = torch.as_tensor(tokens)
         self.prompt_length = prompt_length
-        response = len(self.tokens) - prompt_length
         self.logprobs = None if logprobs is None else torch.as_tensor(logprobs, dtype=torch.float32)
-        self.action_mask = (
-            torch.ones(max(response, 0), dtype=torch.bool)
-            if action_mask is None
-            else torch.as_tensor(action_mask).bool()
-        )
+        self._action_mask = None if action_mask is None else torch.as_tensor(action_mask).bool()
         self.reward, self.info, self.metrics = reward, {**(info or {}), **more}, metrics or {}
         self._response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
         self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
+
+    @property
+    def action_mask(self) -> Tensor:
+        """Tokens that the model wrote, bool [T-P]."""
+        if self._action_mask is None:
+            self._action_mask = torch.ones(max(len(self.tokens) - self.prompt_length, 0), dtype=torch.bool)
+        return self._action_mask
+
+    @action_mask.setter
+    def action_mask(self, mask: Any) -> None:
+        self._action_mask = mask
 
     @property
     def teacher_logprobs(self) -> Any:
@@ -159,13 +165,14 @@ def trained(
     if not 0 <= tokens.min() <= tokens.max() < limits.vocabulary:
         raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, of a vocabulary of {limits.vocabulary}")
     logprobs = _column(made.logprobs, "logprobs", length)
-    mask = _column(made.action_mask, "action_mask", length)
+    given = _column(made._action_mask, "action_mask", length)
+    mask = np.ones(length, bool) if given is None else given.astype(bool)
     teacher = _column(made.info.get(TEACHER), f"info[{TEACHER!r}]", length)
-    if mask is not None and mask.any() and logprobs is None:
+    if mask.any() and logprobs is None:
         raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
-    if logprobs is not None and not np.isfinite(logprobs[... if mask is None else mask.astype(bool)]).all():
+    if logprobs is not None and not np.isfinite(logprobs[mask]).all():
         raise ValueError("logprobs of tokens that the model wrote are not all finite")
-    if teacher is not None and not np.isfinite(teacher[... if mask is None else mask.astype(bool)]).all():
+    if teacher is not None and not np.isfinite(teacher[mask]).all():
         raise ValueError(f"info[{TEACHER!r}] of tokens that the model wrote are not all finite")
     reward = None if made.reward is None else float(made.reward)
     if reward is not None and not np.isfinite(reward):
@@ -185,7 +192,7 @@ def trained(
         domain="",
         tokens=tokens.astype(np.int64),
         prompt_length=made.prompt_length,
-        action_mask=np.ones(length, bool) if mask is None else mask.astype(bool),
+        action_mask=mask,
         rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32),
         finish_reason=made.finish_reason,
         weights_version=made.weights_version,

@@ -255,7 +255,7 @@ class ModelWrapper:
         call = turns.continued(self._conversation(turns, given, tools))
         if call is None:
             raise ValueError("no response in these messages was sampled by this run; give them as `chat` answered")
-        made = self._described(experience(call.path()), call)
+        made = self._described(experience(call.path()), call.completion)
         made.messages = given
         return made
 
@@ -270,7 +270,9 @@ class ModelWrapper:
 
         Mostly it is one. A new one begins where a call's messages do not continue an earlier call's.
         """
-        return [self._described(made, call) for made, call in self._run().turns_of(self.tokenizer).branches()]
+        return [
+            self._described(made, call.completion) for made, call in self._run().turns_of(self.tokenizer).branches()
+        ]
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> Responses:
         """Return `n` responses to each text, one after another; `options` as for `chat`."""
@@ -393,20 +395,18 @@ class ModelWrapper:
         return [answered[start : start + sampling.n] for start in range(0, len(answered), sampling.n)]
 
     def _experience(self, prompt: np.ndarray, completion: Completion) -> Experience:
-        return self._described(
-            Experience(
-                tokens=torch.from_numpy(np.concatenate([prompt, completion.tokens])),
-                prompt_length=len(prompt),
-                logprobs=torch.from_numpy(completion.logprobs),
-                finish_reason=completion.finish_reason,
-                weights_version=completion.weights_version,
-            )
+        made = Experience(
+            tokens=torch.from_numpy(np.concatenate([prompt, completion.tokens])),
+            prompt_length=len(prompt),
+            logprobs=torch.from_numpy(completion.logprobs),
+            finish_reason=completion.finish_reason,
+            weights_version=completion.weights_version,
         )
+        return self._described(made, completion)
 
-    def _described(self, made: Experience, call: Call | None = None) -> Experience:
-        """Fill in the text of a response, of the last one where there are several."""
-        tokens = made.tokens[made.prompt_length :] if call is None else call.completion.tokens
-        made.response_text = partial(self.tokenizer.decode, tokens, skip_special_tokens=True)
+    def _described(self, made: Experience, last: Completion) -> Experience:
+        """Fill in the text of its `last` response."""
+        made.response_text = partial(self.tokenizer.decode, last.tokens, skip_special_tokens=True)
         return made
 
     def _conversation(

@@ -1,9 +1,10 @@
 """Runs in environments: trained on what was sampled, in all three modes, through every fault, and resumed exactly."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import Run
+from runs import RLVR, Run, launch
 from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
@@ -18,6 +19,13 @@ from roll_opd.environments import ENVIRONMENTS, Environment
 @ENVIRONMENTS.register("sums")
 class Sums(Environment):
     # two sums, one after the other; worth 1 each where the last line is right
+    def __init__(self, log=None):
+        self.log = log
+
+    def note(self, what):
+        with open(self.log, "a") as file:
+            file.write(what + "\\n")
+
     def reset(self, seed=None):
         self.random, self.turn = random.Random(seed), 0
         return self.asked(), {}
@@ -35,19 +43,26 @@ class Sums(Environment):
 
 @ENVIRONMENTS.register("faulty")
 class Faulty(Sums):
-    # one game in four goes wrong, each in its own way, for its seed says so
+    # two games in five go wrong, each in its own way, for its seed says so; what goes wrong is written down
     def step(self, action):
-        kind = self.random.randrange(28)
-        if kind == 0:
-            raise ValueError("the board is lost")
-        if kind == 1:
+        kind = ["raised", "raised", "timeout", "invalid", "invalid", *[""] * 15][self.random.randrange(20)]
+        if kind:
+            self.note(kind)
+        if kind == "timeout":
             time.sleep(3)
-        if kind == 2:
-            return "three", "values", "only"
-        if kind == 3:
-            return 7, 1.0, False, False, {}
-        if kind == 4:
-            raise SystemExit("no more")
+        if kind == "raised":
+            raise self.random.choice([ValueError("the board is lost"), SystemExit("no more")])
+        if kind == "invalid":
+            return self.random.choice([("three", "values", "only"), (7, 1.0, False, False, {})])
+        return super().step(action)
+
+
+@ENVIRONMENTS.register("noted")
+class Noted(Sums):
+    # takes its time, and writes down each turn
+    def step(self, action):
+        time.sleep(0.05)
+        self.note("turn")
         return super().step(action)
 
 
@@ -67,17 +82,9 @@ def games(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"plugin_dir={place}"
 
 
-def played(
-    stage: Stage,
-    games: str,
-    game: str,
-    role: str,
-    *more: str,
-    config: tuple[str, str] = WITH_REWARD,
-    place: Path | None = None,
-) -> Run:
+def settings_of(games: str, game: str, role: str) -> tuple[str, ...]:
     kept = [setting for setting in SHORT if not setting.startswith(("num_return", "rollout_batch", "deterministic"))]
-    settings = (
+    return (
         *kept,
         *optimizer_of(role),
         games,
@@ -85,13 +92,17 @@ def played(
         "rollout_batch_size=64",
         "sequence_length=250",
         "deterministic=false",
-        f"custom_envs={{Game: {{env_type: {game}, max_steps: 4, step_timeout: 2}}}}",
+        f"custom_envs={{Game: {{env_type: {game}, max_steps: 4, step_timeout: 2, env_config: {{}}}}}}",
         "train_env_manager={tags: [Game], num_env_groups: 16, group_size: 4}",
         "~num_return_sequences_in_group",
         f"{role.replace('train', 'infer')}.generating_args.num_return_sequences=1",
         "samples_per_step=64",
+        "max_steps=2",
     )
-    return stage.run(*settings, "max_steps=2", *more, config=config, name=f"game_{game}_{config[1]}", place=place)
+
+
+def played(stage: Stage, games: str, game: str, role: str, *more: str, config: tuple[str, str] = WITH_REWARD) -> Run:
+    return stage.run(*settings_of(games, game, role), *more, config=config, name=f"game_{game}_{config[1]}")
 
 
 def test_rewards_alone(stage: Stage, games: str) -> None:
@@ -132,19 +143,24 @@ def test_with_a_teacher(stage: Stage, games: str, config: tuple[str, str], role:
         assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
 
 
-def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str) -> None:
-    run = played(stage, games, "faulty", "actor_train")
+def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str, tmp_path: Path) -> None:
+    """Each fault is counted once, under its name, and every other trajectory is learned from once."""
+    log = tmp_path / "faults"
+    run = played(stage, games, "faulty", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", "max_steps=3")
     assert run.code == 0
     rows = run.rows("metrics.jsonl")[1:]
-    kinds = {kind for row in rows for kind in row if kind.startswith("workflow/failed/")}
-    assert kinds <= {f"workflow/failed/environment_{kind}" for kind in ("raised", "timeout", "invalid")}
-    assert len(kinds) >= 2
-    for row in rows:
-        failed = sum(row.get(kind, 0) for kind in kinds)
-        assert 0 < failed < 64 <= row["workflow/runs"]  # groups of which none is left are made up for
-    for step in (1, 2):
+    injected = Counter(log.read_text().split())
+    assert len(injected) == 3 and injected.total() >= 50
+    counted: Counter[str] = Counter()
+    for step, row in enumerate(rows, 1):
+        kinds = {
+            name.rpartition("environment_")[2]: n for name, n in row.items() if name.startswith("workflow/failed/")
+        }
+        counted.update(kinds)
+        assert row["workflow/runs"] >= 64  # groups of which none is left are made up for
         ids = [sample["id"] for sample in run.rows("samples.jsonl") if sample["step"] == step]
-        assert len(set(ids)) == len(ids)
+        assert len(ids) == len(set(ids)) == row["workflow/runs"] - sum(kinds.values())
+    assert counted == injected
 
 
 def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Stage, games: str) -> None:
@@ -156,17 +172,28 @@ def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Sta
     assert len(ids) == len(set(ids)) == 64 - row.get("workflow/failed/worker_died", 0)
 
 
-def test_a_resumed_run_plays_the_games_that_come_next(stage: Stage, games: str, tmp_path: Path) -> None:
-    """Bit for bit what the run is that goes on."""
-    settings = ("deterministic=true", "save_steps=1", "max_ckpt_to_keep=1")
+def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str, tmp_path: Path) -> None:
+    """Bit for bit what the run is that nobody killed."""
+    turns, broken = tmp_path / "turns", tmp_path / "broken"  # 16 games of two turns a step
+    settings = (*settings_of(games, "noted", "actor_train"), "deterministic=true", "save_steps=1", "max_ckpt_to_keep=1")
+    settings = (
+        *settings,
+        "exp_name=demo",
+        "max_steps=3",
+        "rollout_batch_size=32",
+        f"custom_envs.Game.env_config={{log: {turns}}}",
+    )
 
-    def run(place: str, *more: str) -> Run:
-        return played(stage, games, "sums", "actor_train", *settings, *more, place=tmp_path / place)
+    def in_step_3() -> bool:
+        begun = any(path.read_text().count("\n") == 2 for path in broken.glob("demo/*/prompts.jsonl"))
+        return begun and 2 * 32 + 4 < turns.read_text().count("\n") < 3 * 32 - 4
 
-    whole = run("whole", "max_steps=3")
-    run("broken", "max_steps=2")
-    resumed = run("broken", "max_steps=3", "resume_from_checkpoint=true")
-    assert resumed.code == whole.code == 0
+    killed = launch(broken, *settings, kill_when=in_step_3, launcher=RLVR, config=WITH_REWARD)
+    assert killed.code == -9, killed.output[-4000:]
+    assert not (killed.path / "checkpoints/step_3").exists()
+    resumed = stage.run(*settings, "resume_from_checkpoint=true", config=WITH_REWARD, place=broken, name="demo")
+    whole = stage.run(*settings, config=WITH_REWARD, place=tmp_path / "whole", name="demo")
+    assert resumed.code == whole.code == 0 and resumed.path == killed.path.resolve()
     told = [
         [
             (sample["id"], sample["tokens"], sample["reward"])
