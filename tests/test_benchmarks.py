@@ -27,6 +27,14 @@ def step_overhead(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def in_turns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("in_turns")
+    for name in ("in_turns", "pipeline_run"):
+        sys.modules.pop(name, None)
+
+
 def metrics(train: float, checkpoint: float) -> dict[str, float]:
     lap = {"generate": 0.5, "teacher": 0.25, "train": train, "validate": 1.0, "checkpoint": checkpoint, "other": 0.0}
     row = {f"time/{name}": seconds for name, seconds in lap.items()}
@@ -47,6 +55,24 @@ def test_the_ratio_is_the_median_step_over_the_median_sum_of_parts(step_overhead
     assert result["parts"]["train"] == {"bare": 0.7, "pipeline": 0.85}
     assert result["parts"]["other"] == {"bare": None, "pipeline": 0.0}
     assert result["tokens"] == {"bare": 300.0, "pipeline": 300.0}
+
+
+def test_two_sides_have_their_own_settings(in_turns, capsys: pytest.CaptureFixture[str]):
+    options, sides = in_turns.parse(["--window", "3", "seed=1", "--", "seed=2", "~workflow"])
+    assert (options.window, options.steps, sides) == (3, 60, (["seed=1"], ["seed=2", "~workflow"]))
+    for wrong in (["seed=1"], ["--window", "1", "--"]):
+        with pytest.raises(SystemExit, match="2"):
+            in_turns.parse(wrong)
+    assert "write -- between" in capsys.readouterr().err
+
+
+def test_sides_are_compared_by_their_means(in_turns):
+    side = {"settings": [], "mean": 1.0, "median": 0.9, "steps": 9, "cpu": {"others": 1.5}}
+    other = {**side, "mean": 1.1, "cpu": {"others": 1.5, "ray::WorkflowWorker": 0.5}}
+    text = in_turns.table({"sides": [side, other], "ratio": 1.1})
+    assert "second / first = 1.100" in text and "ray::WorkflowWorker" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("CPU, all processes"))
+    assert line.split()[-3:] == ["1.500", "2.000", "1.333"]
 
 
 def test_the_table_names_every_part_and_warns_of_unequal_work(step_overhead):

@@ -220,12 +220,13 @@ def check_steps(top: Top, agentic: bool, whole: Sequence[str]) -> None:
             "adv_estimator",
             f"{name} compares actions from one state of an environment, and an answer to a prompt has none; use grpo",
         )
-    if facts.reads_states and agentic and top.norm_mean_type is None and top.norm_std_type is None:
-        top.tell.remark(
-            "adv_estimator",
-            f"{name} compares nothing while reward_normalization.method is {top.reward_normalization.method}; write"
-            " mean, and grouping: traj_group_id",
+    if facts.reads_states and (agentic or top.workflow) and top.norm_mean_type is None and top.norm_std_type is None:
+        instead = (
+            f"reward_normalization.method is {top.reward_normalization.method}; write mean, and grouping: traj_group_id"
+            if agentic
+            else "norm_mean_type and norm_std_type are null; write norm_mean_type: group"
         )
+        top.tell.remark("adv_estimator", f"{name} compares nothing while {instead}")
 
 
 def _check_functions(top: Top, mode: str) -> None:

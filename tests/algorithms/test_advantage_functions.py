@@ -54,8 +54,10 @@ def naive_reinforce(made, mean_cal_level=None, std_cal_level=None, effective=Non
     found = []
     for i, reward in enumerate(rewards):
         mean = mean_and_std([rewards[n] for n in families(made, mean_cal_level)[i]])[0] if mean_cal_level else 0.0
-        std = mean_and_std([rewards[n] for n in families(made, std_cal_level)[i]])[1] if std_cal_level else 1.0
-        found.append((reward - mean) / std)
+        compared = [rewards[n] for n in families(made, std_cal_level)[i]] if std_cal_level else []
+        std = mean_and_std(compared)[1] if std_cal_level else 1.0
+        alike = len(compared) > 1 and len(set(compared)) == 1
+        found.append(0.0 if alike else (reward - mean) / std)
     return found
 
 

@@ -67,6 +67,8 @@ def naive_norm(rewards: list[float], groups: list[str], mean_over: str | None, s
         if std_over and len(family := families[std_over]) > 1:
             centre = sum(family) / len(family)
             scale = math.sqrt(sum((r - centre) ** 2 for r in family) / (len(family) - 1)) + 1e-6
+            if len(set(family)) == 1:  # nothing to divide by
+                mean = reward
         result.append((reward - mean) / scale)
     return result
 
@@ -86,6 +88,8 @@ def test_normalised_rewards(mean_over: str | None, std_over: str | None) -> None
 def test_equal_rewards_teach_nothing() -> None:
     found = normalised_rewards(torch.ones(4), ["a"] * 4, "group", "group")
     assert not found.rewards.any()
+    found = normalised_rewards(torch.tensor([0.1, 0.1, 0.1, 5.0]), ["a"] * 3 + ["b"], "batch", "group")
+    assert not found.rewards[:3].any() and found.rewards[3] > 1  # not a third of a million
 
 
 def test_reward_sits_on_the_last_action() -> None:

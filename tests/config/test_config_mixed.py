@@ -258,6 +258,14 @@ def test_contradictions(mixed: dict[str, Any], problems: Problems, changes: dict
     assert any(message in text for text in problems(changes, pure=False))
 
 
+def test_steps_of_a_workflow_that_are_compared_with_nothing_are_told(mixed: dict[str, Any], plan: Plan) -> None:
+    def told(**more: Any) -> bool:
+        run = plan({"adv_estimator": "gigpo", "workflow": "simple_workflow", **more}, pure=False)
+        return any("gigpo compares nothing" in text and "write norm_mean_type: group" in text for text in run.warnings)
+
+    assert told() and not told(norm_mean_type="group")
+
+
 def test_coefficients_without_effect_are_told(mixed: dict[str, Any], plan: Plan) -> None:
     run = plan({"use_kl_loss": True, "add_token_level_kl": True, "init_kl_coef": 0, "reference": REFERENCE}, pure=False)
     assert [text.split(":")[0] for text in run.warnings] == ["use_kl_loss", "add_token_level_kl"]

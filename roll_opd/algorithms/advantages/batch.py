@@ -56,7 +56,11 @@ class Normalised:
 
 
 def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Level, std_over: Level) -> Normalised:
-    """Normalise rewards over their `group` or the whole `batch`, or (None) not at all."""
+    """Normalise rewards over their `group` or the whole `batch`, or (None) not at all.
+
+    Rewards that do not differ where a deviation is asked for are worth 0, whatever mean is subtracted: to divide by
+    what is left would make them the largest of all.
+    """
     rewards_B = rewards_B.double()
     mean_B, scale_B = torch.zeros_like(rewards_B), torch.ones_like(rewards_B)
     for members in group_members(groups, mean_over):
@@ -65,6 +69,8 @@ def normalised_rewards(rewards_B: Tensor, groups: Sequence[str], mean_over: Leve
     for members in group_members(groups, std_over):
         if len(members) > 1:
             scale_B[members] = rewards_B[members].std() + STD_FLOOR
+            if scale_B[members[0]] <= 2 * STD_FLOOR:
+                mean_B[members] = rewards_B[members]
     return Normalised.of(rewards_B, mean_B, scale_B)
 
 
