@@ -299,6 +299,24 @@ def test_log_probs_of_a_teacher_as_an_attribute(engine: Asked) -> None:
     np.testing.assert_allclose(found.teacher_logprobs["teacher_logprobs"], made.logprobs.numpy() - 0.5)
 
 
+def test_all_of_a_response_is_the_models_unless_a_mask_says_less() -> None:
+    def learned(made: Experience) -> list[bool]:
+        return trained(
+            made, Limits(99, 999), Prompt("p", 0, "t", np.array([1]), None, {}), 0, 0, 0
+        ).action_mask.tolist()
+
+    made = Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])
+    assert learned(made) == made.action_mask.tolist() == [True, True]
+    made.action_mask = [True, False]
+    assert learned(made) == [True, False]
+    made.action_mask = [True]
+    with pytest.raises(ValueError, match="action_mask has the shape"):
+        learned(made)
+    with pytest.raises(ValueError, match="logprobs are missing"):
+        learned(Experience(tokens=[1, 2, 3]))
+    assert learned(Experience(tokens=[1, 2], prompt_length=2)) == []
+
+
 @pytest.mark.parametrize("own_first", [True, False])
 def test_a_workflow_of_ones_own_takes_the_name_of_a_built_in_one(
     monkeypatch: pytest.MonkeyPatch, own_first: bool
