@@ -299,13 +299,18 @@ def test_who_may_ask(tokenizer: Any) -> None:
         assert code == 400 and "which session" in message
         assert (await status(f"{address}/sessions/nobody", "house"))[0] == 404
         assert (await status(named, other))[0] == 403
+        # a key of its own says which session: the header may have another meaning, but not another session's
+        assert (await status(address, session.key, {"X-Session-ID": "of a router"}))[0] == 200
+        theirs = served.endpoint._by_key[other].id
+        assert (await status(address, session.key, {"X-Session-ID": theirs}))[0] == 403
+        assert len(one.turns.calls) == 4
         served.endpoint.close(one)
         for url, key in ((address, session.key), (named, "house")):
             code, message = await status(url, key)
             assert code == 410 and "closed" in message
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{address}/health")).json() == {"status": "ok"}
-        assert len(one.turns.calls) == 3
+        assert len(one.turns.calls) == 4
 
     served(script, tokenizer, key="house")
 

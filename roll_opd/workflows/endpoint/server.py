@@ -292,10 +292,12 @@ class Endpoint:
         """Return the session that a request belongs to; Refusal where it may not be known, or is not."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
-        name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
+        in_url, in_header = request.match_info.get("session"), request.headers.get(SESSION_HEADER)
+        name = in_url or in_header
         session = self._by_key.get(key)
         if session:
-            if name in (None, session.id):
+            # the key has said which; clients send the header with ids of their own, too, to be routed by
+            if in_url in (None, session.id) and (in_url or in_header == session.id or in_header not in self._by_id):
                 return session
             raise Refusal(403, f"session {name} has another key")
         if key in self._closed:
