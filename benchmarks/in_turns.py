@@ -73,11 +73,15 @@ class Side:
                 continue  # it has just ended
 
     def end(self) -> None:
-        """End the run, as Ctrl-C does."""
+        """End the run and all that it has started; it may end its step first."""
         if self._process.poll() is None:
             self.signal(signal.SIGCONT)
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(END_SECONDS)
+            self._process.terminate()
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.signal(signal.SIGKILL)
+                self._process.wait()
 
     def _processes(self) -> list[psutil.Process]:
         root = psutil.Process(self._process.pid)

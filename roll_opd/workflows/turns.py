@@ -160,14 +160,15 @@ def digest(before: bytes, message: Mapping[str, Any]) -> bytes:
 
     Two ways to write one message make no difference: numbers of tool calls, and spaces in their arguments.
     """
-    said = message.get("content")
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    meant = [
-        message.get("role"),
-        "" if said is None else said,
-        [[c.get("name"), _read(c.get("arguments"))] for c in calls],
-    ]
-    return hashlib.blake2b(before + json.dumps(meant, sort_keys=True, default=str).encode(), digest_size=16).digest()
+    role, said = message.get("role"), message.get("content")
+    said = "" if said is None else said
+    if isinstance(role, str) and isinstance(said, str) and not message.get("tool_calls"):
+        meant = f"{role}\0{said}"  # most messages are no more than this
+    else:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        called = [[c.get("name"), _read(c.get("arguments"))] for c in calls]
+        meant = json.dumps([role, said, called], sort_keys=True, default=str)
+    return hashlib.blake2b(before + meant.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _read(arguments: Any) -> Any:

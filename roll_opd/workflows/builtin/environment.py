@@ -67,6 +67,9 @@ class EnvironmentWorkflow(Workflow):
         self.tag = task.raw_task["tag"]
         self.settings = task.workflow_args["environments"][self.tag]
         self.by_step = makes_steps(self.settings["env_manager_cls"])
+        self.sampling = asdict(task.rollout_args) | {"n": 1}
+        if most := self.settings["max_tokens_per_step"]:
+            self.sampling["max_tokens"] = min(most, self.sampling["max_tokens"] or most)
 
     async def run_async(self) -> list[Experience]:
         """Play once. RunFailure for what the environment does wrong."""
@@ -105,10 +108,7 @@ class EnvironmentWorkflow(Workflow):
         else:
             trajectory.messages += self._told(trajectory)
             messages = trajectory.messages
-        options = asdict(self.task.rollout_args) | {"n": 1}
-        if most := self.settings["max_tokens_per_step"]:
-            options["max_tokens"] = min(most, options["max_tokens"] or most)
-        (response,) = await self.model.chat_async(messages, **options)
+        (response,) = await self.model.chat_async(messages, **self.sampling)
         if not self.by_step:
             trajectory.messages.append({"role": "assistant", "content": response.response_text or ""})
         return response
