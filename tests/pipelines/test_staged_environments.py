@@ -180,7 +180,7 @@ def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str,
         *settings,
         "exp_name=demo",
         "max_steps=3",
-        "rollout_batch_size=32",
+        "rollout_batch_size=16",
         f"custom_envs.Game.env_config={{log: {turns}}}",
     )
 
