@@ -48,7 +48,8 @@ class Side:
         """Return what is on record of its steps; exits where the run has ended."""
         if self._process.poll() is not None:
             sys.exit(f"the run ended with exit code {self._process.returncode}:\n{self._log.read_text()[-4000:]}")
-        lines = self._record.read_text().splitlines() if self._record.exists() else []
+        text = self._record.read_text() if self._record.exists() else ""
+        lines = text.rpartition("\n")[0].splitlines()  # the last one may be half written
         return [row for row in map(json.loads, lines) if row["step"] > 0]
 
     def run(self, steps: int) -> None:
