@@ -184,8 +184,13 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
 
     `args` are the rollout's, `response` the tokens of its turn. None where there are none.
     """
-    played = top.val_env_manager
+    played, asked = top.val_env_manager, top.validation
+    if asked:
+        for key in sorted(asked.written & {"data_args", "generating_args"}):
+            asked.tell.remark(key, "has no effect in environments: val_env_manager says it")
     if played is None or not played.tags:
+        if asked and asked.measure_teacher:
+            asked.tell.problem("measure_teacher", "has nothing to play; write val_env_manager.tags")
         return None
     trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
     groups, rest = divmod(trajectories, played.group_size)
@@ -197,7 +202,8 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
     own = {key: getattr(played.generating_args, key) for key in played.generating_args.written}
     merged = replace(args, **own)
     sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
-    return ValidationPlan(replace(_tasks(top, played), limit=max(1, groups)), sampling)
+    tasks = replace(_tasks(top, played), limit=max(1, groups))
+    return ValidationPlan(tasks, sampling, measure_teacher=bool(asked and asked.measure_teacher))
 
 
 def _tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:

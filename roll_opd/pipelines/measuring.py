@@ -1,11 +1,11 @@
-"""How well a model answers the validation prompts: the student on its way, and each teacher before the start."""
+"""How well a model does in validation: the student on its way, and each teacher before the start."""
 
 import asyncio
 from dataclasses import dataclass
 
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.run_logger import STUDENT
-from roll_opd.pipelines.start import chunk_samples, teacher_as_sampler
+from roll_opd.pipelines.start import chunk_samples, teacher_as_student
 from roll_opd.rollout.batch import Rollout
 from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
@@ -55,11 +55,12 @@ class Measuring:
     async def measure_teachers(self) -> None:
         """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
         plan, run = self.run.plan, self.run
-        if plan.workflow or run.resumed or not (run.held_out and plan.validation and plan.validation.measure_teacher):
+        asked = plan.validation and plan.validation.measure_teacher
+        if run.resumed or not (asked and run.held_out and plan.teachers):
             return
-        run.logger.note("Measuring the teacher on the validation prompts ...")
+        run.logger.note("Measuring the teacher in validation ...")
         for teacher in plan.teachers:
-            async with teacher_as_sampler(plan, teacher, run.placement) as sampler:
+            async with teacher_as_student(plan, teacher, run.placement) as (sampler, workflow):
                 with run.clock.phase("validate"):
-                    measured = await self.measure(sampler, by=f"teacher/{teacher.name}")
+                    measured = await self.measure(sampler, by=f"teacher/{teacher.name}", workflow=workflow)
                 run.logger.teacher_accuracy(teacher.name, measured)

@@ -180,14 +180,24 @@ async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placemen
 
 
 @asynccontextmanager
-async def teacher_as_sampler(plan: RunPlan, teacher: TeacherPlan, placement: Placement) -> AsyncIterator[Sampler]:
-    """Have a teacher on the student's inference devices inside the block, to see how well it answers itself."""
+async def teacher_as_student(
+    plan: RunPlan, teacher: TeacherPlan, placement: Placement
+) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
+    """Have a teacher in the student's place inside the block, to see how well it does itself.
+
+    Yields its engines, on the student's inference devices, and the run's workflow with it as the model.
+    """
     assert plan.rollout is not None
-    rollout = replace(plan.rollout, name=teacher.name, model=teacher.worker.model)
-    sampler = await start_sampler(plan, rollout, placement)
+    swapped = replace(plan, rollout=replace(plan.rollout, name=teacher.name, model=teacher.worker.model))
+    assert swapped.rollout is not None
+    sampler = await start_sampler(swapped, swapped.rollout, placement)
+    workflow = None
     try:
-        yield sampler
+        workflow = await start_workflow(swapped, sampler, placement)
+        yield sampler, workflow
     finally:
+        if workflow:
+            await workflow.end()
         await sampler.end()
 
 

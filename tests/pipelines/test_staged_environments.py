@@ -143,6 +143,16 @@ def test_with_a_teacher(stage: Stage, games: str, config: tuple[str, str], role:
         assert row["rollout/mismatch/logprob_diff_max"] < 1e-3
 
 
+def test_the_teacher_plays_what_validation_plays(stage: Stage, games: str) -> None:
+    held_out = "val_env_manager={tags: [Game], num_env_groups: 32, group_size: 1}"
+    asked = "validation={measure_teacher: true}"
+    run = played(stage, games, "sums", "student_train", held_out, asked, "max_steps=1", "eval_steps=1", config=PURE)
+    assert run.code == 0
+    before, row = run.rows("metrics.jsonl")
+    assert before["val_correct/teacher/mean"] > before["val_correct/all/mean"] + 0.3
+    assert before["workflow/runs"] == 32 and row["workflow/runs"] == 64 + 32  # what the teacher played is not counted
+
+
 def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str, tmp_path: Path) -> None:
     """Each fault is counted once, under its name, and every other trajectory is learned from once."""
     log = tmp_path / "faults"
