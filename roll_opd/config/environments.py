@@ -190,7 +190,7 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
             asked.tell.remark(key, "has no effect in environments: val_env_manager says it")
     if played is None or not played.tags:
         if asked and asked.measure_teacher:
-            asked.tell.problem("measure_teacher", "has nothing to play; write val_env_manager.tags")
+            asked.tell.remark("measure_teacher", "has nothing to play; write val_env_manager.tags")
         return None
     trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
     groups, rest = divmod(trajectories, played.group_size)
