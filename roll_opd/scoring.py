@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     if problems:
         tell("roll-opd score: " + "\n  ".join(problems), sys.stderr)
         return 2
-    ranks = options.tp * options.pp * options.dp
+    ranks = options.tp * options.pp * options.cp * options.dp
     settings = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
     settings["model"] = str(find_model(options.model))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -43,8 +43,6 @@ def _problems(options: argparse.Namespace) -> list[str]:
     for name in SIZES:
         if getattr(options, name) < 1:
             diagnostics.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
-    if options.cp > 1:
-        diagnostics.problem("--cp", "context parallelism is not available yet; use 1")
     if not 0 < options.temperature < math.inf:
         diagnostics.problem("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:

@@ -1,5 +1,6 @@
 """Which sequence goes to which rank and micro-batch: balanced by tokens, deterministic, nothing padded."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,25 +77,27 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     empty where there are at least `parts` sequences.
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
-    load = [0] * parts
+    lightest = [(0, 0, part) for part in range(parts)]  # a heap of (tokens, sequences, part)
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        lightest = min(range(parts), key=lambda part: (load[part], len(bins[part]), part))
-        bins[lightest].append(number)
-        load[lightest] += lengths[number]
+        tokens, sequences, part = lightest[0]
+        bins[part].append(number)
+        heapq.heapreplace(lightest, (tokens + lengths[number], sequences + 1, part))
     return [sorted(part) for part in bins]
 
 
-def micro_batches(units: Sequence[Unit], limits: MicroBatchLimits) -> list[list[Unit]]:
-    """Split units into the fewest balanced micro-batches within `limits`.
+def micro_batches(units: Sequence[Unit], limits: MicroBatchLimits, multiple: int = 1) -> list[list[Unit]]:
+    """Split units into the fewest balanced micro-batches within `limits` whose number is a multiple of `multiple`.
 
-    A single unit beyond them is a micro-batch of its own: it cannot be split.
+    A single unit beyond the limits is a micro-batch of its own: it cannot be split. Where there are fewer units than
+    micro-batches, some are empty.
     """
     if not units:
         return []
     sequences, tokens = [len(unit.numbers) for unit in units], [unit.tokens for unit in units]
     most_sequences = max(limits.sequences or sum(sequences), max(sequences))
     most_tokens = max(limits.tokens or sum(tokens), max(tokens))
-    count = max(-(-sum(sequences) // most_sequences), -(-sum(tokens) // most_tokens))
+    fewest = max(-(-sum(sequences) // most_sequences), -(-sum(tokens) // most_tokens))
+    count = -(-fewest // multiple) * multiple
     while True:
         parts = split_balanced(tokens, count)
         if all(
@@ -102,16 +105,16 @@ def micro_batches(units: Sequence[Unit], limits: MicroBatchLimits) -> list[list[
             for part in parts
         ):
             return [[units[n] for n in part] for part in parts]
-        count += 1
+        count += multiple
 
 
-def assign(units: Sequence[Unit], ranks: int, limits: MicroBatchLimits) -> list[list[list[int]]]:
-    """Return, for each rank, its micro-batches of sequence numbers."""
+def assign(units: Sequence[Unit], ranks: int, limits: MicroBatchLimits, multiple: int = 1) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches of sequence numbers; see `micro_batches`."""
     shares = split_balanced([unit.tokens for unit in units], ranks)
     return [
         [
             [number for unit in part for number in unit.numbers]
-            for part in micro_batches([units[n] for n in share], limits)
+            for part in micro_batches([units[n] for n in share], limits, multiple)
         ]
         for share in shares
     ]

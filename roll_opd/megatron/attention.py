@@ -1,7 +1,8 @@
 """Causal attention over packed sequences, some of which may hold their prompt in common.
 
-Legend: N packed tokens, X the same with every sequence written out (see `PackedSequences`), H local query heads, G
-local key/value heads, D head width; of a block: B sequences, L tokens of the longest, Q of them asked for.
+Legend: N packed tokens, n of them on this context rank, X all with every sequence written out (see `PackedSequences`),
+H local query heads, G local key/value heads, D head width; of a block: B sequences, L tokens of the longest, Q of them
+asked for.
 """
 
 import itertools
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_opd.megatron.batches import PackedSequences
+from roll_opd.megatron.context import positions_here
 from roll_opd.megatron.exact import VECTOR
 
 
@@ -22,9 +25,9 @@ class PackedAttention(torch.nn.Module):
     """Attention with `scaled_dot_product_attention`, which exists on every device.
 
     Sequences are laid out as the rows of one right-padded batch: under a causal mask a real query never sees the
-    padding behind it, so only rows whose prompt is another's, and that ask for their responses alone, need a mask
-    tensor. Rows are sorted by length and cut into blocks whose padding is bounded, so that one long sequence does not
-    inflate the rest.
+    padding behind it, so only rows that do not ask for all of their tokens need a mask tensor: those whose prompt is
+    another's, and those of which other context ranks have a part. Keys and values are gathered from these. Rows are
+    sorted by length and cut into blocks whose padding is bounded, so that one long sequence does not inflate the rest.
     """
 
     MAX_PADDING = 2.0  # a block may hold at most so many times its real tokens
@@ -41,36 +44,35 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ValueError("attention_dropout must be 0: the log-probs of a model under dropout are not defined")
-        if config.context_parallel_size > 1:
-            raise ValueError("context_parallel_size > 1 needs Transformer Engine's attention")
         assert config.kv_channels is not None  # Megatron fills it in
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
         self,
-        query_NHD: Tensor,
-        key_NGD: Tensor,
-        value_NGD: Tensor,
+        query_nHD: Tensor,
+        key_nGD: Tensor,
+        value_nGD: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Return [N, H·D]; `packed_seq_params` says which tokens are a sequence."""
+        """Return [n, H·D]; `packed_seq_params` says which tokens are a sequence."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
+        key_NGD, value_NGD = (_of_all_ranks(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
-        for read_BL, asked_BQ, answered_BQ, mask in _blocks(packed_seq_params, self.MAX_PADDING, query_NHD.device):
-            q, k, v = _rows(query_NHD, asked_BQ), _rows(key_NGD, read_BL), _rows(value_NGD, read_BL)
+        for read_BL, asked_BQ, answered_BQ, mask in _blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device):
+            q, k, v = _rows(query_nHD, asked_BQ), _rows(key_NGD, read_BL), _rows(value_NGD, read_BL)
             if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
                 q, k, v = q.float(), k.float(), v.float()
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )
-            pieces.append(out.transpose(1, 2)[answered_BQ].to(query_NHD.dtype))
+            pieces.append(out.transpose(1, 2)[answered_BQ].to(query_nHD.dtype))
             places.append(asked_BQ[answered_BQ])
-        out_NHD = torch.empty_like(query_NHD).index_copy(0, torch.cat(places), torch.cat(pieces))
-        return out_NHD.flatten(1)
+        out_nHD = torch.empty_like(query_nHD).index_copy(0, torch.cat(places), torch.cat(pieces))
+        return out_nHD.flatten(1)
 
 
 def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -88,6 +90,8 @@ def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
             **options: Any,
         ) -> Tensor:
             pack, qkv = packed_seq_params, [query_NHD, key_NGD, value_NGD]
+            if pack.context.ranks > 1:  # it gathers by itself, and finds the pieces by the lengths of their sequences
+                return super().forward(*qkv, attention_mask, *args, packed_seq_params=pack.whole, **options)
             if pack.places_X is not None:
                 qkv = [tensor.index_select(0, pack.places_X) for tensor in qkv]
             out = super().forward(*qkv, attention_mask, *args, packed_seq_params=pack.whole, **options)
@@ -99,25 +103,29 @@ def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def _blocks(
     pack: PackedSequences, max_padding: float, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Yield blocks of rows of similar length, as places in the pack: what is read [B, L] and what asks [B, Q].
+    """Yield blocks of rows of similar length: what is read [B, L], as places in the pack, and which of n ask [B, Q].
 
     With them, which of those ask in earnest, bool [B, Q] (the rest is padding), and a mask bool [B, 1, Q, L], None
     where the usual causal one will do.
     """
     lengths = [end - start for start, end in itertools.pairwise(pack.bounds)]
+    cut = pack.context.ranks > 1
     for sharing in (False, True):  # rows that ask for all of their tokens, and rows that do not
-        rows = [row for row in range(len(lengths)) if bool(pack.shared[row]) is sharing]
+        rows = [row for row in range(len(lengths)) if (bool(pack.shared[row]) or cut) is sharing]
         for block in blocks_of_similar_length(lengths, rows, max_padding):
             starts, shared, sizes = torch.tensor(
                 [[pack.bounds[row], pack.shared[row], lengths[row]] for row in block], device=device
             ).T[:, :, None]
-            read_BL, real_BL = _padded_places(pack, starts, sizes)
+            offsets_BL, real_BL = _padded_offsets(sizes)
+            read_BL = _places(pack, starts + offsets_BL)
             if not sharing:
                 yield read_BL, read_BL, real_BL, None
                 continue
-            asked_BQ, answered_BQ = _padded_places(pack, starts + shared, sizes - shared)
-            position_BQ = shared + torch.arange(asked_BQ.size(1), device=device)
+            own = sizes - shared
+            offsets_BQ, answered_BQ = _padded_offsets(own // pack.context.ranks)
+            position_BQ = shared + positions_here(offsets_BQ, own, pack.context)
             mask_BQL = torch.arange(read_BL.size(1), device=device) <= position_BQ[:, :, None]
+            asked_BQ = torch.where(answered_BQ, _places(pack, starts + position_BQ) - pack.first, 0)
             yield read_BL, asked_BQ, answered_BQ, mask_BQL[:, None]
 
 
@@ -137,13 +145,24 @@ def blocks_of_similar_length(lengths: Sequence[int], rows: Sequence[int], max_pa
     return blocks
 
 
-def _padded_places(pack: PackedSequences, starts_B1: Tensor, sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the place in the pack of each cell of a padded block [B, L], and which cells are real."""
+def _padded_offsets(sizes_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cells of a padded block of rows, each counted from its row's first, [B, L], and which are real."""
     longest = -(-int(sizes_B1.max()) // VECTOR) * VECTOR
-    offsets = torch.arange(longest, device=starts_B1.device)
+    offsets = torch.arange(longest, device=sizes_B1.device)
     real_BL = offsets < sizes_B1
-    cells_BL = starts_B1 + torch.where(real_BL, offsets, 0)
-    return cells_BL if pack.places_X is None else pack.places_X[cells_BL], real_BL
+    return torch.where(real_BL, offsets, 0), real_BL
+
+
+def _places(pack: PackedSequences, cells_BL: Tensor) -> Tensor:
+    """Return the places in the pack of cells of the sequences written out."""
+    return cells_BL if pack.places_X is None else pack.places_X[cells_BL]
+
+
+def _of_all_ranks(tensor_nGD: Tensor, pack: PackedSequences) -> Tensor:
+    """[n, G, D] -> [N, G, D]; the gradient is summed over the context ranks."""
+    if pack.context.ranks == 1:
+        return tensor_nGD
+    return gather_from_sequence_parallel_region(tensor_nGD, group=pack.context.group)
 
 
 def _rows(packed: Tensor, places_BL: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """A packed micro-batch: several sequences end to end, and the arrays that belong to their scored tokens.
 
-Sequences with the same prompt may hold it once: the layers then read its tokens once, for all of them.
+Sequences with the same prompt may hold it once: the layers then read its tokens once, for all of them. A pack may be
+cut over context-parallel ranks (see `context`); its places then count the pieces of all ranks, end to end.
 
-Legend: N packed tokens, X tokens of the same sequences written out, M scored tokens (every token after a prompt),
-B sequences.
+Legend: N packed tokens, n of them on this rank, X tokens of the same sequences written out, M scored tokens (every
+token after a prompt), m of them that this rank predicts, B sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from roll_opd.data.tensors import as_tensor
+from roll_opd.megatron.context import ALONE, ContextRank, Cut, zigzag
 
 SHORTEST_SHARE = 1 / 8  # of a sequence, that a shared prompt should be
 
@@ -48,41 +50,54 @@ class PackedSequences(PackedSeqParams):
     places_X: Tensor | None = None  # int64; None: cell x is token x
     cells_N: Tensor | None = None  # int64, the first cell that each token of the pack is written out to; None as above
     whole: PackedSeqParams | None = None  # what Megatron would be told of the sequences written out
+    context: ContextRank = ALONE
+    first: int = 0  # place of this rank's first token
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """Tensors of one micro-batch on one device."""
 
-    tokens_N: Tensor  # int64
-    positions_N: Tensor  # int64, from 0 in each sequence
-    scored_M: Tensor  # int64, places in the pack
-    before_M: Tensor  # int64, place of the token before each scored one
+    tokens_n: Tensor  # int64
+    positions_n: Tensor  # int64, from 0 in each sequence
+    targets_m: Tensor  # int64, the scored tokens
+    before_m: Tensor  # int64, which of the n tokens is before each of them
     lengths: tuple[int, ...]  # M_b, scored tokens of each sequence
     sequences: PackedSequences
     columns: dict[str, Tensor]  # each [M] or [M, K]
+    cut: Cut | None  # None: m is M
 
 
-def pack(samples: Sequence[Sample], device: torch.device, multiple: int, *, share_prompts: bool = False) -> PackedBatch:
-    """Put `samples` end to end, and pad the pack to a multiple of `multiple` with a sequence that is not scored.
+def pack(
+    samples: Sequence[Sample],
+    device: torch.device,
+    multiple: int,
+    *,
+    share_prompts: bool = False,
+    context: ContextRank = ALONE,
+    like: Sample | None = None,
+) -> PackedBatch:
+    """Put `samples` end to end, and pad each rank's share to a multiple of `multiple` with what is not scored.
 
-    With `share_prompts`, a prompt that an earlier sample has too is not repeated, where that pays.
+    With `share_prompts`, a prompt that an earlier sample has too is not repeated, where that pays. Without samples, the
+    batch has the columns of `like` and nothing in them.
     """
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    places: list[np.ndarray] = []  # of every token of each sequence
+    places: list[np.ndarray] = []  # of every token of each sequence, padding included
     shared: list[int] = []
     prompts: dict[bytes, np.ndarray] = {}
     end = 0
 
     def add(sequence: np.ndarray, prefix: np.ndarray) -> np.ndarray:
         nonlocal end
-        own = np.arange(end, end + len(sequence) - len(prefix))
-        end += len(own)
-        tokens.append(sequence[len(prefix) :])
-        positions.append(np.arange(len(prefix), len(sequence)))
-        places.append(np.concatenate([prefix, own]))
+        own = sequence[len(prefix) :]
+        own = np.pad(own, (0, -len(own) % context.multiple))
+        tokens.append(own)
+        positions.append(np.arange(len(prefix), len(prefix) + len(own)))
+        places.append(np.concatenate([prefix, np.arange(end, end + len(own))]))
         shared.append(len(prefix))
+        end += len(own)
         return places[-1]
 
     nothing = np.zeros(0, np.int64)
@@ -91,23 +106,45 @@ def pack(samples: Sequence[Sample], device: torch.device, multiple: int, *, shar
         whole = add(sample.tokens, prompts.get(prompt, nothing))
         if prompt:
             prompts.setdefault(prompt, whole[: sample.prompt_length])
-    if padding := -end % multiple:
-        add(np.zeros(padding, np.int64), nothing)
+    if not samples or end % (multiple * context.ranks):
+        add(np.zeros(multiple * context.ranks - end % (multiple * context.ranks), np.int64), nothing)
 
-    scored = [whole[sample.prompt_length :] for whole, sample in zip(places, samples, strict=False)]
-    before = [whole[sample.prompt_length - 1 : -1] for whole, sample in zip(places, samples, strict=False)]
+    moved = zigzag([len(own) for own in tokens], context.ranks) if context.ranks > 1 else np.arange(end)
+    places = [moved[whole] for whole in places]
+    here, order = end // context.ranks, np.argsort(moved)
+    first = context.rank * here
+    tokens_N, positions_N = (np.concatenate(parts)[order] for parts in (tokens, positions))
+
+    ends = [len(sample.tokens) for sample in samples]
+    scored = [nothing, *(p[s.prompt_length : e] for p, s, e in zip(places, samples, ends, strict=False))]
+    before = [nothing, *(p[s.prompt_length - 1 : e - 1] for p, s, e in zip(places, samples, ends, strict=False))]
+    targets_M, before_M = tokens_N[np.concatenate(scored)], np.concatenate(before)
+    owner_M = before_M // here
+    mine = owner_M == context.rank
     return PackedBatch(
-        tokens_N=_tensor(tokens, device),
-        positions_N=_tensor(positions, device),
-        scored_M=_tensor(scored, device),
-        before_M=_tensor(before, device),
-        lengths=tuple(len(own) for own in scored),
-        sequences=_sequences(places, shared, device),
-        columns={name: _tensor([sample.columns[name] for sample in samples], device) for name in samples[0].columns},
+        tokens_n=_tensor(tokens_N[first : first + here], device),
+        positions_n=_tensor(positions_N[first : first + here], device),
+        targets_m=_tensor(targets_M[mine], device),
+        before_m=_tensor(before_M[mine] - first, device),
+        lengths=tuple(len(own) for own in scored[1:]),
+        sequences=_sequences(places, shared, device, context, end),
+        columns=_columns(samples, like, device),
+        cut=Cut(_tensor(owner_M, device), context) if context.ranks > 1 else None,
     )
 
 
-def _sequences(places: Sequence[np.ndarray], shared: Sequence[int], device: torch.device) -> PackedSequences:
+def _columns(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
+    known = samples[0] if samples else like
+    assert known is not None
+    return {
+        name: _tensor(np.concatenate([values[:0], *(sample.columns[name] for sample in samples)]), device)
+        for name, values in known.columns.items()
+    }
+
+
+def _sequences(
+    places: Sequence[np.ndarray], shared: Sequence[int], device: torch.device, context: ContextRank, tokens: int
+) -> PackedSequences:
     lengths = [len(whole) for whole in places]
     bounds = (0, *np.cumsum(lengths).tolist())
 
@@ -116,17 +153,21 @@ def _sequences(places: Sequence[np.ndarray], shared: Sequence[int], device: torc
         of = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
         return {"qkv_format": "thd", "max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths), **of}
 
+    here = tokens // context.ranks
     pack = PackedSequences(
-        **told((0, bounds[-1] - sum(shared))),
+        **told((0, here)),
         bounds=bounds,
         shared=tuple(shared),
         whole=PackedSeqParams(**told(bounds)),
+        context=context,
+        first=context.rank * here,
     )
-    if any(shared):
+    if any(shared) or context.ranks > 1:
         first_cells = np.unique(np.concatenate(places), return_index=True)[1]
-        pack.places_X, pack.cells_N = _tensor(places, device), _tensor([first_cells], device)
+        pack.places_X = _tensor(np.concatenate(places), device)
+        pack.cells_N = _tensor(first_cells, device)
     return pack
 
 
-def _tensor(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    return as_tensor(np.concatenate(arrays)).to(device)
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    return as_tensor(array).to(device)

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer import attention
-
-from roll_opd.megatron.rotary import rotated
 
 _CPU = torch.device("cpu")
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
@@ -88,9 +85,6 @@ def install_cpu_port() -> None:
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor
     cuda.BFloat16Tensor = torch.BFloat16Tensor
-
-    heads: Any = attention
-    heads.apply_rotary_pos_emb = rotated
 
     # one random state stands for both devices, so its warning that the CPU's changed with the GPU's is expected
     logging.getLogger(random.__name__).setLevel(logging.ERROR)

@@ -69,7 +69,8 @@ class TokenValueModel(PackedModel):
         if self.config.sequence_parallel:
             # every rank computes the same from the whole sequence, so its slice of the gradient is complete
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self.value_head(self.before(hidden, batch))
+        values_m = self.value_head(self.before(hidden, batch))
+        return values_m if batch.cut is None else batch.cut.whole(values_m)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         # what GPTModel adds to this concerns the output layer

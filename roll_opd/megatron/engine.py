@@ -23,6 +23,7 @@ from roll_opd.megatron.batches import PackedBatch, Sample, pack
 from roll_opd.megatron.bridge import Bridge
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
+from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model import HeadModel, build_model, unwrapped
 
 # what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
@@ -46,7 +47,11 @@ class MegatronEngine:
         self.plan, self._exact = plan, deterministic
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         self.chunks, self.bridge = self._build()
-        self.share_prompts = not deterministic  # sums over fewer tokens have other last bits
+        self._context = parallel.context_rank()
+        # sums over fewer tokens have other last bits; and Transformer Engine finds the pieces of sequences that are
+        # cut over context ranks by their lengths
+        is_findable = self._context.ranks == 1 or not uses_transformer_engine()
+        self.share_prompts = not deterministic and is_findable
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
         # called before each micro-batch, and after the last one: how many were begun, and how many there are
@@ -114,7 +119,7 @@ class MegatronEngine:
                 ids_MK = batch.columns["topk_ids"]
                 values |= _topk(ids_MK, head.within(vocab_size).logprobs_with_rest(ids_MK.long()))
             if hidden:
-                values["hidden"] = head.hidden_ME
+                values["hidden"] = head.hidden()
             return values
 
         return self._forward(samples, temperature, read)
@@ -138,7 +143,8 @@ class MegatronEngine:
         assigned = self._assigned(samples, self.plan.forward_limits)
         with torch.no_grad():
             outputs = self._run(
-                [[samples[n] for n in numbers] for numbers in assigned],
+                samples,
+                assigned,
                 temperature,
                 lambda end, batch: _by_sequence(read(end, batch), batch.lengths),
                 forward_only=True,
@@ -161,26 +167,28 @@ class MegatronEngine:
             units = siblings(lengths, [sample.prompt_to_share for sample in samples], ranks, limits)
         else:
             units = singles(lengths)
-        return assign(units, ranks, limits)[parallel_state.get_data_parallel_rank()]
+        stages = self.plan.layout.pp if self.plan.layout.vpp else 1  # the interleaved schedule takes turns of so many
+        return assign(units, ranks, limits, multiple=stages)[parallel_state.get_data_parallel_rank()]
 
     def _run(
         self,
-        micro_batches: Sequence[Sequence[Sample]],
+        samples: Sequence[Sample],
+        assigned: Sequence[Sequence[int]],
         temperature: float,
         finish: Callable[[Any, PackedBatch], Any],
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches.
+        """Run Megatron's schedule over this rank's micro-batches, which are `assigned` so many of `samples`, or none.
 
         `finish` takes what the model ends in on the last pipeline stage, and the batch. The result has one entry a
         micro-batch on that stage: with `forward_only` whatever `finish` returned, else the report of `finish`, which is
         a loss function then.
         """
-        if not micro_batches:
+        if not assigned:
             return []
+        settings: Any = {"share_prompts": self.share_prompts, "context": self._context, "like": samples[0]}
         packed = [
-            pack(samples, self.device, self._pack_multiple, share_prompts=self.share_prompts)
-            for samples in micro_batches
+            pack([samples[n] for n in numbers], self.device, self._pack_multiple, **settings) for numbers in assigned
         ]
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:

@@ -29,7 +29,7 @@ class LocalRMSNorm(torch.nn.RMSNorm):
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool) -> Any:
     """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`."""
-    if torch.cuda.is_available() and transformer_engine_installed():
+    if uses_transformer_engine():
         theirs: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         attention = theirs.submodules.self_attention.submodules
         attention.core_attention = written_out(attention.core_attention)
@@ -45,6 +45,11 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool) 
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     norm: Any = LocalRMSNorm
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are Transformer Engine's: on a GPU, where it is installed."""
+    return torch.cuda.is_available() and transformer_engine_installed()
 
 
 def transformer_engine_installed() -> bool:

@@ -77,9 +77,8 @@ class MegatronLearner(MegatronEngine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         assigned = self._assigned(samples, self.plan.train_limits, group_size)
-        micro_batches = [[samples[n] for n in numbers] for numbers in assigned]
-        reports = self._run(micro_batches, temperature, loss, forward_only=False)
-        if not micro_batches:  # no sample here, but the other ranks wait for this one's (zero) gradient
+        reports = self._run(samples, assigned, temperature, loss, forward_only=False)
+        if not assigned:  # no sample here, but the other ranks wait for this one's (zero) gradient
             finalize_model_grads(list(self.chunks))
 
         finite = self._everywhere_finite(reports)

@@ -1,6 +1,6 @@
 """A Megatron model from a Hugging Face directory, whose forward pass ends in hidden states and their output head.
 
-Legend: N packed tokens, M scored tokens, E hidden size.
+Legend: n packed tokens of this context rank, m scored tokens that it predicts, E hidden size.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,16 @@ class PackedModel(GPTModel):
 
     @staticmethod
     def before(hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the states [M, E] before the scored tokens, which predict them, from hidden states [N, 1, E]."""
-        return hidden[:, 0].index_select(0, batch.before_M)
+        """Return the states [m, E] before the scored tokens, which predict them, from hidden states [n, 1, E]."""
+        return hidden[:, 0].index_select(0, batch.before_m)
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """Return this pipeline stage's hidden states [N, 1, E] of a pack."""
+        """Return this pipeline stage's hidden states [n, 1, E] of a pack."""
         no_mask: Any = None  # the pack says what attends to what
         return GPTModel.forward(
             self,
-            batch.tokens_N[None],
-            batch.positions_N[None],
+            batch.tokens_n[None],
+            batch.positions_n[None],
             attention_mask=no_mask,
             packed_seq_params=batch.sequences,
         )
@@ -54,7 +54,7 @@ class PackedModel(GPTModel):
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         decoder_input, rotary_pos_emb, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if decoder_input is not None:
-            # [N, 1, E] as a transposed [1, N, E] has a stride on which torch multiplies row by row: slower, and with
+            # [n, 1, E] as a transposed [1, n, E] has a stride on which torch multiplies row by row: slower, and with
             # other last bits than a rank that received the same numbers in one piece
             decoder_input = decoder_input.flatten(0, 1)[:, None]
         # of each token, in place of each position: to the rotary kernels a pack is one sequence
@@ -77,9 +77,10 @@ class HeadModel(PackedModel):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return OutputHead(
-            hidden_ME=self.before(hidden, batch),
+            hidden_mE=self.before(hidden, batch),
             weight_VE=self.output_weight(),
-            targets_M=batch.tokens_N[batch.scored_M],
+            targets_m=batch.targets_m,
+            cut=batch.cut,
             temperature=temperature,
             vocab_size=self.vocab_size_real,
             group=parallel_state.get_tensor_model_parallel_group(),

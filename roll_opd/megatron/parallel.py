@@ -12,7 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from roll_opd.config.plan import Layout
+from roll_opd.megatron.context import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
+from roll_opd.megatron.rotary import install_rotation
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
 
@@ -37,6 +39,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     else:
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
+    if layout.cp > 1 or device.type == "cpu":
+        install_rotation()
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
@@ -54,11 +58,18 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
 
 
 def returns_results() -> bool:
-    """Whether this rank returns its data-parallel group's results: last pipeline stage, first tensor rank."""
+    """Whether this rank returns its data-parallel group's results: last stage, first tensor and context rank."""
     return (
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
     )
+
+
+def context_rank() -> ContextRank:
+    """Return this rank's place among those that share its sequences."""
+    group = parallel_state.get_context_parallel_group()
+    return ContextRank(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def shutdown() -> None:

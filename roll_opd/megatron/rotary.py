@@ -1,7 +1,8 @@
-"""Rotary embeddings of packed sequences on a CPU: the bits of megatron-core's, in half of its passes over memory.
+"""Rotary embeddings of packed sequences: the bits of megatron-core's, in half of its passes over memory.
 
 megatron-core computes cosines and sines again in each layer, for queries and for keys, and joins halves twice. Here a
-pack's are computed once, and the rotation's gradient is the rotation back.
+pack's are computed once, and the rotation's gradient is the rotation back. Of a pack that is cut over context ranks,
+megatron-core would work out positions itself, from sequences that it is not told of.
 
 Legend: N packed tokens, H heads, D head width.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb as stock
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, attention
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,7 +22,7 @@ _OF_PACK: Any = WeakTensorKeyDictionary()
 def rotated(
     t_NHD: Tensor, freqs: Tensor, config: TransformerConfig, cu_seqlens: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return queries or keys with their positions; `megatron.core`'s `apply_rotary_pos_emb` for one context rank.
+    """Return queries or keys with their positions, as `megatron.core`'s `apply_rotary_pos_emb`.
 
     `freqs` f32 [N, 1, 1, D] are the tokens' own; `cu_seqlens` int32 [2] bounds the one segment that they are.
     """
@@ -32,15 +33,22 @@ def rotated(
         and freqs.size(-1) == t_NHD.size(-1)
         and not config.rotary_interleaved
         and not config.multi_latent_attention
-        and config.context_parallel_size == 1
         and options.get("mscale", 1.0) == 1.0
     )
     if not usual:
+        if config.context_parallel_size > 1:
+            raise ValueError("context parallelism has no rotary embeddings of this kind; use context_parallel_size 1")
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
     if freqs not in _OF_PACK:
         _OF_PACK[freqs] = _turns(freqs[:, 0], t_NHD.dtype)
     turned: Tensor = _Rotation.apply(t_NHD, *_OF_PACK[freqs])
     return turned
+
+
+def install_rotation() -> None:
+    """Have Megatron's attention rotate with `rotated` in this process."""
+    heads: Any = attention
+    heads.apply_rotary_pos_emb = rotated
 
 
 def _turns(freqs_N1D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

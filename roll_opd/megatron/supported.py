@@ -14,9 +14,7 @@ PROVEN_VALUES = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "
 def not_yet(role: MegatronPlan) -> list[str]:
     """Return a sentence for each thing about a role that the engine cannot run yet."""
     later = {
-        "context parallelism is not available yet (context_parallel_size {}); use 1": role.layout.cp,
         "expert parallelism is not available yet (expert_model_parallel_size {}); use 1": role.layout.ep,
-        "virtual pipeline stages are not available yet; remove the key": role.layout.vpp or 1,
     }
     sentences = unsupported(Path(role.model.path))
     sentences += [sentence.format(size) for sentence, size in later.items() if size > 1]

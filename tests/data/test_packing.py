@@ -45,6 +45,26 @@ def test_split_takes_every_sequence_once_and_balances(parts: int) -> None:
         assert split == split_balanced(list(lengths), parts)
 
 
+def test_each_goes_to_the_lightest_part() -> None:
+    for lengths in batches(50):
+        loads, wanted = [0] * 5, [[] for _ in range(5)]
+        for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+            part = min(range(5), key=lambda part: (loads[part], len(wanted[part]), part))
+            wanted[part].append(number)
+            loads[part] += lengths[number]
+        assert split_balanced(lengths, 5) == [sorted(part) for part in wanted]
+
+
+@pytest.mark.parametrize("multiple", [2, 3, 4])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_interleaved_stages_get_a_multiple_of_micro_batches(limits: MicroBatchLimits, multiple: int) -> None:
+    for lengths in batches(50):
+        parts = numbers(micro_batches(singles(lengths), limits, multiple))
+        assert sorted(number for part in parts for number in part) == list(range(len(lengths)))
+        assert len(parts) % multiple == 0
+        assert all(parts) or len(lengths) < len(parts)
+
+
 @pytest.mark.parametrize("limits", LIMITS)
 def test_micro_batches_respect_their_limits(limits: MicroBatchLimits) -> None:
     for lengths in batches():

@@ -37,11 +37,20 @@ LAYOUTS = {
     "pp4": Layout(pp=4),
     "dp4": Layout(dp=4),
     "pp2dp2": Layout(pp=2, dp=2),
+    "cp2": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "tp2spcp2": Layout(tp=2, cp=2, sequence_parallel=True),
+    "pp2cp2": Layout(pp=2, cp=2),
+    "cp2dp2": Layout(cp=2, dp=2),
+    "pp2vpp2": Layout(pp=2, vpp=2),
+    "pp2vpp2dp2": Layout(pp=2, vpp=2, dp=2),
 }
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")
-FROZEN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2pp2", "tp2sppp2")
-TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2")
+FROZEN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2pp2", "tp2sppp2", "cp2", "tp2spcp2", "pp2vpp2")
+TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2", "cp2", "pp2vpp2")
+
+CRITIC_LAYOUTS = tuple(name for name in TRAIN_LAYOUTS if not LAYOUTS[name].vpp)
 
 # name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature, whether siblings share their prompt)
 PASSES = {
@@ -54,7 +63,7 @@ PASSES = {
 SIBLINGS = {5: 1, 7: 0, 8: 0}  # number of a sequence -> of the one whose prompt it has
 
 TEMPERATURE = 0.9
-TRAIN_MODELS = {"qwen3_tied": "opd", "qwen2_tied": "ppo"}  # model -> its objective
+TRAIN_MODELS = {"qwen3_tied": "opd", "qwen2_tied": "ppo", "deep": "opd"}  # model -> its objective
 OBJECTIVES = {
     "opd": ObjectivePlan(),
     "ppo": ObjectivePlan(
@@ -90,7 +99,16 @@ DISTILLING = [
 ]
 TEACHERS = {"wide": 0.7, "llama": 0.4}  # model -> coefficient; "wide" pads its vocabulary further than the student
 # layout of the student -> that of the teachers
-TEACHER_LAYOUTS = {"tp1": "tp1", "tp2": "pp2", "pp2": "tp2sp", "dp2": "tp2", "tp2pp2": "tp2dp2", "tp2dp2": "tp2pp2"}
+TEACHER_LAYOUTS = {
+    "tp1": "tp1",
+    "tp2": "pp2",
+    "pp2": "tp2sp",
+    "dp2": "tp2",
+    "cp2": "cp2",
+    "tp2pp2": "tp2dp2",
+    "tp2dp2": "pp2cp2",
+    "cp2dp2": "tp2pp2",
+}
 # one update each, from rows with answers; in the last one these are a part of the batch
 SUPERVISED = {
     "sft": ObjectivePlan(policy_loss="sft", loss_agg_mode="token-mean"),
@@ -117,7 +135,7 @@ SUPERVISED = {
     ),
 }
 # layout -> (sequences a micro-batch, tokens a micro-batch); a pair is never torn apart
-SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None)}
+SUPERVISED_LAYOUTS = {"tp2dp2": (None, 70), "pp2": (4, None), "tp2pp2": (2, None), "cp2": (None, 70)}
 SUPERVISED_STEP = 4  # of the run; mix_chord's mu is 4/10 of its peak
 FOLLOW_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "tp2pp2")
 FOLLOWED = {"qwen3_tied": "fp32", "qwen3": "bf16"}  # model -> what it computes in
@@ -142,6 +160,10 @@ INVARIANCE_LAYOUTS = {
     "tp2pp2": ("tokens", "shared", "observed"),
     "tp2dp2": ("sequences",),
     "pp2dp2": ("tokens",),
+    "cp4": ("tokens", "shared"),
+    "tp2spcp2": ("sequences",),
+    "pp2cp2": ("tokens", "observed"),
+    "pp2vpp2dp2": ("tokens",),
 }
 POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands where a number should
 UPDATES = 4
@@ -407,9 +429,19 @@ def model_path(root: Path, name: str) -> str:
     return str(DEMO / name.removeprefix("demo_") if name in DEMO_MODELS else root / "models" / name)
 
 
+def models(layout: str) -> tuple[str, ...]:
+    """The random models that fit a layout: one has as many layers as two stages of two parts need."""
+    return ("deep",) if LAYOUTS[layout].vpp else MODELS
+
+
 def demo_models(layout: str) -> tuple[str, ...]:
     """The demo's models that fit a layout: the student's three layers make no two equal stages."""
     return DEMO_MODELS if LAYOUTS[layout].pp == 1 else DEMO_MODELS[1:]
+
+
+def few_model(layout: str) -> str:
+    """The model that learns from fewer samples than there are ranks."""
+    return "deep" if LAYOUTS[layout].vpp else "qwen3_tied"
 
 
 def train_name(model: str, layout: str, distributed: bool, tokens: int | None) -> str:
@@ -419,6 +451,10 @@ def train_name(model: str, layout: str, distributed: bool, tokens: int | None) -
 def train_variants(layout: str) -> list[tuple[str, bool, int | None]]:
     """(model, distributed optimizer, tokens a micro-batch) to train under `layout`."""
     variants = [("qwen3_tied", True, 70), ("qwen3_tied", False, None), ("qwen2_tied", True, 70)]
+    if layout == "cp2":
+        variants.append(("deep", True, 70))
+    if LAYOUTS[layout].vpp:
+        variants = [("deep", True, 70), ("deep", False, None)]
     return [*variants, ("qwen3_tied", True, None), ("qwen3_tied", False, 70)] if layout == "tp1" else variants
 
 
@@ -440,15 +476,15 @@ def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
 def _jobs_of(world: int) -> list[dict[str, Any]]:
     jobs: list[dict[str, Any]] = []
     for layout in (name for name in FROZEN_LAYOUTS if LAYOUTS[name].world_size == world):
-        jobs += [_frozen_job(layout, model, "frozen") for model in (*MODELS, *demo_models(layout))]
+        jobs += [_frozen_job(layout, model, "frozen") for model in (*models(layout), *demo_models(layout))]
         jobs += [_frozen_job(layout, model, "ordinary") for model in demo_models(layout)]
     for layout in (name for name in TRAIN_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs += [_train_job(layout, *variant) for variant in train_variants(layout)]
         if world < 4:
-            jobs.append(
-                {**_train_job(layout, "qwen3_tied", True, 70), "name": f"few-{layout}", "count": 1, "save_after": None}
-            )
-        jobs.append(_critic_job(layout, "valued"))
+            job = _train_job(layout, few_model(layout), True, 70)
+            jobs.append({**job, "name": f"few-{layout}", "count": 1, "save_after": None})
+        if layout in CRITIC_LAYOUTS:
+            jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
     for layout in (name for name in SUPERVISED_LAYOUTS if LAYOUTS[name].world_size == world):
@@ -474,7 +510,7 @@ def _frozen_job(layout: str, model: str, kind: str) -> dict[str, Any]:
 
 
 def _train_job(layout: str, model: str, distributed: bool, tokens: int | None) -> dict[str, Any]:
-    saves = layout in ("tp2", "dp2") and model == "qwen3_tied"
+    saves = (layout, model) in SAVED
     return {
         "op": "train",
         "name": train_name(model, layout, distributed, tokens),
@@ -515,7 +551,16 @@ RESUMES = [
     ("tp2", "dp2", True, 70),
     ("dp2", "tp2", True, 70),
     ("tp2", "pp2", False, None),
+    ("cp2", "pp2vpp2", True, 70),
+    ("pp2vpp2", "cp2", True, 70),
 ]
+
+
+SAVED = [("tp2", "qwen3_tied"), ("dp2", "qwen3_tied"), ("cp2", "deep"), ("pp2vpp2", "deep")]
+
+
+def resumed_model(saved: str, loads: str) -> str:
+    return "deep" if "pp2vpp2" in (saved, loads) else "qwen3_tied"
 
 
 def resume_name(saved: str, loads: str, distributed: bool) -> str:
@@ -534,10 +579,10 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
     ]
     return critics + [
         {
-            **_train_job(loads, "qwen3_tied", distributed, tokens),
+            **_train_job(loads, resumed_model(saved, loads), distributed, tokens),
             "name": resume_name(saved, loads, distributed),
             "save_after": None,
-            "load": str(root / f"{train_name('qwen3_tied', saved, distributed, tokens)}.ckpt"),
+            "load": str(root / f"{train_name(resumed_model(saved, loads), saved, distributed, tokens)}.ckpt"),
         }
         for saved, loads, distributed, tokens in RESUMES
     ]

@@ -40,22 +40,24 @@ for shapes in (
     batch = pack(samples, torch.device("cpu"), 32, share_prompts=True)
     apart = pack(samples, torch.device("cpu"), 32)
     for one in (batch, apart):  # the tokens at the places of every sequence, and those before, are its own
-        at = one.tokens_N[one.scored_M].split(one.lengths)
-        before = one.tokens_N[one.before_M].split(one.lengths)
+        at = one.targets_m.split(one.lengths)
+        before = one.tokens_n[one.before_m].split(one.lengths)
         for sample, own, earlier in zip(samples, at, before):
             assert own.tolist() == sample.tokens[sample.prompt_length :].tolist()
             assert earlier.tolist() == sample.tokens[sample.prompt_length - 1 : -1].tolist()
     torch.manual_seed(0)
-    parts = [torch.randn(len(batch.tokens_N), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    parts = [torch.randn(len(batch.tokens_n), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     other = [part.detach().clone().requires_grad_() for part in parts]
     mine = packed(*parts, None, packed_seq_params=batch.sequences)
     theirs = plain(*other, None, packed_seq_params=batch.sequences)
-    real = torch.cat([batch.before_M, batch.scored_M]).unique()
+    places = batch.sequences.places_X
+    places = torch.arange(len(batch.tokens_n)) if places is None else places
+    real = places[: batch.sequences.bounds[len(samples)]].unique()
     gradient = torch.randn(len(real), 32)
     mine[real].backward(gradient)
     theirs[real].backward(gradient)
     found.append({
-        "saved": len(apart.tokens_N) - len(batch.tokens_N),
+        "saved": len(apart.tokens_n) - len(batch.tokens_n),
         "difference": (mine[real] - theirs[real]).abs().max().item(),
         "of gradients": max((a.grad - b.grad).abs().max().item() for a, b in zip(parts, other)),
     })

@@ -25,7 +25,7 @@ def values_of(path: Any) -> list[np.ndarray]:
         return [reference.token_values(network, *sequence).numpy() for sequence in cases.sequences(cases.VOCABULARY)]
 
 
-@pytest.mark.parametrize("layout", cases.TRAIN_LAYOUTS)
+@pytest.mark.parametrize("layout", cases.CRITIC_LAYOUTS)
 def test_values_are_of_the_state_before_each_token(answers: Answers, layout: str) -> None:
     found = answers.arrays(f"{cases.critic_name(layout)}-values")
     wanted = values_of(cases.model_path(answers.root, "valued"))
@@ -36,7 +36,7 @@ def test_values_are_of_the_state_before_each_token(answers: Answers, layout: str
     assert np.abs(np.concatenate(wanted)).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", cases.TRAIN_LAYOUTS)
+@pytest.mark.parametrize("layout", cases.CRITIC_LAYOUTS)
 def test_training_equals_the_naive_one(answers: Answers, naive: tuple[list[dict], Weights], layout: str) -> None:
     wanted, final = naive
     found = records(answers, cases.critic_name(layout))

@@ -14,7 +14,7 @@ import torch
 from megatron_answers import Answers
 from safetensors.torch import load_file
 
-GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.MODELS]
+GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.models(layout)]
 DEMO_GRID = [(layout, model) for layout in cases.FROZEN_LAYOUTS for model in cases.demo_models(layout)]
 PAIRS = [
     (model, one, other)
@@ -22,6 +22,8 @@ PAIRS = [
     for model in cases.DEMO_MODELS
     if model in cases.demo_models(one) and model in cases.demo_models(other)
 ]
+# a pack that is cut over context ranks is attended to with a mask, in other blocks
+SAME_BITS = [pair for pair in PAIRS if not any(cases.LAYOUTS[layout].cp > 1 for layout in pair[1:])]
 Expected = Callable[[str, float], list[np.ndarray]]
 
 
@@ -94,7 +96,7 @@ def differences(answers: Answers, kind: str, model: str, one: str, other: str) -
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize(("model", "one", "other"), PAIRS)
+@pytest.mark.parametrize(("model", "one", "other"), SAME_BITS)
 def test_reverse_kl_of_equal_weights_is_zero(answers: Answers, model: str, one: str, other: str) -> None:
     """A teacher with the student's weights but another layout adds nothing."""
     assert np.abs(differences(answers, "frozen", model, one, other)).max() < 1e-6

@@ -89,7 +89,7 @@ BAD_OPTIONS = [
     (["--tp", "4"], "4 is more than the 2 key/value heads"),
     (["--tp", "3"], "4 attention heads of teacher are not divisible by 3"),
     (["--pp", "3"], "the 4 layers of teacher are not divisible by 3"),
-    (["--cp", "2"], "context parallelism is not available yet"),
+    (["--cp", "0"], "--cp: 0 is not a size"),
     (["--temperature", "0"], "--temperature: 0.0 must be a number greater than 0"),
     (["--temperature", "nan"], "--temperature: nan must be a number greater than 0"),
     (["--max-tokens-per-microbatch", "0"], "must be at least 1"),

@@ -107,7 +107,7 @@ def test_ratio_statistics(answers: Answers) -> None:
         assert record["approx_kl"] == pytest.approx(kl, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp", "pp2", "dp2", "cp2"])
 def test_fewer_samples_than_ranks(answers: Answers, layout: str) -> None:
     """A rank without a sample still takes part in the update."""
     one, other = records(answers, "few-tp1"), records(answers, f"few-{layout}")
@@ -123,7 +123,7 @@ def test_resumed_equals_uninterrupted(
     answers: Answers, saved: str, loads: str, distributed: bool, tokens: int | None
 ) -> None:
     """Bit for bit under the layout that saved; under another, as near as the layouts are to each other."""
-    straight_name = cases.train_name("qwen3_tied", saved, distributed, tokens)
+    straight_name = cases.train_name(cases.resumed_model(saved, loads), saved, distributed, tokens)
     name = cases.resume_name(saved, loads, distributed)
     straight, resumed = answers.weights(straight_name), answers.weights(name)
     before, after = records(answers, straight_name)[cases.SAVED_AFTER :], records(answers, name)
