@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 REQUIRED = (
     "torch",
     "megatron-core",
-    "mbridge",
     "transformers",
     "ray",
     "hydra-core",
@@ -29,7 +28,7 @@ REQUIRED = (
     "psutil",
 )
 
-EXACT = ("megatron-core", "mbridge")  # roll_opd builds on their internals
+EXACT = ("megatron-core",)  # roll_opd builds on its internals
 PAIRED = ("torch", "transformers")  # whose versions an engine's own metadata pins
 
 LOCAL_LAYERS = "local (scaled_dot_product_attention)"

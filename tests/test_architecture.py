@@ -55,7 +55,7 @@ FLOORS = {
     "roll_opd.demo": (7, "commands"),
     "roll_opd.scripting": (7, "commands"),
 }
-ENGINES_AND_RAY = {"ray", "vllm", "megatron", "mbridge"}
+ENGINES_AND_RAY = {"ray", "vllm", "megatron"}
 # room -> distributions' modules that none of its files imports
 STRANGERS = {
     "ground": ENGINES_AND_RAY | {"torch"},
@@ -64,7 +64,7 @@ STRANGERS = {
     "tracking": ENGINES_AND_RAY,
     "report": ENGINES_AND_RAY | {"torch", "transformers"},
     "megatron": {"ray", "vllm"},
-    "inference": {"ray", "megatron", "mbridge"},
+    "inference": {"ray", "megatron"},
     "rewards": ENGINES_AND_RAY,
     "workflows": ENGINES_AND_RAY,
     "environments": ENGINES_AND_RAY | {"torch", "transformers"},

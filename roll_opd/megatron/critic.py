@@ -21,14 +21,15 @@ from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.gae import clipped_values, value_loss
 from roll_opd.config.plan import CriticPlan
 from roll_opd.data.training import TrainResult, ValueSample
+from roll_opd.hf.weight_files import VALUE_HEAD
 from roll_opd.megatron.batches import PackedBatch, Sample
-from roll_opd.megatron.bridge import VALUE_HEAD, Bridge
 from roll_opd.megatron.export import save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import PackedModel, build_model, unwrapped
+from roll_opd.megatron.weights.source import Files
+from roll_opd.megatron.weights.transfer import ModelWeights
 
 AGGREGATION = "seq-mean-token-mean"  # of the value loss, as in ROLL whatever the policy loss does
-(HEAD,) = VALUE_HEAD.values()
 
 
 class ValueHead(torch.nn.Module):
@@ -82,14 +83,14 @@ class MegatronCritic(MegatronLearner):
 
     plan: CriticPlan
 
-    def _build(self) -> tuple[Sequence[torch.nn.Module], Bridge]:
-        chunks, bridge = build_model(self.plan, TokenValueModel, trainable=True, exact=self._exact)
+    def _build(self) -> tuple[Sequence[torch.nn.Module], ModelWeights]:
+        chunks, weights = build_model(self.plan, TokenValueModel, trainable=True, exact=self._exact)
         for model in map(unwrapped, chunks):
             assert isinstance(model, TokenValueModel)
             if model.post_process:
-                model.value_head = ValueHead(bridge.config)
-                _load_head(model.value_head, bridge)
-        return chunks, bridge
+                model.value_head = ValueHead(weights.config)
+                _load_head(model.value_head, Path(self.plan.model.path))
+        return chunks, weights
 
     def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> dict[int, np.ndarray] | None:
         """Return the value of the state before every token after the prompt: entry t is of the state before token P+t.
@@ -122,18 +123,19 @@ def save_critic_hf(critic: MegatronCritic, directory: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _load_head(head: ValueHead, bridge: Any) -> None:
+def _load_head(head: ValueHead, path: Path) -> None:
     """Load the head of a model that has one: a reward model, or a saved critic."""
-    if HEAD not in bridge.safetensor_io.load_hf_weight_names():
-        return
-    weight = bridge.safetensor_io.load_one_hf_weight(HEAD)
-    if weight.shape != head.weight.shape:
-        raise ValueError(
-            f"{bridge.safetensor_io.hf_dir}: {HEAD} is {list(weight.shape)}, a value head is {list(head.weight.shape)};"
-            " give a critic a model with one label, or one without a classification head"
-        )
-    with torch.no_grad():
-        head.weight.copy_(weight)
+    with Files(path) as files:
+        if VALUE_HEAD not in files.names:
+            return
+        shape = files.shape(VALUE_HEAD)
+        if shape != head.weight.shape:
+            raise ValueError(
+                f"{path}: {VALUE_HEAD} is {list(shape)}, a value head is {list(head.weight.shape)}; give a critic a"
+                " model with one label, or one without a classification head"
+            )
+        with torch.no_grad():
+            head.weight.copy_(files.part(VALUE_HEAD, 0, 0, 1))
 
 
 def _columns(samples: Sequence[ValueSample]) -> list[Sample]:

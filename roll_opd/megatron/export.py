@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
@@ -21,13 +20,8 @@ _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".ms
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) on every rank. Collective: all ranks must iterate to the end."""
-    seen = set()
-    models: list[torch.nn.Module] = [unwrapped(chunk) for chunk in engine.chunks]
-    for name, tensor in engine.bridge.export_weights(models):
-        if name not in seen:  # tied embeddings live on two pipeline stages
-            seen.add(name)
-            yield name, tensor.detach()
+    """Yield (Hugging Face name, whole tensor) on rank 0, nothing on the others. Collective: iterate to the end."""
+    return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
 
 
 def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightBucket]:
@@ -35,8 +29,6 @@ def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> 
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in hf_tensors(engine):
-        if dist.get_rank() != 0:
-            continue
         if held and size + tensor.nbytes > bucket_bytes:
             yield WeightBucket.of(held)
             held, size = [], 0
@@ -52,10 +44,7 @@ def save_hf(engine: MegatronEngine, directory: Path) -> None:
     Configuration and tokenizer files are those of the model the engine was loaded from; its README.md is not copied.
     OSError where a file cannot be written; the caller then deals with the unfinished directory.
     """
-    state = {}
-    for name, tensor in hf_tensors(engine):
-        if dist.get_rank() == 0:
-            state[name] = tensor.cpu().contiguous().clone()
+    state = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(engine)}
     if dist.get_rank() != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)

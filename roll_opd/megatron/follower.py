@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from roll_opd.config.plan import FollowingPlan
-from roll_opd.megatron.bridge import load_tensors
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import save_hf
 from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.weights.source import Files, Given
 
 
 class MegatronFollower(MegatronEngine):
@@ -30,7 +30,6 @@ class MegatronFollower(MegatronEngine):
         self._averages: list[Tensor] | None = None
         if plan.decay and plan.model.dtype != "fp32":
             self._averages = [torch.empty_like(p, dtype=torch.float32) for p in self._parameters]
-            self.bridge.dtype = torch.float32  # mbridge rounds what it loads to it
             self.load(Path(plan.model.path))
 
     def follow(self, weights: Mapping[str, Tensor]) -> None:
@@ -40,7 +39,7 @@ class MegatronFollower(MegatronEngine):
         """
         with self._in_full():
             before = [p.detach().clone() for p in self._parameters] if self.plan.decay else []
-            load_tensors(self.bridge, self._models, weights)
+            self.weights.load(self._models, Given(weights))
             for parameter, own in zip(self._parameters, before, strict=False):
                 # three roundings of each number, and no fused one, which vectors have and what is left of them has not
                 step = (parameter.data - own).mul_(1 - self.plan.decay)
@@ -54,7 +53,8 @@ class MegatronFollower(MegatronEngine):
     def load(self, directory: Path) -> None:
         """Put back what `save` wrote, in this or another layout. Collective."""
         with self._in_full():
-            self.bridge.load_weights(self._models, str(directory))
+            with Files(directory) as files:
+                self.weights.load(self._models, files)
 
     @contextmanager
     def _in_full(self) -> Iterator[None]:

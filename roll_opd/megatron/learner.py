@@ -52,7 +52,7 @@ class MegatronLearner(MegatronEngine):
 
     def __init__(self, plan: TrainPlan, *, seed: int, deterministic: bool = True) -> None:
         super().__init__(plan, seed=seed, deterministic=deterministic)
-        config = self.bridge.config
+        config = self.weights.config
         half = plan.model.dtype != "fp32"
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=plan.optimizer.use_distributed_optimizer,

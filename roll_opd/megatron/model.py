@@ -4,6 +4,7 @@ Legend: n packed tokens of this context rank, m scored tokens that it predicts, 
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.frozen import thaw
 from roll_opd.megatron.batches import PackedBatch
-from roll_opd.megatron.bridge import Bridge, bridge_for
 from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.layers import layer_spec
+from roll_opd.megatron.supported import unsupported
+from roll_opd.megatron.weights.families import transformer_config
+from roll_opd.megatron.weights.source import Files
+from roll_opd.megatron.weights.transfer import ModelWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -94,12 +98,15 @@ class HeadModel(PackedModel):
 
 def build_model(
     plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, trainable: bool, exact: bool
-) -> tuple[Sequence[torch.nn.Module], Bridge]:
+) -> tuple[Sequence[torch.nn.Module], ModelWeights]:
     """Build this rank's model chunks (one, or one a virtual pipeline stage) with the weights of `plan.model`.
 
     Collective. `trainable` False freezes the weights and leaves out whatever only training needs. With `exact`, f32
-    results do not depend on the layout (see `megatron.exact`).
+    results do not depend on the layout (see `megatron.exact`). ValueError for a model whose numerics are not proven, or
+    whose weights do not fit.
     """
+    if problems := unsupported(Path(plan.model.path)):
+        raise ValueError("; ".join(problems))
     hf_config = AutoConfig.from_pretrained(plan.model.path)
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
@@ -114,33 +121,37 @@ def build_model(
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
     }
-    bridge = bridge_for(hf_config, dtype, padding=VECTOR * plan.layout.tp, overrides=overrides)
+    config = transformer_config(hf_config, dtype, plan.layout, overrides)
+    padding = VECTOR * plan.layout.tp
+    weights = ModelWeights(hf_config, config, padded_vocab=-(-hf_config.vocab_size // padding) * padding)
     chunks: list[torch.nn.Module] = [
-        _build_chunk(model_class, bridge, hf_config, stage, plan.vocab_size, exact)
+        _build_chunk(model_class, weights, hf_config, stage, plan.vocab_size, exact)
         for stage in range(plan.layout.vpp or 1)
     ]
-    bridge.load_weights(chunks, plan.model.path)
+    with Files(Path(plan.model.path)) as files:
+        weights.load(chunks, files)
     if dtype is not torch.float32:
-        chunks = [Float16Module(bridge.config, chunk) for chunk in chunks]
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
     for chunk in chunks:
         chunk.requires_grad_(trainable)
-    return chunks, bridge
+    return chunks, weights
 
 
 def _build_chunk(
     model_class: type[PackedModel],
-    bridge: Any,
+    weights: ModelWeights,
     hf_config: PretrainedConfig,
     stage: int,
     vocab_size: int | None,
     exact: bool,
 ) -> PackedModel:
-    virtual = bridge.config.virtual_pipeline_model_parallel_size is not None
+    config = weights.config
+    virtual = config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
     model = model_class(
-        config=bridge.config,
-        transformer_layer_spec=layer_spec(bridge.config, vp_stage, exact=exact),
-        vocab_size=bridge.padded_vocab_size,
+        config=config,
+        transformer_layer_spec=layer_spec(config, vp_stage, exact=exact),
+        vocab_size=weights.padded_vocab,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not virtual, vp_stage=vp_stage),

@@ -157,7 +157,7 @@ def gradient(learner: MegatronLearner) -> np.ndarray:
     pieces = {name: tensor.flatten().clone() for name, tensor in hf_tensors(learner)}
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
-    return torch.cat([pieces[name] for name in sorted(pieces)]).numpy()
+    return torch.cat([torch.zeros(0), *(pieces[name] for name in sorted(pieces))]).numpy()  # on rank 0
 
 
 def distil(job: Job, root: Path) -> None:
@@ -360,7 +360,9 @@ def follow(job: Job, root: Path) -> None:
 
 
 def weights(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in hf_tensors(engine)}
+    """This rank's own."""
+    own = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    return {str(number): parameter.detach().clone() for number, parameter in enumerate(own)}
 
 
 def identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -1,0 +1,73 @@
+"""Where weights come from: the safetensors files of a model, read piece by piece, or tensors that are there."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from roll_opd.hf.model_info import StoredTensor, read_model
+
+
+class Files:
+    """The weights of a model directory, while the `with` block lasts."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stored: Mapping[str, StoredTensor] = read_model(directory).tensors
+        self._files = ExitStack()
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        file = self._tensor(name).file
+        if file not in self._open:
+            self._open[file] = self._files.enter_context(safe_open(file, framework="pt"))
+        whole = self._open[file].get_slice(name)
+        piece: Tensor = whole[start:stop] if dim == 0 else whole[:, start:stop]
+        return piece
+
+    def _tensor(self, name: str) -> StoredTensor:
+        if name not in self._stored:
+            raise ValueError(f"{self}: has no {name}; get the whole model, or its own config.json")
+        return self._stored[name]
+
+
+class Given:
+    """Whole tensors by Hugging Face's names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __str__(self) -> str:
+        return "the weights that were given"
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self._tensors[name].narrow(dim, start, stop - start)

@@ -1,0 +1,90 @@
+"""Hugging Face's tensors in Megatron's parameters: against a loop over heads and rows, and there and back again."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from roll_opd.hf.model_info import RUN
+from roll_opd.megatron.weights.cuts import Cut, Gated, Heads, Same, Sizes, Split, Vocabulary
+from roll_opd.megatron.weights.families import ENDS, FAMILIES
+from roll_opd.megatron.weights.source import Given
+from roll_opd.megatron.weights.transfer import LookedAt, is_lost
+
+WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 6, 8, 4, 3, 20, 21
+SIZES = Sizes(HEADS, KV_HEADS, VOCABULARY, padded_vocab=24)
+ROWS = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD, "gate": MLP, "up": MLP, "vocab": VOCABULARY}
+TENSORS = {name: torch.randn(rows, WIDTH) for name, rows in ROWS.items()}
+TENSORS |= {"down": torch.randn(WIDTH, MLP), "norm": torch.randn(WIDTH)}
+TENSORS |= {f"{x}_bias": torch.randn(ROWS[x]) for x in "qkv"}
+CUTS: list[tuple[Cut, tuple[str, ...]]] = [
+    (Same(), ("norm",)),
+    (Split(0), ("gate",)),
+    (Split(1), ("down",)),
+    (Gated(), ("gate", "up")),
+    (Heads(), ("q", "k", "v")),
+    (Heads(), ("q_bias", "k_bias", "v_bias")),
+    (Vocabulary(), ("vocab",)),
+]
+
+
+def shards(cut: Cut, names: tuple[str, ...], ranks: int) -> list[Tensor]:
+    return [cut.read(Given(TENSORS), names, rank, ranks, SIZES) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("cut", "names"), CUTS)
+def test_what_is_cut_is_joined_again(cut: Cut, names: tuple[str, ...], ranks: int) -> None:
+    pieces = shards(cut, names, ranks)
+    assert len({piece.shape for piece in pieces}) == 1
+    joined = cut.join(pieces, SIZES)
+    assert len(joined) == len(names)
+    for name, tensor in zip(names, joined, strict=True):
+        assert torch.equal(tensor, TENSORS[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_heads_follow_their_key(ranks: int) -> None:
+    q, k, v = (TENSORS[name].unflatten(0, (-1, HEAD)) for name in "qkv")
+    wanted = []
+    for head in range(KV_HEADS):
+        wanted += [q[2 * head], q[2 * head + 1], k[head], v[head]]
+    assert torch.equal(torch.cat(shards(Heads(), ("q", "k", "v"), ranks)), torch.cat(wanted))
+
+
+def test_gates_and_rows_of_a_rank() -> None:
+    first, second = shards(Gated(), ("gate", "up"), 2)
+    gate, up = TENSORS["gate"], TENSORS["up"]
+    assert torch.equal(first, torch.cat([gate[:10], up[:10]])) and torch.equal(second, torch.cat([gate[10:], up[10:]]))
+    pieces = shards(Vocabulary(), ("vocab",), 4)
+    assert torch.equal(torch.cat(pieces)[:VOCABULARY], TENSORS["vocab"]) and not pieces[-1][3:].any()
+
+
+def test_what_does_not_divide_is_told_by_name() -> None:
+    with pytest.raises(ValueError, match="gate: dimension 0 has 20, which 3 tensor ranks do not divide"):
+        shards(Gated(), ("gate", "up"), 3)
+
+
+def test_lost_tensors() -> None:
+    layer = "model.layers.0.mlp.up_proj.weight"
+    healthy = torch.randn(200, 4)
+    half = torch.cat([healthy, torch.zeros(200, 4)])
+    embedding = "model.embed_tokens.weight"
+    assert not is_lost(layer, healthy) and not is_lost(embedding, half)
+    assert is_lost(layer, half) and is_lost(layer, -torch.zeros(9, 3)) and is_lost(embedding, torch.zeros(9, 3))
+    assert not is_lost("model.layers.0.self_attn.q_proj.bias", torch.zeros(5)) and not is_lost(layer, torch.zeros(0, 4))
+    source = Given({embedding: torch.zeros(9, 3), layer: half})
+    with pytest.raises(ValueError, match=r"up_proj\.weight holds zeros"):
+        LookedAt(source, 1).part(layer, 0, 0, 400)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight holds zeros"):
+        LookedAt(source, 0).part(embedding, 0, 0, 9)
+    LookedAt(source, 1).part(embedding, 0, 0, 9)  # the last rows of a vocabulary may belong to no token
+
+
+def test_every_family_that_runs_has_its_entries_and_no_tensor_has_two_places() -> None:
+    assert set(FAMILIES) == set(RUN)
+    for family in FAMILIES.values():
+        places = [name for entry in (*family.layer.values(), *ENDS.values()) for name in entry.names]
+        twice = {name for name in places if places.count(name) > 1}
+        assert all(name.endswith("layernorm.weight") for name in twice)  # of either layer spec
+        assert all(np.char.count(name, "{layer}") == 1 for entry in family.layer.values() for name in entry.names)
