@@ -4,7 +4,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from roll_opd.config.plan import MicroBatchLimits
+
+SHORTEST_SHARE = 1 / 8  # of a sequence, that a shared prefix should be: attention needs a mask then
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,13 @@ class Unit:
 
     numbers: tuple[int, ...]
     tokens: int  # that the model reads for them
+
+
+@dataclass(frozen=True)
+class _Relative:
+    number: int
+    length: int
+    shared: int  # with the one before it
 
 
 def singles(lengths: Sequence[int]) -> list[Unit]:
@@ -28,25 +39,38 @@ def neighbours(lengths: Sequence[int], size: int) -> list[Unit]:
     return [Unit(tuple(range(start, start + size)), sum(lengths[start : start + size])) for start in starts]
 
 
-def siblings(lengths: Sequence[int], prompts: Sequence[bytes], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Return units of sequences with equal prompts, which the model reads once a unit.
+def shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt_length: int) -> int:
+    """Return how many tokens of a prompt need not be read again after the sequence `earlier`, which begins with them.
 
-    Units are as large as leaves the rank with the most tokens the fewest. `prompts` are int64 tokens, as bytes; those
-    that are empty are not shared.
+    0 where that saves less than it costs attention. Both int64 [T]; `prompt_length` is of `tokens`.
     """
-    families: dict[bytes, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        if prompt:
-            families.setdefault(prompt, []).append(number)
-    sizes = [max(map(len, families.values()), default=1)]
+    end = min(len(earlier), prompt_length)
+    differing = np.flatnonzero(earlier[:end] != tokens[:end])
+    length = int(differing[0]) if len(differing) else end
+    return length if length >= SHORTEST_SHARE * len(tokens) else 0
+
+
+def relatives(sequences: Sequence[tuple[np.ndarray, int]], ranks: int, limits: MicroBatchLimits) -> list[Unit]:
+    """Return units of sequences of which each shares a prefix with the one before it, and is read without it.
+
+    `sequences` are (tokens int64 [T], prompt length) each. Units are as large as leaves the rank with the most tokens
+    the fewest.
+    """
+    order = sorted(range(len(sequences)), key=lambda number: sequences[number][0].tobytes())
+    families: list[list[_Relative]] = []
+    for place, number in enumerate(order):
+        tokens, prompt_length = sequences[number]
+        shared = shared_prefix(sequences[order[place - 1]][0], tokens, prompt_length) if place else 0
+        member = _Relative(number, len(tokens), shared)
+        if shared:
+            families[-1].append(member)
+        else:
+            families.append([member])
+    sizes = [max(map(len, families), default=1)]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
-    alone = [Unit((number,), lengths[number]) for number, prompt in enumerate(prompts) if not prompt]
-    ways = [
-        [unit for prompt, family in families.items() for unit in _cut(family, lengths, len(prompt) // 8, size, limits)]
-        for size in sizes
-    ]
-    ways = [sorted(alone + units, key=lambda unit: unit.numbers) for units in ways]
+    ways = [[unit for family in families for unit in _cut(family, size, limits)] for size in sizes]
+    ways = [sorted(units, key=lambda unit: unit.numbers) for units in ways]
     return min(ways, key=lambda units: _most_tokens(units, ranks))
 
 
@@ -55,18 +79,18 @@ def _most_tokens(units: Sequence[Unit], ranks: int) -> int:
     return max(sum(tokens[n] for n in part) for part in split_balanced(tokens, ranks))
 
 
-def _cut(family: list[int], lengths: Sequence[int], prompt: int, size: int, limits: MicroBatchLimits) -> list[Unit]:
-    """Cut sequences that share a `prompt` of so many tokens into units of at most `size`, and within `limits`."""
+def _cut(family: Sequence[_Relative], size: int, limits: MicroBatchLimits) -> list[Unit]:
+    """Cut sequences that begin alike into units of at most `size`, and within `limits`."""
     units: list[Unit] = []
-    most_tokens = limits.tokens or sum(lengths)
+    most_tokens = limits.tokens or sum(member.length for member in family)
     size = min(size, limits.sequences or size)
-    for number in family:
-        own = lengths[number] - prompt
+    for member in family:
+        own = member.length - member.shared
         last = units[-1] if units else None
         if last and len(last.numbers) < size and last.tokens + own <= most_tokens:
-            units[-1] = Unit((*last.numbers, number), last.tokens + own)
+            units[-1] = Unit((*last.numbers, member.number), last.tokens + own)
         else:
-            units.append(Unit((number,), prompt + own))
+            units.append(Unit((member.number,), member.length))
     return units
 
 

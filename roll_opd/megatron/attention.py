@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, some of which may hold their prompt in common.
+"""Causal attention over packed sequences, some of which may hold a prefix in common.
 
 Legend: N packed tokens, n of them on this context rank, X all with every sequence written out (see `PackedSequences`),
 H local query heads, G local key/value heads, D head width; of a block: B sequences, L tokens of the longest, Q of them
@@ -25,7 +25,7 @@ class PackedAttention(torch.nn.Module):
     """Attention with `scaled_dot_product_attention`, which exists on every device.
 
     Sequences are laid out as the rows of one right-padded batch: under a causal mask a real query never sees the
-    padding behind it, so only rows that do not ask for all of their tokens need a mask tensor: those whose prompt is
+    padding behind it, so only rows that do not ask for all of their tokens need a mask tensor: those whose prefix is
     another's, and those of which other context ranks have a part. Keys and values are gathered from these. Rows are
     sorted by length and cut into blocks whose padding is bounded, so that one long sequence does not inflate the rest.
     """
@@ -76,7 +76,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return `attention`, which must find all tokens of a sequence side by side, for packs that share prompts."""
+    """Return `attention`, which must find all tokens of a sequence side by side, for packs that share prefixes."""
 
     class WrittenOut(attention):  # type: ignore[misc, valid-type]
         def forward(
@@ -105,21 +105,22 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """Yield blocks of rows of similar length: what is read [B, L], as places in the pack, and which of n ask [B, Q].
 
-    With them, which of those ask in earnest, bool [B, Q] (the rest is padding), and a mask bool [B, 1, Q, L], None
-    where the usual causal one will do.
+    With them, which of those ask in earnest, bool [B, Q], and a mask bool [B, 1, Q, L], None where the usual causal one
+    will do. What does not ask in earnest is padding, or a prefix of another's: a row that shares up to half of its
+    tokens asks for all, since a causal mask halves the work and a mask tensor does not.
     """
     lengths = [end - start for start, end in itertools.pairwise(pack.bounds)]
     cut = pack.context.ranks > 1
-    for sharing in (False, True):  # rows that ask for all of their tokens, and rows that do not
-        rows = [row for row in range(len(lengths)) if (bool(pack.shared[row]) or cut) is sharing]
+    for masked in (False, True):
+        rows = [row for row, length in enumerate(lengths) if (cut or 2 * pack.shared[row] > length) is masked]
         for block in blocks_of_similar_length(lengths, rows, max_padding):
             starts, shared, sizes = torch.tensor(
                 [[pack.bounds[row], pack.shared[row], lengths[row]] for row in block], device=device
             ).T[:, :, None]
             offsets_BL, real_BL = _padded_offsets(sizes)
             read_BL = _places(pack, starts + offsets_BL)
-            if not sharing:
-                yield read_BL, read_BL, real_BL, None
+            if not masked:
+                yield read_BL, read_BL, real_BL & (offsets_BL >= shared), None
                 continue
             own = sizes - shared
             offsets_BQ, answered_BQ = _padded_offsets(own // pack.context.ranks)

@@ -1,7 +1,7 @@
 """A packed micro-batch: several sequences end to end, and the arrays that belong to their scored tokens.
 
-Sequences with the same prompt may hold it once: the layers then read its tokens once, for all of them. A pack may be
-cut over context-parallel ranks (see `context`); its places then count the pieces of all ranks, end to end.
+Sequences that begin alike may hold that prefix once: the layers then read its tokens once, for all of them. A pack may
+be cut over context-parallel ranks (see `context`); its places then count the pieces of all ranks, end to end.
 
 Legend: N packed tokens, n of them on this rank, X tokens of the same sequences written out, M scored tokens (every
 token after a prompt), m of them that this rank predicts, B sequences.
@@ -16,10 +16,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from roll_opd.data.packing import shared_prefix
 from roll_opd.data.tensors import as_tensor
 from roll_opd.megatron.context import ALONE, ContextRank, Cut, zigzag
-
-SHORTEST_SHARE = 1 / 8  # of a sequence, that a shared prompt should be
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,6 @@ class Sample:
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P >= 1
     columns: Mapping[str, np.ndarray]  # each [T-P] or [T-P, K]
-
-    @property
-    def prompt_to_share(self) -> bytes:
-        """The prompt, as bytes; empty where to share it saves less than it costs attention, which needs a mask then."""
-        worth_it = SHORTEST_SHARE * len(self.tokens) <= self.prompt_length
-        return self.tokens[: self.prompt_length].tobytes() if worth_it else b""
 
 
 @dataclass
@@ -73,23 +66,22 @@ def pack(
     device: torch.device,
     multiple: int,
     *,
-    share_prompts: bool = False,
+    share_prefixes: bool = False,
     context: ContextRank = ALONE,
     like: Sample | None = None,
 ) -> PackedBatch:
     """Put `samples` end to end, and pad each rank's share to a multiple of `multiple` with what is not scored.
 
-    With `share_prompts`, a prompt that an earlier sample has too is not repeated, where that pays. Without samples, the
-    batch has the columns of `like` and nothing in them.
+    With `share_prefixes`, the beginning of a prompt that the sample before has too is not repeated, where that pays
+    (see `data.packing`). Without samples, the batch has the columns of `like` and nothing in them.
     """
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     places: list[np.ndarray] = []  # of every token of each sequence, padding included
     shared: list[int] = []
-    prompts: dict[bytes, np.ndarray] = {}
     end = 0
 
-    def add(sequence: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+    def add(sequence: np.ndarray, prefix: np.ndarray) -> None:
         nonlocal end
         own = sequence[len(prefix) :]
         own = np.pad(own, (0, -len(own) % context.multiple))
@@ -98,14 +90,12 @@ def pack(
         places.append(np.concatenate([prefix, np.arange(end, end + len(own))]))
         shared.append(len(prefix))
         end += len(own)
-        return places[-1]
 
     nothing = np.zeros(0, np.int64)
-    for sample in samples:
-        prompt = sample.prompt_to_share if share_prompts else b""
-        whole = add(sample.tokens, prompts.get(prompt, nothing))
-        if prompt:
-            prompts.setdefault(prompt, whole[: sample.prompt_length])
+    for number, sample in enumerate(samples):
+        earlier = samples[number - 1].tokens if share_prefixes and number else nothing
+        prefix = shared_prefix(earlier, sample.tokens, sample.prompt_length)
+        add(sample.tokens, places[-1][:prefix] if prefix else nothing)
     if not samples or end % (multiple * context.ranks):
         add(np.zeros(multiple * context.ranks - end % (multiple * context.ranks), np.int64), nothing)
 

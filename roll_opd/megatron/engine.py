@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
-from roll_opd.data.packing import assign, neighbours, siblings, singles
+from roll_opd.data.packing import assign, neighbours, relatives, singles
 from roll_opd.data.tensors import as_array
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, pack
@@ -51,7 +51,7 @@ class MegatronEngine:
         # sums over fewer tokens have other last bits; and Transformer Engine finds the pieces of sequences that are
         # cut over context ranks by their lengths
         is_findable = self._context.ranks == 1 or not uses_transformer_engine()
-        self.share_prompts = not deterministic and is_findable
+        self.share_prefixes = not deterministic and is_findable
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
         # called before each micro-batch, and after the last one: how many were begun, and how many there are
@@ -163,8 +163,8 @@ class MegatronEngine:
         lengths = [len(sample.tokens) for sample in samples]
         if group_size > 1:
             units = neighbours(lengths, group_size)
-        elif self.share_prompts:
-            units = siblings(lengths, [sample.prompt_to_share for sample in samples], ranks, limits)
+        elif self.share_prefixes:
+            units = relatives([(sample.tokens, sample.prompt_length) for sample in samples], ranks, limits)
         else:
             units = singles(lengths)
         stages = self.plan.layout.pp if self.plan.layout.vpp else 1  # the interleaved schedule takes turns of so many
@@ -186,7 +186,7 @@ class MegatronEngine:
         """
         if not assigned:
             return []
-        settings: Any = {"share_prompts": self.share_prompts, "context": self._context, "like": samples[0]}
+        settings: Any = {"share_prefixes": self.share_prefixes, "context": self._context, "like": samples[0]}
         packed = [
             pack([samples[n] for n in numbers], self.device, self._pack_multiple, **settings) for numbers in assigned
         ]

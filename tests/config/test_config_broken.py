@@ -145,7 +145,6 @@ MIXED_BROKEN: dict[str, tuple[dict[str, Any], str, str]] = {
     "no reference policy": ({"use_kl_loss": True}, "use_kl_loss", "true"),
     "no such estimator": ({"adv_estimator": "gpro"}, "adv_estimator", "gpro"),
     "estimator without an implementation": ({"adv_estimator": "skip_obs_gae"}, "adv_estimator", "skip_obs_gae"),
-    "generation ahead of training": ({"async_generation_ratio": 2}, "async_generation_ratio", "2"),
     "names of pure distillation": ({"student_train": {}}, "student_train", "'actor_train'"),
 }
 

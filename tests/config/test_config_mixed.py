@@ -202,6 +202,11 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
     assert (run.extra_prompts, run.rollout.max_running_requests) == (5, 64)
 
 
+def test_a_bound_on_how_old_samples_are_is_kept_by_making_them_now(mixed: dict[str, Any], plan: Plan) -> None:
+    (warning,) = (text for text in plan({"async_generation_ratio": 1}, pure=False).warnings if "async" in text)
+    assert warning.startswith("async_generation_ratio: 1 lets generation run ahead of training; here it never does")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -209,7 +214,6 @@ def test_rollout_control(mixed: dict[str, Any], plan: Plan) -> None:
             {"adv_estimator": "skip_obs_gae"},
             "adv_estimator: 'skip_obs_gae' is not available yet; use agentic_reinforce or asymre or gae or gigpo or",
         ),
-        ({"async_generation_ratio": 1}, "async_generation_ratio: 1 (generation ahead of training) is not available"),
         (
             {"kl_penalty": "full", "use_kl_loss": True, "kl_loss_coef": 1, "reference": REFERENCE},
             "kl_penalty: 'full' is not available yet; use one of kl, abs, mse, low_var_kl",

@@ -2,11 +2,22 @@
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from roll_opd.config.plan import MicroBatchLimits
-from roll_opd.data.packing import Unit, assign, micro_batches, neighbours, siblings, singles, split_balanced
+from roll_opd.data.packing import (
+    Unit,
+    assign,
+    micro_batches,
+    neighbours,
+    relatives,
+    shared_prefix,
+    singles,
+    split_balanced,
+)
 
 LIMITS = [
     MicroBatchLimits(),
@@ -132,21 +143,55 @@ def test_an_odd_sequence_has_no_pair() -> None:
         neighbours([1, 2, 3], 2)
 
 
+def families(seed: int) -> list[tuple[np.ndarray, int]]:
+    """Some with one prompt, conversations that go on and branch, and strangers; in any order."""
+    rng = np.random.default_rng(seed)
+    found: list[tuple[np.ndarray, int]] = []
+    for _ in range(rng.integers(1, 5)):
+        tokens = rng.integers(0, 3, rng.integers(0, 30))
+        for _ in range(rng.integers(1, 4)):
+            prompt = max(1, len(tokens))
+            for _ in range(rng.integers(1, 4)):
+                found.append((np.concatenate([tokens, rng.integers(0, 3, rng.integers(1, 20))]), prompt))
+            tokens = np.concatenate([found[-1][0], rng.integers(0, 3, 2)])
+    return [found[number] for number in rng.permutation(len(found))]
+
+
+def naive_shared_prefix(earlier: np.ndarray, tokens: np.ndarray, prompt: int) -> int:
+    length = 0
+    while length < min(len(earlier), prompt) and earlier[length] == tokens[length]:
+        length += 1
+    return length if 8 * length >= len(tokens) else 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 60])
 @pytest.mark.parametrize("limits", LIMITS)
-def test_siblings_are_read_together_where_that_is_less_work(limits: MicroBatchLimits, ranks: int) -> None:
-    rng = random.Random(1)
-    for responses in batches(40):
-        prompts = [bytes(8 * rng.randint(0, 4)) for _ in responses]  # of one length, of one prompt
-        lengths = [len(prompt) // 8 + response for prompt, response in zip(prompts, responses, strict=True)]
-        units = siblings(lengths, prompts, ranks, limits)
+def test_relatives_are_read_together_where_that_is_less_work(limits: MicroBatchLimits, ranks: int) -> None:
+    for seed in range(30):
+        sequences = families(seed)
+        lengths = [len(tokens) for tokens, _ in sequences]
+        units = relatives(sequences, ranks, limits)
         assert sorted(number for unit in units for number in unit.numbers) == list(range(len(lengths)))
         for unit in units:
-            (prompt,) = {prompts[number] for number in unit.numbers}
-            assert unit.tokens == len(prompt) // 8 + sum(responses[number] for number in unit.numbers)
-            assert len(unit.numbers) == 1 or (prompt and unit.tokens <= (limits.tokens or unit.tokens))
+            saved = 0
+            for before, number in pairwise(unit.numbers):
+                shared = shared_prefix(sequences[before][0], *sequences[number])
+                assert 0 < shared == naive_shared_prefix(sequences[before][0], *sequences[number])
+                saved += shared
+            assert unit.tokens == sum(lengths[number] for number in unit.numbers) - saved
+            assert len(unit.numbers) == 1 or unit.tokens <= (limits.tokens or unit.tokens)
             assert len(unit.numbers) <= (limits.sequences or len(unit.numbers))
         assert most_tokens(units, ranks) <= most_tokens(singles(lengths), ranks)
+
+
+def test_each_follows_the_one_that_it_shares_most_with() -> None:
+    for seed in range(30):
+        sequences = families(seed)
+        for unit in relatives(sequences, 1, MicroBatchLimits()):
+            for place, (before, number) in enumerate(pairwise(unit.numbers), start=1):
+                earlier = [sequences[other][0] for other in unit.numbers[:place]]
+                best = max(naive_shared_prefix(other, *sequences[number]) for other in earlier)
+                assert best == shared_prefix(sequences[before][0], *sequences[number])
 
 
 def most_tokens(units: list[Unit], ranks: int) -> int:
@@ -154,7 +199,8 @@ def most_tokens(units: list[Unit], ranks: int) -> int:
     return max(sum(tokens[number] for number in part) for part in split_balanced(tokens, ranks))
 
 
-def test_siblings_part_where_a_rank_would_idle() -> None:
-    assert siblings([12] * 4, [b"same" * 4] * 4, 1, MicroBatchLimits()) == [Unit((0, 1, 2, 3), 2 + 4 * 10)]
-    assert siblings([12] * 4, [b"same" * 4] * 4, 2, MicroBatchLimits()) == [Unit((0, 1), 22), Unit((2, 3), 22)]
-    assert siblings([12] * 4, [b"same" * 4] * 4, 4, MicroBatchLimits()) == singles([12] * 4)
+def test_relatives_part_where_a_rank_would_idle() -> None:
+    same = [(np.array([7, 7, *range(10 * n, 10 * n + 10)]), 2) for n in range(4)]
+    assert relatives(same, 1, MicroBatchLimits()) == [Unit((0, 1, 2, 3), 2 + 4 * 10)]
+    assert relatives(same, 2, MicroBatchLimits()) == [Unit((0, 1), 22), Unit((2, 3), 22)]
+    assert relatives(same, 4, MicroBatchLimits()) == singles([12] * 4)

@@ -52,7 +52,7 @@ TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2", "cp2",
 
 CRITIC_LAYOUTS = tuple(name for name in TRAIN_LAYOUTS if not LAYOUTS[name].vpp)
 
-# name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature, whether siblings share their prompt)
+# name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature, whether relatives share their prefix)
 PASSES = {
     "pack": (None, None, 1.0, False),
     "single": (1, None, 1.0, False),
@@ -61,6 +61,7 @@ PASSES = {
     "shared_cold": (4, 100, 0.7, True),
 }
 SIBLINGS = {5: 1, 7: 0, 8: 0}  # number of a sequence -> of the one whose prompt it has
+CONTINUED = {4: 3, 9: 2}  # number of a sequence -> of the one that its prompt begins with, response and all
 
 TEMPERATURE = 0.9
 TRAIN_MODELS = {"qwen3_tied": "opd", "qwen2_tied": "ppo", "deep": "opd"}  # model -> its objective
@@ -204,6 +205,8 @@ def sequences(vocabulary: int) -> list[tuple[np.ndarray, int]]:
     for number, other in SIBLINGS.items():
         prompts[number] = prompts[other]
         tokens[number][: prompts[other]] = tokens[other][: prompts[other]]
+    tokens[4] = np.concatenate([tokens[CONTINUED[4]], tokens[4]])
+    prompts[4] += len(tokens[CONTINUED[4]])
     return [(own, int(p)) for own, p in zip(tokens, prompts, strict=True)]
 
 
@@ -243,6 +246,9 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
             other = samples[SIBLINGS[index]]
             tokens = np.concatenate([other.tokens[: other.prompt_length], tokens[prompt:]])
             prompt = other.prompt_length
+        if index in CONTINUED:
+            earlier = samples[CONTINUED[index]].tokens
+            tokens, prompt = np.concatenate([earlier, tokens]), len(earlier) + prompt
         samples.append(
             TrainSample(
                 tokens=tokens,

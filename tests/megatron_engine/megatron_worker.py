@@ -54,7 +54,7 @@ def frozen(job: Job, root: Path) -> None:
     plan = MegatronPlan("frozen", ModelPlan(path), tuple(range(layout.world_size)), layout, MicroBatchLimits())
     engine = MegatronEngine(plan, seed=0, deterministic=job["deterministic"])
     sequences = cases.sequences_for(job["model"])
-    for name, (rows, tokens, temperature, engine.share_prompts) in cases.PASSES.items():
+    for name, (rows, tokens, temperature, engine.share_prefixes) in cases.PASSES.items():
         engine.plan = replace(plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))
         write_arrays(root / f"{job['name']}-{name}.npz", engine.compute_logprobs(sequences, temperature))
     write_arrays(root / f"{job['name']}-lonely.npz", engine.compute_logprobs(sequences[:1], 1.0))
@@ -139,7 +139,7 @@ def over_splits(
     """Loss and gradient of one batch, split in the ways of the job's layout; a unit is never torn apart."""
     found = {}
     for split in cases.INVARIANCE_LAYOUTS[job["layout"]]:
-        sequences, tokens, backwards, learner.share_prompts = cases.SPLITS[split]
+        sequences, tokens, backwards, learner.share_prefixes = cases.SPLITS[split]
         learner.plan = replace(learner.plan, train_limits=MicroBatchLimits(sequences=sequences, tokens=tokens))
         batch = [sample for unit in (reversed(units) if backwards else units) for sample in unit]
         result = record(update([cases.disturbed(sample) for sample in batch] if split == "observed" else batch))

@@ -1,4 +1,4 @@
-"""Attention over packs in which sequences hold their prompt in common, against plain attention over each sequence."""
+"""Attention over packs in which sequences hold a prefix in common, against plain attention over each sequence."""
 
 import json
 import subprocess
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 from roll_opd.megatron.attention import PackedAttention, written_out
+from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.data.packing import relatives
 from roll_opd.megatron.batches import Sample, pack
 
 
@@ -36,8 +38,14 @@ for shapes in (
     for prompt, responses in shapes:
         tokens = rng.integers(0, 9, prompt)
         samples += [Sample(np.concatenate([tokens, rng.integers(0, 9, r)]), prompt, {}) for r in responses]
+    if len(shapes) == 1:  # a conversation goes on, and another one branches off
+        whole = samples[1].tokens
+        more = [np.concatenate([whole, rng.integers(0, 9, 9)]), np.concatenate([whole[:70], rng.integers(0, 9, 40)])]
+        samples += [Sample(more[0], len(whole) + 4, {}), Sample(more[1], 90, {})]
     samples = [samples[n] for n in rng.permutation(len(samples))]
-    batch = pack(samples, torch.device("cpu"), 32, share_prompts=True)
+    units = relatives([(sample.tokens, sample.prompt_length) for sample in samples], 1, MicroBatchLimits())
+    samples = [samples[n] for unit in units for n in unit.numbers]
+    batch = pack(samples, torch.device("cpu"), 32, share_prefixes=True)
     apart = pack(samples, torch.device("cpu"), 32)
     for one in (batch, apart):  # the tokens at the places of every sequence, and those before, are its own
         at = one.targets_m.split(one.lengths)
@@ -69,6 +77,6 @@ def test_sequences_that_share_their_prompt_attend_as_if_each_were_alone() -> Non
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert [case["saved"] for case in found] == [128, 0, 128]
+    assert [case["saved"] for case in found] == [128, 0, 288]
     for case in found:
         assert case["difference"] < 1e-6 and case["of gradients"] < 1e-5

@@ -56,7 +56,7 @@ def test_every_scored_token_is_predicted_once_after_its_own_past(ranks: int, sha
     for seed in range(5):
         rows = samples(seed)
         cuts = [
-            pack(rows, torch.device("cpu"), MULTIPLE, share_prompts=share, context=ContextRank(rank, ranks))
+            pack(rows, torch.device("cpu"), MULTIPLE, share_prefixes=share, context=ContextRank(rank, ranks))
             for rank in range(ranks)
         ]
         tokens = torch.cat([cut.tokens_n for cut in cuts])
