@@ -36,8 +36,8 @@ def check_objective(top: Top, mode: str, agentic: bool) -> None:
     if top.importance_sampling not in (None, "token", "seq"):
         top.tell.block("importance_sampling", f"{top.importance_sampling} is not available yet; remove the key")
     if top.async_generation_ratio:
-        allowed = f"{top.async_generation_ratio:g} lets generation run ahead of training"
-        top.tell.remark("async_generation_ratio", f"{allowed}; here it never does, every sample is of the newest weights")
+        allowed = f"{top.async_generation_ratio:g} lets generation run ahead of training; here it never does"
+        top.tell.remark("async_generation_ratio", f"{allowed}, every sample is of the newest weights")
     if top.kl_loss_fn is not None:
         top.tell.is_one_of("kl_loss_fn", top.kl_loss_fn, ("none", "k1", *KL_LOSSES))
     top.tell.is_one_of("kl_penalty", top.kl_penalty, (*KL_PENALTIES, *KL_PENALTIES_LATER))

@@ -544,7 +544,9 @@ class RolloutKeys(Section):
 
     rollout_batch_size: Many = key(128, "prompts a step")
     samples_per_step: Annotated[int, Field(ge=0, le=10**6)] = key(4, "samples a step in samples.jsonl", OURS)
-    async_generation_ratio: NotNegative = key(0.0, "steps that generation may run ahead of training; accepted: it never does")
+    async_generation_ratio: NotNegative = key(
+        0.0, "accepted: steps that generation may run ahead of training, which it never does"
+    )
     teacher_preflight: bool | Literal["warn"] = key(
         True, "check every teacher on the first samples, before anything is learned; warn: never stop", OURS
     )
