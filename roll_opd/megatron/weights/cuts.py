@@ -73,7 +73,7 @@ class Vocabulary:
         each = sizes.padded_vocab // ranks
         first, last = (min(number * each, sizes.vocab) for number in (rank, rank + 1))
         rows = source.part(names[0], 0, first, last)
-        return torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
+        return rows if len(rows) == each else torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])
 
     def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         return [torch.cat(list(shards))[: sizes.vocab]]
