@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from transformers import Qwen3Config
 
 from roll_opd.hf.model_info import RUN
 from roll_opd.megatron.weights.cuts import Cut, Gated, Heads, Same, Sizes, Split, Vocabulary
 from roll_opd.megatron.weights.families import ENDS, FAMILIES
 from roll_opd.megatron.weights.source import Given
-from roll_opd.megatron.weights.transfer import LookedAt, is_lost
+from roll_opd.megatron.weights.transfer import LookedAt, ModelWeights, is_lost
 
 WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCABULARY = 6, 8, 4, 3, 20, 21
 SIZES = Sizes(HEADS, KV_HEADS, VOCABULARY, padded_vocab=24)
@@ -88,3 +90,13 @@ def test_every_family_that_runs_has_its_entries_and_no_tensor_has_two_places() -
         twice = {name for name in places if places.count(name) > 1}
         assert all(name.endswith("layernorm.weight") for name in twice)  # of either layer spec
         assert all(np.char.count(name, "{layer}") == 1 for entry in family.layer.values() for name in entry.names)
+
+
+def test_a_tensor_of_a_layer_without_a_place_is_an_error() -> None:
+    hf_config = Qwen3Config(num_hidden_layers=2, vocab_size=VOCABULARY)
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
+    weights = ModelWeights(hf_config, config, padded_vocab=32)
+    nothing = torch.zeros(1)
+    for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"):
+        with pytest.raises(ValueError, match=f"{name} have no place in this model"):
+            weights.load([], Given({name: nothing}))

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from roll_opd.hf.weight_files import BUFFERS, EMBEDDING, HEAD, may_be_zero
+from roll_opd.hf.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
 from roll_opd.megatron.weights.cuts import Sizes
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import Files, Given
@@ -63,7 +63,8 @@ class ModelWeights:
     def whole_tensors(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor, by its name, on rank 0, and nothing on the others. Collective: iterate to the end.
 
-        Stage after stage, parameter after parameter, so that rank 0 has room for little more than a tensor.
+        Stage after stage, parameter after parameter, so that rank 0 has room for little more than a tensor. What is
+        yielded may be the parameter's own memory.
         """
         if parallel_state.get_data_parallel_rank(with_context_parallel=True):
             return  # these ranks have what the first have
@@ -99,9 +100,8 @@ class ModelWeights:
     def _check_names(self, source: Files | Given) -> None:
         """Raise ValueError for a tensor of a layer that would be left out without a word."""
         known = {n for e in self._family.layer.values() for layer in range(self.config.num_layers) for n in e.of(layer)}
-        known |= {name for entry in ENDS.values() for name in entry.names}
-        unknown = [name for name in source.names if name not in known and not name.endswith(BUFFERS)]
-        if unknown:
+        in_layers = [name for name in source.names if IN_A_LAYER.match(name) and not name.endswith(BUFFERS)]
+        if unknown := [name for name in in_layers if name not in known]:
             raise ValueError(f"{source}: {', '.join(unknown[:3])} have no place in this model; get its own config.json")
 
 
