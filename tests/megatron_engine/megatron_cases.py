@@ -50,6 +50,7 @@ DEMO_MODELS = ("demo_student", "demo_teacher")
 FROZEN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2pp2", "tp2sppp2", "cp2", "tp2spcp2", "pp2vpp2")
 TRAIN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2dp2", "tp2pp2", "cp2", "pp2vpp2")
 
+HALF_LAYOUTS = ("tp1", "tp2sp", "pp2", "dp2", "cp2", "pp2vpp2")  # that train in bf16
 CRITIC_LAYOUTS = tuple(name for name in TRAIN_LAYOUTS if not LAYOUTS[name].vpp)
 
 # name of a pass -> (sequences a micro-batch, tokens a micro-batch, temperature, whether relatives share their prefix)
@@ -489,6 +490,9 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
         if world < 4:
             job = _train_job(layout, few_model(layout), True, 70)
             jobs.append({**job, "name": f"few-{layout}", "count": 1, "save_after": None})
+        if layout in HALF_LAYOUTS:
+            job = _train_job(layout, "deep", True, 70)
+            jobs.append({**job, "name": f"half-{layout}", "dtype": "bf16", "save_after": None})
         if layout in CRITIC_LAYOUTS:
             jobs.append(_critic_job(layout, "valued"))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):

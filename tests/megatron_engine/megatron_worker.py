@@ -79,9 +79,8 @@ def trainer_of(job: Job, root: Path, optimizer: OptimizerPlan, limits: MicroBatc
     layout = cases.LAYOUTS[job["layout"]]
     path = cases.model_path(root, job["model"])
     devices = tuple(range(layout.world_size))
-    plan = TrainPlan(
-        "train", ModelPlan(path), devices, layout, MicroBatchLimits(), train_limits=limits, optimizer=optimizer
-    )
+    model = ModelPlan(path, job.get("dtype", "fp32"))
+    plan = TrainPlan("train", model, devices, layout, MicroBatchLimits(), train_limits=limits, optimizer=optimizer)
     return MegatronTrainer(plan, seed=0)
 
 

@@ -150,3 +150,18 @@ def test_update_that_is_not_finite_is_skipped(answers: Answers, layout: str) -> 
             "moved": True,
             "no_trace": True,
         }
+
+
+@pytest.mark.parametrize("layout", cases.HALF_LAYOUTS)
+def test_bf16_with_master_weights_follows_f32(answers: Answers, naive: Any, layout: str) -> None:
+    """Bounds of bf16: its 8 bits of precision, and what they make of sums."""
+    wanted, final = naive("deep")
+    for record, plain in zip(records(answers, f"half-{layout}"), wanted, strict=True):
+        assert record["weighted_loss"] == pytest.approx(plain["loss"], abs=2e-3)
+        assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=2e-2)
+        assert all(record["applied"])
+    weights = answers.weights(f"half-{layout}")
+    assert weights.keys() == final.keys()
+    for name, tensor in final.items():
+        assert weights[name].dtype == torch.bfloat16
+        assert (weights[name].float() - tensor).abs().max() <= 1e-2 * tensor.abs().max(), name
