@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 
 from roll_opd.hf.model_info import RUN
 from roll_opd.megatron.weights.cuts import Cut, Gated, Heads, Same, Sizes, Split, Vocabulary
-from roll_opd.megatron.weights.families import ENDS, FAMILIES
+from roll_opd.megatron.weights.families import ENDS, FAMILIES, attention_left_on
 from roll_opd.megatron.weights.source import Given
 from roll_opd.megatron.weights.transfer import LookedAt, ModelWeights, is_lost
 
@@ -100,3 +100,25 @@ def test_a_tensor_of_a_layer_without_a_place_is_an_error() -> None:
     for name in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"):
         with pytest.raises(ValueError, match=f"{name} have no place in this model"):
             weights.load([], Given({name: nothing}))
+
+
+@pytest.mark.parametrize(
+    ("switches", "kind"),
+    [
+        ("---", "auto"),
+        ("111", "auto"),
+        ("100", "flash"),
+        ("-00", "flash"),
+        ("010", "fused"),
+        ("001", "unfused"),
+        ("000", "local"),
+    ],
+)
+def test_switches_of_the_environment_name_the_attention(
+    monkeypatch: pytest.MonkeyPatch, switches: str, kind: str
+) -> None:
+    for name, value in zip(("FLASH", "FUSED", "UNFUSED"), switches, strict=True):
+        monkeypatch.delenv(f"NVTE_{name}_ATTN", raising=False)
+        if value != "-":
+            monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
+    assert attention_left_on().name == kind

@@ -3,6 +3,7 @@
 A new family of decoders is one entry of `FAMILIES`: what it adds to a Llama, and where its tensors go.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,9 +99,19 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
+        "attention_backend": attention_left_on(),
         **FAMILIES[hf_config.model_type].settings,
         **overrides,
     }
     if isinstance(settings.get("attention_backend"), str):
         settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     return TransformerConfig(**settings)
+
+
+def attention_left_on() -> AttnBackend:
+    """Return the kind of attention that Transformer Engine's switches in the environment leave on, `auto` without them.
+
+    Megatron stops where it is not told of them, as in configurations of ROLL's that set them in `system_envs`.
+    """
+    on = [kind for kind in ("flash", "fused", "unfused") if os.environ.get(f"NVTE_{kind.upper()}_ATTN", "1") != "0"]
+    return AttnBackend[on[0]] if len(on) == 1 else AttnBackend.auto if on else AttnBackend.local
