@@ -8,6 +8,8 @@ asked for.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from roll_opd.megatron.batches import PackedSequences
-from roll_opd.megatron.context import positions_here
 from roll_opd.megatron.exact import VECTOR
 
 
@@ -62,17 +64,26 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
         key_NGD, value_NGD = (_of_all_ranks(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
-        for read_BL, asked_BQ, answered_BQ, mask in _blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device):
-            q, k, v = _rows(query_nHD, asked_BQ), _rows(key_NGD, read_BL), _rows(value_NGD, read_BL)
-            if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
-                q, k, v = q.float(), k.float(), v.float()
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-            )
-            pieces.append(out.transpose(1, 2)[answered_BQ].to(query_nHD.dtype))
-            places.append(asked_BQ[answered_BQ])
+        for block in _blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device):
+            attend: Any = self._attend
+            if block.position_BQ is not None:  # masks and rows would be kept for the backward pass, in every layer
+                attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
+            pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
+            places.append(block.asked_BQ[block.answered_BQ])
         out_nHD = torch.empty_like(query_nHD).index_copy(0, torch.cat(places), torch.cat(pieces))
         return out_nHD.flatten(1)
+
+    def _attend(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
+        """Return [A, H, D], of the A tokens that a block asks for in earnest."""
+        q = _rows(query_nHD, block.asked_BQ)
+        k, v = _rows(key_NGD, block.read_BL), _rows(value_NGD, block.read_BL)
+        if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
+            q, k, v = q.float(), k.float(), v.float()
+        mask, grouped = block.mask(), q.size(1) != k.size(1)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2)[block.answered_BQ].to(query_nHD.dtype)
 
 
 def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -100,49 +111,104 @@ def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return WrittenOut
 
 
-def _blocks(
-    pack: PackedSequences, max_padding: float, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Yield blocks of rows of similar length: what is read [B, L], as places in the pack, and which of n ask [B, Q].
+@dataclass(frozen=True)
+class _Block:
+    """Rows of similar length: what is read [B, L], as places in the pack, and which of n ask [B, Q].
 
-    With them, which of those ask in earnest, bool [B, Q], and a mask bool [B, 1, Q, L], None where the usual causal one
-    will do. What does not ask in earnest is padding, or a prefix of another's: a row that shares up to half of its
-    tokens asks for all, since a causal mask halves the work and a mask tensor does not.
+    Of those, `answered_BQ` says which ask in earnest; the rest is padding, or a prefix of another's.
     """
-    lengths = [end - start for start, end in itertools.pairwise(pack.bounds)]
-    cut = pack.context.ranks > 1
-    for masked in (False, True):
-        rows = [row for row, length in enumerate(lengths) if (cut or 2 * pack.shared[row] > length) is masked]
-        for block in blocks_of_similar_length(lengths, rows, max_padding):
-            starts, shared, sizes = torch.tensor(
-                [[pack.bounds[row], pack.shared[row], lengths[row]] for row in block], device=device
-            ).T[:, :, None]
-            offsets_BL, real_BL = _padded_offsets(sizes)
-            read_BL = _places(pack, starts + offsets_BL)
-            if not masked:
-                yield read_BL, read_BL, real_BL & (offsets_BL >= shared), None
-                continue
-            own = sizes - shared
-            offsets_BQ, answered_BQ = _padded_offsets(own // pack.context.ranks)
-            position_BQ = shared + positions_here(offsets_BQ, own, pack.context)
-            mask_BQL = torch.arange(read_BL.size(1), device=device) <= position_BQ[:, :, None]
-            asked_BQ = torch.where(answered_BQ, _places(pack, starts + position_BQ) - pack.first, 0)
-            yield read_BL, asked_BQ, answered_BQ, mask_BQL[:, None]
+
+    read_BL: Tensor
+    asked_BQ: Tensor
+    answered_BQ: Tensor  # bool
+    position_BQ: Tensor | None = None  # of what asks, in its sequence; None: all that is read asks, in order
+
+    def mask(self) -> Tensor | None:
+        """Return what may be read, bool [B, 1, Q, L]; None where the usual causal mask will do."""
+        if self.position_BQ is None:
+            return None
+        positions_L = torch.arange(self.read_BL.size(1), device=self.read_BL.device)
+        return (positions_L <= self.position_BQ[:, :, None])[:, None]
 
 
-def blocks_of_similar_length(lengths: Sequence[int], rows: Sequence[int], max_padding: float) -> list[list[int]]:
-    """Group row numbers, longest first, so that no block's padded size exceeds `max_padding` × its tokens."""
-    blocks: list[list[int]] = []
-    tokens = longest = 0
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if lengths[row] == 0:
+@dataclass(frozen=True)
+class _Asked:
+    """Consecutive tokens of the sequence at cell `start` that this rank has: `count` from position `first`."""
+
+    start: int
+    first: int
+    count: int
+
+    @property
+    def read(self) -> int:
+        """How much of the sequence they attend to."""
+        return self.first + self.count
+
+
+def _asked(pack: PackedSequences) -> Iterator[_Asked]:
+    """Yield what is asked for of each sequence: all that is not another's, or this context rank's two chunks of it."""
+    ranks, rank = pack.context.ranks, pack.context.rank
+    for (start, end), shared in zip(itertools.pairwise(pack.bounds), pack.shared, strict=True):
+        own = end - start - shared
+        if ranks == 1:
+            yield _Asked(start, shared, own)
             continue
-        if blocks and longest * (len(blocks[-1]) + 1) <= max_padding * (tokens + lengths[row]):
-            blocks[-1].append(row)
-            tokens += lengths[row]
+        chunk = own // (2 * ranks)
+        for number in (rank, 2 * ranks - 1 - rank):
+            yield _Asked(start, shared + number * chunk, chunk)
+
+
+def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> Iterator[_Block]:
+    """Yield all that is asked for, in blocks whose padding is bounded.
+
+    What begins in the first half of all that it reads is asked for from the beginning, where that is at hand: a causal
+    mask halves the work, and a mask tensor does not.
+    """
+    asked = [one for one in _asked(pack) if one.count]
+    plain: list[_Asked] = []
+    masked: list[_Asked] = []
+    for one in asked:
+        is_plain = one.first == 0 or (pack.context.ranks == 1 and 2 * one.first <= one.read)
+        (plain if is_plain else masked).append(one)
+    for block in blocks_of_similar_size([(one.read,) for one in plain], max_padding):
+        starts, firsts, reads, _ = _columns_of([plain[number] for number in block], device)
+        offsets_BL, real_BL = _padded_offsets(reads)
+        read_BL = _places(pack, starts + offsets_BL)
+        answered_BL = real_BL & (offsets_BL >= firsts)
+        yield _Block(read_BL, torch.where(real_BL, read_BL - pack.first, 0), answered_BL)
+    for block in blocks_of_similar_size([(one.count, one.read) for one in masked], max_padding):
+        starts, firsts, reads, counts = _columns_of([masked[number] for number in block], device)
+        read_BL = _places(pack, starts + _padded_offsets(reads)[0])
+        offsets_BQ, answered_BQ = _padded_offsets(counts)
+        position_BQ = firsts + offsets_BQ
+        asked_BQ = torch.where(answered_BQ, _places(pack, starts + position_BQ) - pack.first, 0)
+        yield _Block(read_BL, asked_BQ, answered_BQ, position_BQ)
+
+
+def _columns_of(block: Sequence[_Asked], device: torch.device) -> tuple[Tensor, ...]:
+    """Return starts, firsts, what is read and counts, each [B, 1]."""
+    rows = [[one.start, one.first, one.read, one.count] for one in block]
+    return tuple(torch.tensor(rows, device=device).T[:, :, None])
+
+
+def blocks_of_similar_size(sizes: Sequence[tuple[int, ...]], max_padding: float) -> list[list[int]]:
+    """Group numbers of `sizes`, largest first, so that no block's padded size exceeds `max_padding` × its own, in each.
+
+    A block is as large as its largest member in each of the sizes.
+    """
+    blocks: list[list[int]] = []
+    largest: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+    for number in sorted(range(len(sizes)), key=lambda number: tuple(-size for size in sizes[number])):
+        together = tuple(map(max, largest, sizes[number]))
+        summed = tuple(a + b for a, b in zip(sums, sizes[number], strict=False))
+        many = len(blocks[-1]) + 1 if blocks else 1
+        if blocks and all(size * many <= max_padding * total for size, total in zip(together, summed, strict=True)):
+            blocks[-1].append(number)
+            largest, sums = together, summed
         else:
-            blocks.append([row])
-            tokens = longest = lengths[row]
+            blocks.append([number])
+            largest = sums = sizes[number]
     return blocks
 
 

@@ -50,14 +50,6 @@ def zigzag(lengths: Sequence[int], ranks: int) -> np.ndarray:
     return np.concatenate(places)
 
 
-def positions_here(offsets: Tensor, lengths: Tensor, context: ContextRank) -> Tensor:
-    """Return which positions of sequences of `lengths` the tokens number `offsets` of this rank's pieces have."""
-    if context.ranks == 1:
-        return offsets
-    chunk, last = lengths // (2 * context.ranks), 2 * context.ranks - 1 - context.rank
-    return torch.where(offsets < chunk, context.rank * chunk + offsets, (last - 1) * chunk + offsets)
-
-
 @dataclass(frozen=True)
 class Cut:
     """Which rank predicts which of M scored tokens."""

@@ -41,8 +41,8 @@ class MegatronEngine:
     def __init__(self, plan: MegatronPlan, *, seed: int, deterministic: bool = True) -> None:
         """Join the process group and load the weights. Raises ValueError for a model that cannot run here.
 
-        With `deterministic`, every run gives the same bits, and in f32 every layout does (see `exact`); without, at
-        less cost, layouts differ by rounding.
+        With `deterministic`, every run gives the same bits, and in f32 every layout without context parallelism does
+        (see `exact`); without, at less cost, layouts differ by rounding.
         """
         self.plan, self._exact = plan, deterministic
         self.device = parallel.initialize(plan.layout, seed, deterministic)
@@ -203,9 +203,10 @@ class MegatronEngine:
 
             return output, finished
 
+        others = [packed] * (len(self.chunks) - 1)
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(packed) for _ in self.chunks] if len(self.chunks) > 1 else self._told(packed),
+            data_iterator=[self._told(packed), *map(iter, others)] if others else self._told(packed),
             model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
             seq_length=1,  # not used: shapes differ from pack to pack and are exchanged

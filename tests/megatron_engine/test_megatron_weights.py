@@ -1,5 +1,7 @@
 """Hugging Face's tensors in Megatron's parameters: against a loop over heads and rows, and there and back again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -77,10 +79,16 @@ def test_lost_tensors() -> None:
     assert not is_lost("model.layers.0.self_attn.q_proj.bias", torch.zeros(5)) and not is_lost(layer, torch.zeros(0, 4))
     source = Given({embedding: torch.zeros(9, 3), layer: half})
     with pytest.raises(ValueError, match=r"up_proj\.weight holds zeros"):
-        LookedAt(source, 1).part(layer, 0, 0, 400)
+        LookedAt(source).part(layer, 0, 200, 400)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight holds zeros"):
-        LookedAt(source, 0).part(embedding, 0, 0, 9)
-    LookedAt(source, 1).part(embedding, 0, 0, 9)  # the last rows of a vocabulary may belong to no token
+        LookedAt(source).part(embedding, 0, 0, 9)
+    three_quarters = Given({layer: torch.cat([healthy, healthy, healthy, torch.zeros(200, 4)])})
+    LookedAt(three_quarters).part(layer, 0, 600, 800)  # padded heads, the whole of which is on one rank
+
+
+def test_a_vocabulary_of_another_size_is_told() -> None:
+    with pytest.raises(ValueError, match=r"vocab has 21 rows, config\.json makes it 20"):
+        Vocabulary().read(Given(TENSORS), ["vocab"], 0, 1, replace(SIZES, vocab=20))
 
 
 def test_every_family_that_runs_has_its_entries_and_no_tensor_has_two_places() -> None:
@@ -112,6 +120,8 @@ def test_a_tensor_of_a_layer_without_a_place_is_an_error() -> None:
         ("010", "fused"),
         ("001", "unfused"),
         ("000", "local"),
+        ("0--", "fused"),
+        ("101", "flash"),
     ],
 )
 def test_switches_of_the_environment_name_the_attention(

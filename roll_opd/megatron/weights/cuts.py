@@ -70,7 +70,11 @@ class Vocabulary:
     """Equal shares of the rows, with rows of zeros behind the last one."""
 
     def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
-        each = sizes.padded_vocab // ranks
+        stored, each = source.shape(names[0])[0], sizes.padded_vocab // ranks
+        if stored != sizes.vocab:
+            raise ValueError(
+                f"{names[0]} has {stored} rows, config.json makes it {sizes.vocab}; get the model's own one"
+            )
         first, last = (min(number * each, sizes.vocab) for number in (rank, rank + 1))
         rows = source.part(names[0], 0, first, last)
         return rows if len(rows) == each else torch.cat([rows, rows.new_zeros(each - len(rows), *rows.shape[1:])])

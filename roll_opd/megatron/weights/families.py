@@ -113,5 +113,10 @@ def attention_left_on() -> AttnBackend:
 
     Megatron stops where it is not told of them, as in configurations of ROLL's that set them in `system_envs`.
     """
-    on = [kind for kind in ("flash", "fused", "unfused") if os.environ.get(f"NVTE_{kind.upper()}_ATTN", "1") != "0"]
-    return AttnBackend[on[0]] if len(on) == 1 else AttnBackend.auto if on else AttnBackend.local
+    kinds = ("flash", "fused", "unfused")
+    on = [kind for kind in kinds if os.environ.get(f"NVTE_{kind.upper()}_ATTN", "1") != "0"]
+    if len(on) == len(kinds):
+        return AttnBackend.auto
+    for kind in on[1:]:  # of two that are left, the faster one; Megatron knows no choice of two
+        os.environ[f"NVTE_{kind.upper()}_ATTN"] = "0"
+    return AttnBackend[on[0]] if on else AttnBackend.local

@@ -48,10 +48,11 @@ class ModelWeights:
         """
         self._check_names(source)
         rank, ranks = _tensor_rank()
+        read_from = LookedAt(source) if isinstance(source, Files) else source
         for place, parameter in _parameters(models):
             entry = self._entry(place)
             names = entry.of(place.layer)
-            part = entry.cut.read(LookedAt(source, rank), names, rank, ranks, self._sizes)
+            part = entry.cut.read(read_from, names, rank, ranks, self._sizes)
             if part.shape != parameter.shape:
                 raise ValueError(
                     f"{source}: {' and '.join(names)} give {list(part.shape)} on this rank, config.json makes it"
@@ -107,18 +108,16 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class LookedAt:
-    """A source that raises ValueError for a tensor that is zero, as far as tensor rank `rank` reads it."""
+    """A source that raises ValueError for a tensor that is zero, wholly or in half of its rows."""
 
     source: Files | Given
-    rank: int
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
 
     def part(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         piece = self.source.part(name, dim, start, stop)
-        # the last rows of a vocabulary may belong to no token
-        if (self.rank == 0 or name not in (EMBEDDING, HEAD)) and is_lost(name, piece):
+        if is_lost(name, piece) and is_lost(name, self.source.part(name, 0, 0, self.shape(name)[0])):
             raise ValueError(f"{self.source}: {name} holds zeros alone, or in half of its rows; get the model again")
         return piece
 
