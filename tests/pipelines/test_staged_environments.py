@@ -68,8 +68,15 @@ class Noted(Sums):
 
 @ENVIRONMENTS.register("deadly")
 class Deadly(Sums):
+    # some games end their process, the first time that they are played
+    def reset(self, seed=None):
+        self.grave = f"{self.log}.{seed}"
+        self.is_deadly = seed % 3 == 0 and not os.path.exists(self.grave)
+        return super().reset(seed)
+
     def step(self, action):
-        if random.random() < 0.03:  # by chance, not by its seed: played again it lives
+        if self.is_deadly:
+            open(self.grave, "w").close()
             os._exit(3)
         return super().step(action)
 """
@@ -173,9 +180,10 @@ def test_faults_end_their_own_trajectory_alone(stage: Stage, games: str, tmp_pat
     assert counted == injected
 
 
-def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Stage, games: str) -> None:
-    run = played(stage, games, "deadly", "actor_train", "max_steps=1")
-    assert run.code == 0
+def test_a_game_that_ends_its_process_loses_and_repeats_no_trajectory(stage: Stage, games: str, tmp_path: Path) -> None:
+    log = tmp_path / "grave"
+    run = played(stage, games, "deadly", "actor_train", f"custom_envs.Game.env_config={{log: {log}}}", "max_steps=1")
+    assert run.code == 0 and list(tmp_path.iterdir())
     (row,) = run.rows("metrics.jsonl")[1:]
     assert row["workflow/runs"] == 64 and row["workflow/restarts"] > 0
     ids = [sample["id"] for sample in run.rows("samples.jsonl")]
