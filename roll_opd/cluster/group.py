@@ -66,5 +66,22 @@ class WorkerGroup(ActorGroup):
         await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
 
 
+class WithoutAdapter:
+    """A LoRA student's ranks, as those of the frozen model that it began as."""
+
+    def __init__(self, student: WorkerGroup) -> None:
+        self._student = student
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Do what `ActorGroup.call` does."""
+        return await self._student.call("without_adapter", method, *args, **kwargs)
+
+    def end(self) -> None:
+        """Leave the processes to the student."""
+
+
+FrozenGroup = WorkerGroup | WithoutAdapter
+
+
 def _shared(value: Any) -> Any:
     return ray.put(value) if isinstance(value, Compact) else value

@@ -51,8 +51,8 @@ IGNORED_WORKER = _names("""
 """)
 
 IGNORED_MODEL_ARGS = _names("""
-    attn_implementation flash_attn disable_gradient_checkpointing model_type lora_alpha lora_dropout
-    additional_target autocast_adapter_dtype gradient_checkpointing_use_reentrant device_map num_labels
+    attn_implementation flash_attn disable_gradient_checkpointing model_type autocast_adapter_dtype
+    gradient_checkpointing_use_reentrant device_map num_labels
     model_config_kwargs moe_aux_loss_coef vision_dp
 """)
 

@@ -79,7 +79,9 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
         use_distributed_optimizer=role.strategy.use_distributed_optimizer,
     )
     plan = megatron_plan(role, top)
-    return TrainPlan(**vars(plan), train_limits=limits, mini_batch_sequences=mini_batch, optimizer=optimizer)
+    return TrainPlan(
+        **vars(plan), train_limits=limits, mini_batch_sequences=mini_batch, optimizer=optimizer, lora=role.lora
+    )
 
 
 def teacher_plan(name: str, role: Role, top: Top, student: Role, response: int) -> TeacherPlan:

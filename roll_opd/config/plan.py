@@ -54,6 +54,16 @@ class ModelPlan:
 
 
 @dataclass(frozen=True)
+class LoraPlan:
+    """What learns in the place of a student's weights: a pair of matrices beside each linear layer in `targets`."""
+
+    targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
+    rank: int
+    alpha: float  # their product counts alpha / rank
+    path: str | None = None  # of an adapter to begin with, as peft saves it; None: one whose product is zero
+
+
+@dataclass(frozen=True)
 class MicroBatchLimits:
     """What one packed micro-batch on one data-parallel rank may hold; None is no limit."""
 
@@ -98,6 +108,7 @@ class TrainPlan(MegatronPlan):
     train_limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
     mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    lora: LoraPlan | None = None  # None: all weights learn
 
 
 @dataclass(frozen=True)
@@ -407,12 +418,23 @@ class RunPlan(RunKeys, RolloutKeys):
         return {**first, **self.megatron_roles(), **self.inference_roles()}
 
     def serving(self, role: MegatronPlan) -> MegatronPlan:
-        """Return the frozen role whose processes compute for the frozen `role`: the first that differs by name alone.
+        """Return the role whose processes compute for the frozen `role`.
 
-        Teachers with the same weights, on the same devices, in the same layout are loaded once.
+        Teachers with the same weights, on the same devices, in the same layout are loaded once: that is the first
+        which differs by name alone. What has the weights that a LoRA student begins with, on no other devices than
+        it, is that student without its adapter.
         """
+        if self.is_base(role):
+            return self.student
         frozen = [*(teacher.worker for teacher in self.teachers), *([self.reference] if self.reference else [])]
         return next((other for other in frozen if replace(other, name=role.name) == role), role)
+
+    def is_base(self, role: MegatronPlan) -> bool:
+        """Whether a frozen role is a LoRA student without its adapter."""
+        student = self.student
+        same = role.model == student.model and role.vocab_size == student.vocab_size
+        at_hand = set(role.devices) <= set(student.devices) and not isinstance(role, TrainPlan | FollowingPlan)
+        return student.lora is not None and same and at_hand
 
     def megatron_roles(self) -> dict[str, MegatronPlan]:
         """Return every Megatron role by name, the student first."""

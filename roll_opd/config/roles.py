@@ -5,11 +5,13 @@ runs here. What could not be read stays None, and the checks that need it are le
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from roll_opd.config import adapters
 from roll_opd.config.errors import Diagnostics
+from roll_opd.config.plan import LoraPlan
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.schema import Dtype, Supervised, TeacherWorker, Top, Worker
 from roll_opd.config.strategies import OPTIONS, Strategy, read_megatron, read_vllm
@@ -19,7 +21,6 @@ from roll_opd.hf.weight_files import holds_decoder, weight_problems
 from roll_opd.megatron.layouts import check_layout, check_tensor_parallel
 
 MODEL = "model_args.model_name_or_path"  # of a role's section
-ADAPTER_KEYS = ("lora_target", "lora_rank", "adapter_name_or_path", "freeze_module_prefix")
 Job = Literal["train", "frozen", "rollout"]
 
 
@@ -32,6 +33,7 @@ class Role:
     strategy: Strategy
     info: ModelInfo | None = None
     dtype: Dtype = "bf16"
+    lora: LoraPlan | None = None  # of the student
 
     @property
     def tell(self) -> Diagnostics:
@@ -108,7 +110,7 @@ class RoleReader:
         reference = self._sections.workers.get(REFERENCE)
         if reference is not None and self._roles.train is not None:
             self._roles.reference = self._megatron("frozen", reference, self._student)
-        self._refuse_adapters()
+        self._check_adapters()
         return self._roles
 
     def rolled_out(self) -> Roles:
@@ -136,7 +138,7 @@ class RoleReader:
         for name, model in sections.auxiliaries.items():
             if isinstance(model, Worker):
                 roles.auxiliaries[name] = self._engine(model, None, "bf16")
-        self._refuse_adapters()
+        self._check_adapters()
         return roles
 
     def _read_student(self, name: str) -> None:
@@ -144,7 +146,8 @@ class RoleReader:
         self._student = self._sections.pretrain
         if worker is not None:
             self._student = worker.model_args.model_name_or_path or self._student
-            self._roles.train = self._megatron("train", worker, self._student)
+            student = self._megatron("train", worker, self._student)
+            self._roles.train = replace(student, lora=adapters.read_lora(worker.model_args))
 
     def _read_reference_and_critic(self) -> None:
         """Read the roles that rewards may need. Without a model of their own both begin as the student does."""
@@ -215,22 +218,29 @@ class RoleReader:
             )
         return Role(job, worker, strategy, info, written or from_strategy or "bf16")
 
-    def _refuse_adapters(self) -> None:
-        """Refuse what would train something else than the user asked for, in one sentence for all roles."""
-        sections = self._sections
-        found = [
-            worker.model_args.tell.at(key)
-            for worker in (*sections.workers.values(), *sections.teachers.values())
-            for key in ADAPTER_KEYS
-            if worker is not None and getattr(worker.model_args, key)
-        ]
-        if found:
+    def _check_adapters(self) -> None:
+        """Refuse adapters of what does not learn, and what would train something else than was asked for."""
+        student, infer = self._roles.train, self._roles.infer
+        workers = [*self._sections.workers.values(), *self._sections.teachers.values()]
+        never: dict[str, list[str]] = {}
+        for args in [worker.model_args for worker in workers if worker is not None]:
+            for key in adapters.NEVER:
+                if getattr(args, key):
+                    never.setdefault(key, []).append(args.tell.at(key))
+            asked = adapters.asks_for_adapter(args)
+            if asked is None or (student and args is student.worker.model_args):
+                continue
+            if infer and student and student.lora and args is infer.worker.model_args:
+                args.tell.ignore(*(key for key in adapters.KEYS if getattr(args, key)))  # it has the student's
+            else:
+                text = (
+                    "only the student has an adapter; remove the key, or give a model that the adapter is merged into"
+                )
+                args.tell.problem(asked, text)
+        for found in never.values():
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
-            self._tell.block(
-                found[0],
-                "LoRA adapters and frozen modules are not available yet, and all weights would be trained; remove the"
-                f" key to train them{also}",
-            )
+            text = "is not available yet, and other weights would be trained than are asked for; remove it"
+            self._tell.block(found[0], text + also)
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
         """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""

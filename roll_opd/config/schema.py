@@ -119,10 +119,15 @@ class ModelArgs(Section):
     ignored = roll.IGNORED_MODEL_ARGS
     model_name_or_path: str | None = key(None, "directory of a Hugging Face model, or the name of a downloaded one")
     dtype: Dtype | None = key(None, "precision; without it bf16, a rollout's as its student's")
-    lora_target: Any = key(None, "not available yet: LoRA's modules")
-    lora_rank: Any = key(None, "not available yet: LoRA's rank; 0: none")
+    lora_target: tuple[str, ...] | str | None = key(
+        None, "LoRA: linear layers with an adapter, as names or separated by commas; all-linear: every one"
+    )
+    lora_rank: Annotated[int, Field(ge=0)] | None = key(None, "rank of the adapters; without it 8; 0: no LoRA")
+    lora_alpha: AboveZero | None = key(None, "adapters count lora_alpha / lora_rank; without it twice the rank")
+    lora_dropout: NotNegative = key(0.0, "only 0: log-probs of a model under dropout are not defined")
+    additional_target: Any = key(None, "not available yet: modules that are trained whole beside the adapters")
     ulysses_size: Positive | None = key(None, "of fsdp2: devices that share a sequence; here its tensor-parallel size")
-    adapter_name_or_path: str | None = key(None, "not available yet: a LoRA adapter to begin with")
+    adapter_name_or_path: str | None = key(None, "directory of a LoRA adapter, as peft saves it, to begin with")
     freeze_module_prefix: Any = key(None, "not available yet: modules that are not trained")
 
 

@@ -22,7 +22,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 
 from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.lora import sharded_state
+from roll_opd.megatron.model import PackedModel, unwrapped
 
 # Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it.
 # Passed as a copy: Megatron stores the process groups of the current layout in it.
@@ -65,7 +66,7 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
             _patch_step_loading(optimizer)
     state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
     for index, chunk in enumerate(learner.chunks):
-        unwrapped(chunk).load_state_dict(state[_chunk_key(index)])
+        unwrapped(chunk).load_state_dict(state[_chunk_key(index)], strict=learner.adapters is None)
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random_state(state["random"])
@@ -77,13 +78,15 @@ def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
 
 
 def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
-    model = {
-        _chunk_key(index): unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA))
-        for index, chunk in enumerate(learner.chunks)
-    }
+    model = {_chunk_key(index): _weights(learner, unwrapped(chunk)) for index, chunk in enumerate(learner.chunks)}
     optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
     common = {"scheduler": learner.scheduler.state_dict(), "random": _random_state()}
     return {**model, "optimizer": optimizer, **common}
+
+
+def _weights(learner: MegatronLearner, model: PackedModel) -> dict[str, Any]:
+    """Return what learns of a model chunk: the whole of it, or its adapters alone."""
+    return sharded_state(model) if learner.adapters else model.sharded_state_dict(metadata=dict(_METADATA))
 
 
 def _allocate_optimizer_state(optimizer: Any) -> None:

@@ -25,9 +25,8 @@ from roll_opd.hf.weight_files import VALUE_HEAD
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.export import save_hf
 from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.model import PackedModel, build_model, unwrapped
+from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import Files
-from roll_opd.megatron.weights.transfer import ModelWeights
 
 AGGREGATION = "seq-mean-token-mean"  # of the value loss, as in ROLL whatever the policy loss does
 
@@ -83,14 +82,14 @@ class MegatronCritic(MegatronLearner):
 
     plan: CriticPlan
 
-    def _build(self) -> tuple[Sequence[torch.nn.Module], ModelWeights]:
-        chunks, weights = build_model(self.plan, TokenValueModel, trainable=True, exact=self._exact)
-        for model in map(unwrapped, chunks):
+    def _build(self, seed: int) -> BuiltModel:
+        built = build_model(self.plan, TokenValueModel, seed=seed, trainable=True, exact=self._exact)
+        for model in map(unwrapped, built.chunks):
             assert isinstance(model, TokenValueModel)
             if model.post_process:
-                model.value_head = ValueHead(weights.config)
+                model.value_head = ValueHead(built.weights.config)
                 _load_head(model.value_head, Path(self.plan.model.path))
-        return chunks, weights
+        return built
 
     def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> dict[int, np.ndarray] | None:
         """Return the value of the state before every token after the prompt: entry t is of the state before token P+t.

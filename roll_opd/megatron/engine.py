@@ -23,8 +23,7 @@ from roll_opd.megatron.batches import PackedBatch, Sample, pack
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
-from roll_opd.megatron.model import HeadModel, build_model, unwrapped
-from roll_opd.megatron.weights.transfer import ModelWeights
+from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrapped
 
 # what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
@@ -46,7 +45,8 @@ class MegatronEngine:
         """
         self.plan, self._exact = plan, deterministic
         self.device = parallel.initialize(plan.layout, seed, deterministic)
-        self.chunks, self.weights = self._build()
+        built = self._build(seed)
+        self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters
         self._context = parallel.context_rank()
         # sums over fewer tokens have other last bits; and Transformer Engine finds the pieces of sequences that are
         # cut over context ranks by their lengths
@@ -57,8 +57,8 @@ class MegatronEngine:
         # called before each micro-batch, and after the last one: how many were begun, and how many there are
         self.on_micro_batch: Callable[[int, int], None] = lambda begun, total: None
 
-    def _build(self) -> tuple[Sequence[torch.nn.Module], ModelWeights]:
-        return build_model(self.plan, trainable=self.trainable, exact=self._exact)
+    def _build(self, seed: int) -> BuiltModel:
+        return build_model(self.plan, seed=seed, trainable=self.trainable, exact=self._exact)
 
     def compute_logprobs(
         self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float

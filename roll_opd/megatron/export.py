@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll_opd.data.tensors import WeightBucket
+from roll_opd.hf import adapter_files
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 
@@ -20,7 +21,10 @@ _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".ms
 
 
 def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) on rank 0, nothing on the others. Collective: iterate to the end."""
+    """Yield (Hugging Face name, whole tensor) on rank 0, nothing on the others. Collective: iterate to the end.
+
+    Adapters are in the weights that they stand beside.
+    """
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
 
 
@@ -36,6 +40,21 @@ def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> 
         size += tensor.nbytes
     if held:
         yield WeightBucket.of(held)
+
+
+def save_adapter(engine: MegatronEngine, directory: Path) -> None:
+    """Write the adapters of a LoRA student as `peft` does. Collective; rank 0 writes."""
+    adapters = engine.adapters
+    assert adapters is not None
+    state = {name: tensor.cpu().contiguous().clone() for name, tensor in adapters.tensors()}
+    if dist.get_rank() != 0:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = adapters.plan
+    config = adapter_files.adapter_config(engine.plan.model.path, plan.rank, plan.alpha, plan.targets)
+    (directory / adapter_files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(state, directory / adapter_files.WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(directory / adapter_files.CONFIG, directory / adapter_files.WEIGHTS)
 
 
 def save_hf(engine: MegatronEngine, directory: Path) -> None:

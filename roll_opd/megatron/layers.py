@@ -27,12 +27,17 @@ class LocalRMSNorm(torch.nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool) -> Any:
+def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`."""
     if uses_transformer_engine():
         theirs: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         attention = theirs.submodules.self_attention.submodules
         attention.core_attention = written_out(attention.core_attention)
+        if has_adapters:  # they read what the norm gives, which must then be no part of the linear layer
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+            theirs.submodules.input_layernorm = theirs.submodules.pre_mlp_layernorm = TENorm
+            attention.linear_qkv = theirs.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         return theirs
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules

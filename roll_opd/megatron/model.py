@@ -3,7 +3,9 @@
 Legend: n packed tokens of this context rank, m scored tokens that it predicts, E hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,19 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import Float16Module
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from roll_opd.config.plan import MegatronPlan
+from roll_opd.config.plan import LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.frozen import thaw
+from roll_opd.hf.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.layers import layer_spec
+from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.supported import unsupported
 from roll_opd.megatron.weights.families import transformer_config
 from roll_opd.megatron.weights.source import Files
@@ -61,6 +66,9 @@ class PackedModel(GPTModel):
             # [n, 1, E] as a transposed [1, n, E] has a stride on which torch multiplies row by row: slower, and with
             # other last bits than a rank that received the same numbers in one piece
             decoder_input = decoder_input.flatten(0, 1)[:, None]
+            if torch.is_grad_enabled() and not decoder_input.requires_grad:
+                # recomputed layers have no gradient for adapters where their input has none
+                decoder_input.requires_grad_(self.config.recompute_granularity == "full")
         # of each token, in place of each position: to the rotary kernels a pack is one sequence
         return decoder_input, rotary_pos_emb[position_ids[0]], *rest
 
@@ -96,14 +104,23 @@ class HeadModel(PackedModel):
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
 
 
-def build_model(
-    plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, trainable: bool, exact: bool
-) -> tuple[Sequence[torch.nn.Module], ModelWeights]:
-    """Build this rank's model chunks (one, or one a virtual pipeline stage) with the weights of `plan.model`.
+@dataclass(frozen=True)
+class BuiltModel:
+    """This rank's model chunks (one, or one a virtual pipeline stage), and what reads and writes their weights."""
 
-    Collective. `trainable` False freezes the weights and leaves out whatever only training needs. With `exact`, f32
-    results do not depend on the layout (see `megatron.exact`). ValueError for a model whose numerics are not proven, or
-    whose weights do not fit.
+    chunks: Sequence[torch.nn.Module]
+    weights: ModelWeights
+    adapters: Adapters | None = None  # None: no LoRA
+
+
+def build_model(
+    plan: MegatronPlan, model_class: type[PackedModel] = HeadModel, *, seed: int, trainable: bool, exact: bool
+) -> BuiltModel:
+    """Build this rank's model chunks with the weights of `plan.model`, and the adapters of `plan.lora` beside them.
+
+    Collective. `trainable` False freezes the weights and leaves out whatever only training needs; with adapters, these
+    alone can be trained. With `exact`, f32 results do not depend on the layout (see `megatron.exact`). ValueError for a
+    model whose numerics are not proven, or whose weights do not fit.
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))
@@ -122,19 +139,34 @@ def build_model(
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
+    lora = plan.lora if isinstance(plan, TrainPlan) else None
     padding = VECTOR * plan.layout.tp
     weights = ModelWeights(hf_config, config, padded_vocab=-(-hf_config.vocab_size // padding) * padding)
+    spec = partial(layer_spec, config, exact=exact, has_adapters=lora is not None)
     chunks: list[torch.nn.Module] = [
-        _build_chunk(model_class, weights, hf_config, stage, plan.vocab_size, exact)
+        _build_chunk(model_class, weights, hf_config, stage, plan.vocab_size, spec)
         for stage in range(plan.layout.vpp or 1)
     ]
+    for chunk in chunks:
+        chunk.requires_grad_(trainable and lora is None)
     with Files(Path(plan.model.path)) as files:
         weights.load(chunks, files)
+        adapters = _adapters(lora, chunks, weights, files, seed) if lora else None
     if dtype is not torch.float32:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    for chunk in chunks:
-        chunk.requires_grad_(trainable)
-    return chunks, weights
+    return BuiltModel(chunks, weights, adapters)
+
+
+def _adapters(
+    lora: LoraPlan, chunks: Sequence[torch.nn.Module], weights: ModelWeights, files: Files, seed: int
+) -> Adapters:
+    adapters = Adapters(weights.linear_layers(chunks, lora.targets, files), lora, weights.sizes)
+    if lora.path is None:
+        adapters.begin(seed)
+    else:
+        file = Path(lora.path) / ADAPTER_WEIGHTS
+        adapters.load(load_file(file), str(file))
+    return adapters
 
 
 def _build_chunk(
@@ -143,14 +175,14 @@ def _build_chunk(
     hf_config: PretrainedConfig,
     stage: int,
     vocab_size: int | None,
-    exact: bool,
+    spec: Callable[[int | None], Any],
 ) -> PackedModel:
     config = weights.config
     virtual = config.virtual_pipeline_model_parallel_size is not None
     vp_stage = stage if virtual else None
     model = model_class(
         config=config,
-        transformer_layer_spec=layer_spec(config, vp_stage, exact=exact),
+        transformer_layer_spec=spec(vp_stage),
         vocab_size=weights.padded_vocab,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, vp_stage=vp_stage),

@@ -102,6 +102,8 @@ def backward_through_logits(
     weight_VE: Tensor,
     weight_grad_VE: Tensor | None,
     logits_grad: Callable[[Tensor, slice, slice], Tensor],
+    *,
+    weight_learns: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of hidden states and output embedding; each tile's logits are computed again.
 
@@ -109,9 +111,12 @@ def backward_through_logits(
         weight_grad_VE: f32, where the embedding's gradient is added; None: it is returned.
         logits_grad: (logits f32 of a tile, its rows, its columns) -> gradient of the logits over the temperature; may
             overwrite its logits.
+        weight_learns: False leaves the embedding's gradient out.
     """
     grad_hidden_ME = torch.zeros_like(hidden_ME, dtype=torch.float32)
-    total_VE = torch.zeros_like(weight_VE, dtype=torch.float32) if weight_grad_VE is None else weight_grad_VE
+    total_VE = weight_grad_VE
+    if weight_learns and total_VE is None:
+        total_VE = torch.zeros_like(weight_VE, dtype=torch.float32)
     height = min(TILE_ROWS, max(hidden_ME.size(0), 1))
     width = max(1, columns.chunk_bytes // (4 * height))
     for top in range(0, hidden_ME.size(0), height):
@@ -127,8 +132,10 @@ def backward_through_logits(
                 grad_CV *= columns.inverse_temperature
             grad_CV = grad_CV.to(hidden_ME.dtype)
             _add_product(grad_hidden_ME[rows], grad_CV, weight_VE[part])
-            _add_product(total_VE[part], grad_CV.T, hidden_CE)
-    return grad_hidden_ME.to(hidden_ME.dtype), total_VE.to(weight_VE.dtype) if weight_grad_VE is None else None
+            if total_VE is not None:
+                _add_product(total_VE[part], grad_CV.T, hidden_CE)
+    returned_VE = None if total_VE is None or weight_grad_VE is not None else total_VE.to(weight_VE.dtype)
+    return grad_hidden_ME.to(hidden_ME.dtype), returned_VE
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.cluster import warm_start
-from roll_opd.cluster.group import ActorGroup, WorkerGroup
+from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import (
     AuxiliaryPlan,
@@ -125,7 +125,8 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     sampler = asyncio.ensure_future(start_sampler(plan, plan.rollout, placement))
     await asyncio.sleep(0)  # its engines start first: they take longest
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
-    groups = {worker.name: _frozen(plan, worker, placement) for worker in _served(plan)}
+    own = {worker.name: _frozen(plan, worker, placement) for worker in _served(plan)}
+    groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}
     teachers = tuple(
         Teacher(t.worker.name, groups[plan.serving(t.worker).name], _vocab_size(t.worker), t) for t in plan.teachers
     )
@@ -137,8 +138,8 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     if plan.critic:
         critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
     learners = [role.group for role in (student, critic) if role]
-    await asyncio.gather(sampler, *_setups(plan, placement, *learners, *groups.values()))
-    followers = [Follower(worker, groups[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
+    await asyncio.gather(sampler, *_setups(plan, placement, *learners, *own.values()))
+    followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
     return RunWorkers(student, sampler.result(), FrozenModels(teachers, reference=reference), critic, followers)
 
 
@@ -158,10 +159,11 @@ async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[Supervi
     """Start the student that learns from rows, and the reference policy where there is one."""
     student = SupervisedStudent(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     reference = None
+    own = [_frozen(plan, worker, placement) for worker in _served(plan)]
     if plan.reference:
-        group = _frozen(plan, plan.reference, placement)
+        group = own[0] if own else WithoutAdapter(student.group)
         reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
-    await asyncio.gather(*_setups(plan, placement, *[role.group for role in (student, reference) if role]))
+    await asyncio.gather(*_setups(plan, placement, student.group, *own))
     return student, reference
 
 

@@ -109,11 +109,15 @@ class _LearningRank(_Rank):
     """What every rank of a model that learns has."""
 
     def save(self, directory: Path) -> None:
-        """Write training state into `directory`/state and the Hugging Face model into `directory`/hf."""
+        """Write training state into `directory`/state, the Hugging Face model into /hf, an adapter into /adapter."""
         from roll_opd.megatron.checkpoint import save_state
 
         save_state(self._engine, directory / "state")
         self._save_hf(directory / "hf")
+        if self._engine.adapters:
+            from roll_opd.megatron.export import save_adapter
+
+            save_adapter(self._engine, directory / "adapter")
 
     def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""
@@ -156,6 +160,11 @@ class TrainWorker(_LearningRank):
     def update_supervised(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Compact:
         """Make one optimizer update from rows that brought their answers; return what `MegatronTrainer.update` does."""
         return Compact(self._engine.update(samples, objective, temperature=1.0))
+
+    def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what a method of a frozen model's rank does of the weights that a LoRA student began with."""
+        with self._engine.adapters.disabled():
+            return getattr(self, method)(*args, **kwargs)
 
     def weights(self) -> list[ray.ObjectRef] | None:
         """Return references to `WeightBucket`s, all weights under Hugging Face names, from rank 0; None elsewhere."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.cluster.group import Reference, WorkerGroup
+from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
 from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience, as_read_by
@@ -19,7 +19,7 @@ from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
 
 
 async def gathered(
-    group: WorkerGroup, method: str, samples: Sequence[Experience | TrainSample], *args: Any, **kwargs: Any
+    group: FrozenGroup, method: str, samples: Sequence[Experience | TrainSample], *args: Any, **kwargs: Any
 ) -> list[Any]:
     """Have every rank run `method` on its share of the sequences; return the answer for each sample, in order."""
     sequences = Compact([(sample.tokens, sample.prompt_length) for sample in samples])
@@ -33,7 +33,7 @@ class FrozenModel:
     """A model that computes log-probs and does not learn: a teacher, or the reference policy."""
 
     name: str
-    group: WorkerGroup
+    group: FrozenGroup
     vocab_size: int
 
     async def compute_logprobs(

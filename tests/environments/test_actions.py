@@ -55,9 +55,9 @@ def test_without_a_table_any_text_is_an_action() -> None:
 @pytest.mark.parametrize("pattern", ["<answer>(.*?)</answer>", THINK, "(a+)+$"])
 @pytest.mark.parametrize("text", ["<answer>" * 20_000, "<think></think>" * 20_000, "a" * 200_000 + "b"])
 def test_a_response_made_to_take_long_does_not(pattern: str, text: str) -> None:
-    begun = time.monotonic()
+    begun = time.thread_time()
     assert reader(pattern).read(text).action is None
-    assert time.monotonic() - begun < 5 * SECONDS
+    assert time.thread_time() - begun < 5 * SECONDS
 
 
 @pytest.mark.parametrize(("name", "turn_costs"), [("frozen_lake", 0.0), ("sokoban", -0.1), ("guess_number", 0.0)])

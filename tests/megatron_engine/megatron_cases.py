@@ -167,6 +167,25 @@ INVARIANCE_LAYOUTS = {
     "pp2cp2": ("tokens", "observed"),
     "pp2vpp2dp2": ("tokens",),
 }
+# layout -> its adapters: all layers, or some of what Megatron has in one
+LORA_LAYOUTS = {
+    "tp1": "all",
+    "tp2": "all",
+    "tp2sp": "all",
+    "pp2": "all",
+    "dp2": "all",
+    "cp2": "all",
+    "pp2vpp2": "all",
+    "tp2dp2": "all",
+    "tp2sppp2": "some",
+    "tp2spcp2": "some",
+}
+LORA_TARGETS = {
+    "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "some": ("q_proj", "v_proj", "down_proj"),
+}
+LORA = {"rank": 3, "alpha": 5.0}
+LORA_RESUMES = [("tp2", "pp2"), ("dp2", "tp2"), ("cp2", "tp2"), ("tp2", "tp2")]  # (layout that saved, that loads)
 POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands where a number should
 UPDATES = 4
 SAVED_AFTER = 2
@@ -495,6 +514,8 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
             jobs.append({**job, "name": f"half-{layout}", "dtype": "bf16", "save_after": None})
         if layout in CRITIC_LAYOUTS:
             jobs.append(_critic_job(layout, "valued"))
+    for layout in (name for name in LORA_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs.append(lora_job(layout))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "distil", "name": f"distil-{layout}", "layout": layout})
     for layout in (name for name in SUPERVISED_LAYOUTS if LAYOUTS[name].world_size == world):
@@ -577,6 +598,17 @@ def resume_name(saved: str, loads: str, distributed: bool) -> str:
     return f"resume-{saved}-{loads}-{'distributed' if distributed else 'plain'}"
 
 
+def lora_job(layout: str, loads: str | None = None) -> dict[str, Any]:
+    return {
+        "op": "lora",
+        "name": f"lora-{layout}" + (f"-resumed-{loads}" if loads else ""),
+        "layout": loads or layout,
+        "targets": LORA_TARGETS[LORA_LAYOUTS[layout]],
+        "load": f"lora-{layout}.ckpt" if loads else None,
+        "save": not loads and layout in {saved for saved, _ in LORA_RESUMES},
+    }
+
+
 def _resume_jobs(root: Path) -> list[dict[str, Any]]:
     critics = [
         {
@@ -587,7 +619,8 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
         }
         for saved, loads in CRITIC_RESUMES
     ]
-    return critics + [
+    adapters = [lora_job(saved, loads) for saved, loads in LORA_RESUMES]
+    return critics + adapters + [
         {
             **_train_job(loads, resumed_model(saved, loads), distributed, tokens),
             "name": resume_name(saved, loads, distributed),

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from megatron_cases import (
     DISTILLING,
+    LORA,
+    LORA_TARGETS,
     TEACHERS,
     TEMPERATURE,
     UPDATES,
@@ -18,6 +20,7 @@ from megatron_cases import (
     train_samples,
     value_samples,
 )
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -81,6 +84,24 @@ def save_models(directory: Path) -> None:
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory / name)
+    for targets in LORA_TARGETS.values():
+        save_adapter(directory / f"adapter-{len(targets)}", str(directory / "deep"), targets, **LORA)
+
+
+def save_adapter(path: Path, base: str, targets: Sequence[str], rank: int, alpha: float) -> None:
+    """Write an adapter of which neither matrix is zero, as peft saves it."""
+    torch.manual_seed(len(targets))
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), task_type="CAUSAL_LM")
+    model = get_peft_model(load(base), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+
+
+def load_adapted(base: str, adapter: Path, *, learns: bool = False) -> PeftModel:
+    return PeftModel.from_pretrained(load(base), adapter, is_trainable=learns)
 
 
 def load(path: str | Path) -> PreTrainedModel:
@@ -151,8 +172,15 @@ def learning_rate(step: int) -> float:
 
 def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
     """Train with autograd and torch's AdamW; return what each update reports, and the weights."""
-    model = load(path)
+    return _trained(load(path), objective_name, objective)
 
+
+def naive_lora_training(base: str, adapter: Path) -> tuple[list[dict], dict]:
+    """The same with peft: only the adapter learns."""
+    return _trained(load_adapted(base, adapter, learns=True), "opd", ObjectivePlan())
+
+
+def _trained(model: PreTrainedModel, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
     def loss(step: int) -> torch.Tensor:
         samples = train_samples(step, objective_name)
         logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
@@ -232,8 +260,9 @@ def naive_critic_training(path: str) -> tuple[list[dict], dict]:
 def descend(model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor]) -> tuple[list[dict], dict]:
     """Minimise the loss of each step with clipped gradients, the schedule of `optimizer_plan` and torch's AdamW."""
     plan = optimizer_plan(False)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]  # never decayed
+    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = [parameter for parameter in learning.values() if parameter.ndim > 1]
+    vectors = [parameter for parameter in learning.values() if parameter.ndim == 1]  # never decayed
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(plan.adam_beta1, plan.adam_beta2),
@@ -244,12 +273,12 @@ def descend(model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor]) -> t
         loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
-        norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))
+        norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in learning.values()))
         scale = min(1.0, plan.max_grad_norm / (norm + 1e-6))
-        for parameter in model.parameters():
+        for parameter in learning.values():
             parameter.grad.mul_(scale)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step + 1)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate(step + 1)})
-    return records, {name: tensor.detach() for name, tensor in model.named_parameters()}
+    return records, {name: tensor.detach() for name, tensor in learning.items()}

@@ -27,6 +27,7 @@ from roll_opd.algorithms.divergences import divergence, topk_divergence
 from roll_opd.config.plan import (
     CriticPlan,
     FollowingPlan,
+    LoraPlan,
     MegatronPlan,
     MicroBatchLimits,
     ModelPlan,
@@ -39,7 +40,7 @@ from roll_opd.megatron import checkpoint, parallel
 from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.export import hf_tensors, save_hf
+from roll_opd.megatron.export import hf_tensors, save_adapter, save_hf
 from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -101,6 +102,47 @@ def train(job: Job, root: Path) -> None:
             save(trainer, root / f"{job['name']}.ckpt")
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def lora(job: Job, root: Path) -> None:
+    """Train adapters, which begin as they are on disk; save and export them."""
+    layout, path = cases.LAYOUTS[job["layout"]], cases.model_path(root, "deep")
+    adapter = str(root / "models" / f"adapter-{len(job['targets'])}")
+    devices = tuple(range(layout.world_size))
+    plan = TrainPlan(
+        "train",
+        ModelPlan(path),
+        devices,
+        layout,
+        MicroBatchLimits(tokens=100),
+        train_limits=MicroBatchLimits(tokens=70),
+        optimizer=cases.optimizer_plan(True),
+        lora=LoraPlan(job["targets"], path=adapter, **cases.LORA),
+    )
+    trainer = MegatronTrainer(plan, seed=0)
+    if job["load"]:
+        checkpoint.load_state(trainer, root / job["load"])
+    sequences = cases.sequences(cases.VOCABULARY)
+    with trainer.adapters.disabled():
+        write_arrays(root / f"{job['name']}-off.npz", trainer.compute_logprobs(sequences, 1.0))
+    records = []
+    for step in range(cases.SAVED_AFTER if job["load"] else 0, cases.UPDATES):
+        records.append(record(trainer.update(cases.train_samples(step, "opd"), ObjectivePlan(), cases.TEMPERATURE)))
+        if job["save"] and step + 1 == cases.SAVED_AFTER:
+            save(trainer, root / f"{job['name']}.ckpt")
+    write_json(root / f"{job['name']}.json", records)
+    write_arrays(root / f"{job['name']}-on.npz", trainer.compute_logprobs(sequences, 1.0))
+    save_hf(trainer, root / f"{job['name']}.hf")
+    save_adapter(trainer, root / f"{job['name']}.adapter")
+    parallel.shutdown()
+    meet_anew(root / f"port-{job['name']}")
+    fresh = MegatronTrainer(replace(plan, lora=replace(plan.lora, path=None)), seed=0)
+    write_arrays(root / f"{job['name']}-zero.npz", fresh.compute_logprobs(sequences, 1.0))
+    save_adapter(fresh, root / f"{job['name']}-zero.adapter")
+    parallel.shutdown()
+    meet_anew(root / f"port-{job['name']}-base")
+    bare = MegatronEngine(MegatronPlan("bare", ModelPlan(path), devices, layout, MicroBatchLimits(tokens=100)), seed=0)
+    write_arrays(root / f"{job['name']}-base.npz", bare.compute_logprobs(sequences, 1.0))
 
 
 def invariance(job: Job, root: Path) -> None:
@@ -530,6 +572,7 @@ def memory(job: Job, root: Path) -> None:
 
 
 OPERATIONS = {
+    "lora": lora,
     "frozen": frozen,
     "train": train,
     "invariance": invariance,

@@ -34,6 +34,15 @@ class Sizes:
 class Cut(Protocol):
     """`read` and `join` undo each other."""
 
+    @property
+    def dim(self) -> int | None:
+        """The dimension that ranks share; None: each has the whole."""
+        ...
+
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+        """Return this rank's shares, one a name, as they lie in the parameter; its rows are their dimension `dim`."""
+        ...
+
     def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
         """Return the parameter of tensor rank `rank` of `ranks`."""
         ...
@@ -43,8 +52,17 @@ class Cut(Protocol):
         ...
 
 
-class Same:
+class _OneName:
+    """Of a parameter that is one tensor of Hugging Face's."""
+
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+        return shares[0]
+
+
+class Same(_OneName):
     """All ranks have the whole."""
+
+    dim = None
 
     def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
         return _share(source, names[0], 0, 0, 1)
@@ -54,7 +72,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(_OneName):
     """Equal shares of dimension `dim`."""
 
     dim: int
@@ -66,8 +84,10 @@ class Split:
         return [torch.cat(list(shards), self.dim)]
 
 
-class Vocabulary:
+class Vocabulary(_OneName):
     """Equal shares of the rows, with rows of zeros behind the last one."""
+
+    dim = 0
 
     def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
         stored, each = source.shape(names[0])[0], sizes.padded_vocab // ranks
@@ -86,8 +106,13 @@ class Vocabulary:
 class Gated:
     """Two matrices of which each rank has its rows of the first, then its rows of the second."""
 
+    dim = 0
+
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
+        return torch.cat(list(shares), dim)
+
     def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
-        return torch.cat([_share(source, name, 0, rank, ranks) for name in names])
+        return self.arrange([_share(source, name, 0, rank, ranks) for name in names], ranks, sizes)
 
     def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
@@ -97,10 +122,14 @@ class Gated:
 class Heads:
     """Queries, keys and values, sorted by key/value head: its queries, its key, its value; each rank has its heads."""
 
-    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
-        shares = [_share(source, name, 0, rank, ranks) for name in names]
+    dim = 0
+
+    def arrange(self, shares: Sequence[Tensor], ranks: int, sizes: Sizes, dim: int = 0) -> Tensor:
         local = sizes.kv_heads // ranks
-        return torch.cat([share.unflatten(0, (local, -1)) for share in shares], 1).flatten(0, 1)
+        return torch.cat([share.unflatten(dim, (local, -1)) for share in shares], dim + 1).flatten(dim, dim + 1)
+
+    def read(self, source: Source, names: Sequence[str], rank: int, ranks: int, sizes: Sizes) -> Tensor:
+        return self.arrange([_share(source, name, 0, rank, ranks) for name in names], ranks, sizes)
 
     def join(self, shards: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         by_head = torch.cat(list(shards)).unflatten(0, (sizes.kv_heads, -1))

@@ -1,20 +1,21 @@
 """Weights into and out of a Megatron model, under Hugging Face's names: no rank reads or holds more than it needs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from roll_opd.hf.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
+from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, last_part
 from roll_opd.megatron.weights.cuts import Sizes
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import Files, Given
+from roll_opd.megatron.weights.stream import Shard, streamed, tensor_rank
 
 ROWS_LOOKED_AT = 64  # of a matrix, spread over it
 IN_DECODER = "decoder.layers."
@@ -35,7 +36,7 @@ class ModelWeights:
         self.config, self.padded_vocab = config, padded_vocab
         self._family = FAMILIES[hf_config.model_type]
         self._tied = bool(hf_config.tie_word_embeddings)
-        self._sizes = Sizes(
+        self.sizes = Sizes(
             hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.vocab_size, padded_vocab
         )
 
@@ -47,12 +48,12 @@ class ModelWeights:
                 of its rows.
         """
         self._check_names(source)
-        rank, ranks = _tensor_rank()
+        rank, ranks = tensor_rank()
         read_from = LookedAt(source) if isinstance(source, Files) else source
-        for place, parameter in _parameters(models):
+        for place, _, parameter in _parameters(models):
             entry = self._entry(place)
             names = entry.of(place.layer)
-            part = entry.cut.read(read_from, names, rank, ranks, self._sizes)
+            part = entry.cut.read(read_from, names, rank, ranks, self.sizes)
             if part.shape != parameter.shape:
                 raise ValueError(
                     f"{source}: {' and '.join(names)} give {list(part.shape)} on this rank, config.json makes it"
@@ -64,31 +65,27 @@ class ModelWeights:
     def whole_tensors(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor, by its name, on rank 0, and nothing on the others. Collective: iterate to the end.
 
-        Stage after stage, parameter after parameter, so that rank 0 has room for little more than a tensor. What is
-        yielded may be the parameter's own memory.
+        Adapters are added to what they stand beside. What is yielded may be the parameter's own memory.
         """
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True):
-            return  # these ranks have what the first have
-        stage, group = parallel_state.get_pipeline_model_parallel_rank(), _pipeline_group()
-        mine = list(_parameters(models))
-        listed: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(listed, [(place, p.shape, p.dtype) for place, p in mine], group=group)
-        seen: set[str] = set()
-        for owner, facts in enumerate(listed):
-            for number, (place, shape, dtype) in enumerate(facts):
-                entry = self._entry(place)
-                names = entry.of(place.layer)
-                if names[0] in seen:  # tied embeddings are on two stages
-                    continue
-                seen.add(names[0])
-                shards = _of_tensor_ranks(mine[number][1].detach()) if owner == stage else None
-                if _tensor_rank()[0]:
-                    continue
-                if owner:
-                    shards = _to_first_stage(shards, owner, shape, dtype)
-                if stage == 0:
-                    assert shards is not None
-                    yield from zip(names, entry.cut.join(shards, self._sizes), strict=True)
+        shards = []
+        for place, module, parameter in _parameters(models):
+            entry = self._entry(place)
+            shard = Shard(entry.of(place.layer), entry.cut, parameter.shape, parameter.dtype)
+            shards.append((shard, partial(with_adapter, module, parameter)))
+        return streamed(shards, self.sizes)
+
+    def linear_layers(
+        self, models: Sequence[torch.nn.Module], targets: Collection[str], source: Files
+    ) -> list[LinearLayer]:
+        """Return this rank's linear layers that hold one of Hugging Face's modules which are called as in `targets`."""
+        found = []
+        for place, module, parameter in _parameters(models):
+            entry = self._entry(place)
+            tensors = entry.of(place.layer)
+            names = tuple(name.removesuffix(".weight") for name in tensors)
+            if parameter.dim() == 2 and any(last_part(name) in targets for name in names):
+                found.append(LinearLayer(module, names, tuple(map(source.shape, tensors)), entry.cut))
+        return found
 
     def _entry(self, place: Place) -> Entry:
         if self._tied and place.name == "output_layer.weight":
@@ -136,47 +133,29 @@ def is_lost(name: str, tensor: Tensor) -> bool:
     return 2 * int(looked_at.sum()) <= len(looked_at)
 
 
-def _parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Place, torch.nn.Parameter]]:
-    """Yield this rank's parameters in an order that all tensor ranks share."""
+def with_adapter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> Tensor:
+    """Return a parameter of `module`, with what the adapter beside it adds to it."""
+    adapter = module._modules.get(ADAPTER)
+    if adapter is None or parameter is not module.weight:
+        return parameter
+    assert isinstance(adapter, Adapter)
+    return adapter.added_to(parameter)
+
+
+def _parameters(
+    models: Sequence[torch.nn.Module],
+) -> Iterator[tuple[Place, torch.nn.Module, torch.nn.Parameter]]:
+    """Yield this rank's parameters, each with the module that has it, in an order that all tensor ranks share."""
     whole: Any
     for whole in models:
-        layers = whole.decoder.layers
-        for name, parameter in whole.named_parameters():
-            if not name.startswith(IN_DECODER):
-                yield Place(name, None), parameter
-                continue
-            number, _, within = name.removeprefix(IN_DECODER).partition(".")
-            yield Place(within, layers[int(number)].layer_number - 1), parameter
-
-
-def _tensor_rank() -> tuple[int, int]:
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-
-
-def _pipeline_group() -> Any:
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def _of_tensor_ranks(shard: Tensor) -> list[Tensor] | None:
-    """Return the shards of all tensor ranks on the first of them, None on the others. Collective over these."""
-    rank, ranks = _tensor_rank()
-    if ranks == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(ranks)] if rank == 0 else None
-    dist.gather(shard.contiguous(), shards, group=parallel_state.get_tensor_model_parallel_group(), group_dst=0)
-    return shards
-
-
-def _to_first_stage(
-    shards: list[Tensor] | None, owner: int, shape: torch.Size, dtype: torch.dtype
-) -> list[Tensor] | None:
-    """Send the shards of a parameter from the stage that owns it to the first one; None on all but this."""
-    stage, ranks = parallel_state.get_pipeline_model_parallel_rank(), _tensor_rank()[1]
-    if stage == owner:
-        assert shards is not None
-        dist.send(torch.stack(shards), group=_pipeline_group(), group_dst=0)
-    elif stage == 0:
-        received = torch.empty(ranks, *shape, dtype=dtype, device=torch.cuda.current_device())
-        dist.recv(received, group=_pipeline_group(), group_src=owner)
-        return list(received)
-    return None
+        layers, seen = whole.decoder.layers, set()
+        for path, module in whole.named_modules():
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter in seen or ADAPTER in path.split("."):
+                    continue
+                seen.add(parameter)
+                if not name.startswith(IN_DECODER):
+                    yield Place(name, None), module, parameter
+                    continue
+                number, _, within = name.removeprefix(IN_DECODER).partition(".")
+                yield Place(within, layers[int(number)].layer_number - 1), module, parameter

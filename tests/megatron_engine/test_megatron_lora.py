@@ -1,0 +1,112 @@
+"""LoRA in every layout: against peft on Hugging Face's model, and layouts against each other."""
+
+import json
+import math
+from typing import Any
+
+import megatron_cases as cases
+import megatron_reference as reference
+import numpy as np
+import pytest
+import torch
+from megatron_answers import Answers
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+Trained = dict[str, tuple[list[dict], dict[str, torch.Tensor]]]
+
+
+def base(answers: Answers) -> str:
+    return cases.model_path(answers.root, "deep")
+
+
+def beginning(answers: Answers, layout: str) -> Any:
+    return answers.root / "models" / f"adapter-{len(cases.LORA_TARGETS[cases.LORA_LAYOUTS[layout]])}"
+
+
+@pytest.fixture(scope="module")
+def naive(answers: Answers) -> Trained:
+    """Of each kind of adapter: what peft and torch make of the same updates."""
+    return {
+        kind: reference.naive_lora_training(base(answers), answers.root / "models" / f"adapter-{len(targets)}")
+        for kind, targets in cases.LORA_TARGETS.items()
+    }
+
+
+@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+def test_training_equals_pefts(answers: Answers, naive: Trained, layout: str) -> None:
+    wanted, final = naive[cases.LORA_LAYOUTS[layout]]
+    found = json.loads((answers.root / f"lora-{layout}.json").read_text())
+    for record, plain in zip(found, wanted, strict=True):
+        assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
+        assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
+        assert all(record["applied"])
+    exported = load_file(answers.root / f"lora-{layout}.adapter" / "adapter_model.safetensors")
+    begun = load_file(beginning(answers, layout) / "adapter_model.safetensors")
+    by_name = {name.replace(".default.", "."): tensor for name, tensor in final.items()}
+    assert exported.keys() == by_name.keys() == begun.keys()
+    for name, tensor in by_name.items():
+        assert (exported[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+        moved = (tensor - begun[name]).norm()
+        assert (exported[name] - tensor).norm() <= 2e-3 * moved, name
+
+
+@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+def test_peft_loads_the_adapter_and_the_merged_model_is_both(answers: Answers, layout: str) -> None:
+    name = f"lora-{layout}"
+    adapted = reference.load_adapted(base(answers), answers.root / f"{name}.adapter")
+    merged, found = reference.load(answers.root / f"{name}.hf"), answers.arrays(f"{name}-on")
+    for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
+        with torch.no_grad():
+            wanted = reference.token_logprobs(adapted, tokens, prompt, 1.0).numpy()
+            also = reference.token_logprobs(merged, tokens, prompt, 1.0).numpy()
+        np.testing.assert_allclose(found[str(number)], wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(also, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout: str) -> None:
+    """Of a model that was never given one, in the same layout."""
+    plain = answers.arrays(f"lora-{layout}-base")
+    for state in ("off", "zero"):
+        found = answers.arrays(f"lora-{layout}-{state}")
+        assert found.keys() == plain.keys()
+        assert all(np.array_equal(found[number], plain[number]) for number in plain), state
+    assert any(not np.array_equal(answers.arrays(f"lora-{layout}-on")[number], plain[number]) for number in plain)
+
+
+@pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
+def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, layout: str) -> None:
+    """B is zero; A is uniform within 1 / sqrt(inputs), as peft draws it."""
+    first = load_file(answers.root / "lora-tp1-zero.adapter" / "adapter_model.safetensors")
+    found = load_file(answers.root / f"lora-{layout}-zero.adapter" / "adapter_model.safetensors")
+    for name, tensor in found.items():
+        assert torch.equal(tensor, first[name]), name
+        if ".lora_B." in name:
+            assert not tensor.any(), name
+        else:
+            bound = tensor.size(1) ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound and abs(tensor.mean()) < 0.3 * bound, name
+
+
+@pytest.mark.parametrize(("saved", "loads"), cases.LORA_RESUMES)
+def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) -> None:
+    straight, resumed = (
+        load_file(answers.root / f"{name}.adapter" / "adapter_model.safetensors")
+        for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}")
+    )
+    for name, tensor in straight.items():
+        if saved == loads:
+            assert torch.equal(resumed[name], tensor), name
+        else:
+            assert (resumed[name] - tensor).abs().max() <= 1e-6, name
+
+
+def test_a_checkpoint_holds_the_adapter_alone(answers: Answers) -> None:
+    """The matrices, two moments and a master copy of each; nothing of the base."""
+    adapter = load_file(beginning(answers, "tp2") / "adapter_model.safetensors")
+    entries = FileSystemReader(answers.root / "lora-tp2.ckpt").read_metadata().state_dict_metadata
+    tensors = {name: math.prod(of.size) for name, of in entries.items() if isinstance(of, TensorStorageMetadata)}
+    assert all(".lora_" in name for name in tensors if tensors[name] > 1), tensors
+    assert sum(tensors.values()) == 4 * sum(tensor.numel() for tensor in adapter.values())
