@@ -6,13 +6,16 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
 SESSIONS := test-rooms test-launches test-megatron test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
-PYTEST := $(PYTHON_IN_VENV) -u -m pytest
-SHOWN = | sed -u 's/^/$(@:test-%=%): /' # whole lines, each with its session's name
+PYTEST = mkdir -p $(LOGS) && $(PYTHON_IN_VENV) -u -m pytest
+LOGS := build/tests
+# whole lines, each with its session's name
+SHOWN = 2>&1 | tee $(LOGS)/$(@:test-%=%).log | sed -u 's/^/$(@:test-%=%): /'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 # sessions run side by side: threads of one that wait, spinning, for those of another cost five times the work
 test-% fast-%: export OMP_NUM_THREADS := 1
+test-%: export COLUMNS := 120
 
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,8 +39,11 @@ setup:
 demo: setup
 	@$(DEMO)
 
+# what failed is said again at the end, where somebody looks
 test: setup
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style
+	@rm -rf $(LOGS)
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style \
+		|| { grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed))' $(LOGS)/*.log; exit 1; }
 
 test-rooms:
 	@$(PYTEST) -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)

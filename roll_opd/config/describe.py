@@ -9,6 +9,7 @@ from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.plan import (
     CorrectionPlan,
     FollowingPlan,
+    LoraPlan,
     RewardPlan,
     RolloutPlan,
     RunPlan,
@@ -43,11 +44,11 @@ OTHER_TAGS = "*"  # in `routing`: every tag that no teacher and no reward names
 def to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain data: `mode`, `pipeline`, `roles`, `routing`, `batch`, `objective`, `warnings`, ….
 
-    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer`, of teachers `context` and
-    `follows_student`, and memory in bytes,
-    `memory_bytes_per_rank` (of the stage that needs most) and `memory_bytes_of_stages` (the parts of each); what does
-    not apply to it is null. For the rollout, `dp` is the number of engines. `routing` maps each tag that a teacher or a
-    reward names, and "*" for all others, to its `teachers` and `rewards`.
+    A role has `strategy, model, devices, tp, pp, cp, ep, dp, tags, opd_kl_coef, optimizer, lora`, of teachers `context`
+    and `follows_student`, and memory in bytes, `memory_bytes_per_rank` (of the stage that needs most) and
+    `memory_bytes_of_stages` (the parts of each); what does not apply to it is null. For the rollout, `dp` is the number
+    of engines. `routing` maps each tag that a teacher or a reward names, and "*" for all others, to its `teachers` and
+    `rewards`.
     """
     return {
         "mode": plan.mode,
@@ -88,6 +89,7 @@ def _roles(plan: RunPlan) -> dict[str, dict[str, Any]]:
             "context": asdict(teacher.context) if teacher and teacher.context else None,
             "follows_student": shared(FollowKeys, role) if isinstance(role, FollowingPlan) else None,
             "optimizer": asdict(role.optimizer) if isinstance(role, TrainPlan) else None,
+            "lora": asdict(role.lora) if isinstance(role, TrainPlan) and role.lora else None,
             "memory_bytes_per_rank": sum(fullest(plan.memory.get(name, ())).values()),
             "memory_bytes_of_stages": [dict(parts) for parts in plan.memory.get(name, ())],
         }
@@ -151,7 +153,7 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
         ),
         "Devices": _sharing(content["roles"]),
         "Routing": _routing_lines(plan, content),
-        "Teachers": _teacher_lines(plan),
+        "Frozen models": _frozen_lines(plan),
         "Batch": _batch_lines(plan, content["batch"]),
         "Memory a rank (estimate)": [*_memory_lines(plan), *_device_lines(plan)],
         "Objective": _objective_lines(plan),
@@ -253,8 +255,8 @@ def _routing_lines(plan: RunPlan, content: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _teacher_lines(plan: RunPlan) -> list[str]:
-    """Say what teachers read beside the student's prompt, and which follow the student."""
+def _frozen_lines(plan: RunPlan) -> list[str]:
+    """Say what teachers read beside the student's prompt, and which frozen models are the student itself."""
     lines = []
     for teacher in plan.teachers:
         if context := teacher.context:
@@ -263,7 +265,8 @@ def _teacher_lines(plan: RunPlan) -> list[str]:
             lines.append(f"  {teacher.name} reads {read}; at most {context.prompt_length} tokens before a response")
         if isinstance(teacher.worker, FollowingPlan):
             lines.append(f"  {teacher.name} is the student, {_age(teacher.worker)}")
-    return lines
+    frozen = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
+    return lines + [f"  {role.name} is the student without its adapter" for role in frozen if plan.is_base(role)]
 
 
 def _age(worker: FollowingPlan) -> str:
@@ -322,8 +325,14 @@ def _objective_lines(plan: RunPlan) -> list[str]:
     return [
         *(of_rows if plan.rollout is None else of_rollouts),
         f"  {_optimizer(plan.student)}",
+        *([f"  {_lora(plan.student.lora)}"] if plan.student.lora else []),
         *[f"  critic: {_optimizer(critic)}, mini-batches of {critic.mini_batch_sequences}" for critic in critics],
     ]
+
+
+def _lora(lora: LoraPlan) -> str:
+    begun = f", beginning as {lora.path}" if lora.path else ""
+    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}{begun}"
 
 
 def _optimizer(learner: TrainPlan) -> str:

@@ -11,6 +11,7 @@ from roll_opd.config.plan import (
     CriticPlan,
     FollowingPlan,
     Layout,
+    LoraPlan,
     MegatronPlan,
     MicroBatchLimits,
     RolloutPlan,
@@ -66,6 +67,17 @@ class Shard:
             dense -= ends // 2
         return int(dense / layout.tp), int(experts / (layout.ep * self.expert_tp * layout.pp))
 
+    def adapter_parameters(self, lora: LoraPlan) -> int:
+        """Return the parameters of a rank's adapters; of each pair one matrix is cut as its layer is."""
+        info, tp = self.info, self.layout.tp
+        queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
+        outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        outputs |= dict.fromkeys(("gate_proj", "up_proj"), info.intermediate)
+        inputs = {"o_proj": queries, "down_proj": info.intermediate}
+        columns = sum(info.hidden + outputs[name] // tp for name in lora.targets if name in outputs)
+        rows = sum(inputs[name] // tp + info.hidden for name in lora.targets if name in inputs)
+        return int(lora.rank * (columns + rows) * info.layers / self.layout.pp)
+
     def layer_elements(self) -> float:
         """Return the elements a token that one layer keeps for its backward pass on a rank, averaged over layers.
 
@@ -120,6 +132,8 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
     response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
     longer = {t.worker.name: t.context.prompt_length + response for t in plan.teachers if t.context}
     for name, role in plan.megatron_roles().items():
+        if plan.is_base(role):
+            continue  # the student has its weights, and computes for it
         shard = shard_of(models[name], role)
         found[name] = tuple(
             train_memory(shard, role, longest, stage)
@@ -143,7 +157,8 @@ def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Par
     """Return the bytes that a training rank of a stage needs.
 
     weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the distributed
-    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and the head's as `Shard` says.
+    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and the head's as `Shard` says. With LoRA, p
+    of gradients and optimizer are the adapters' alone.
     """
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)
@@ -153,8 +168,11 @@ def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Par
         copies, expert_copies = 1, 1
     micro_batches = max(1, plan.mini_batch_sequences // layout.dp)
     tokens = _tokens(plan.train_limits, longest, layout)
+    weights, adapters = dense + experts, shard.adapter_parameters(plan.lora) if plan.lora else 0
+    if plan.lora:
+        dense, experts = adapters, 0
     return {
-        "weights": (dense + experts) * size,
+        "weights": (weights + adapters) * size,
         "gradients": (dense + experts) * GRADIENT_BYTES,
         "optimizer": int(state * (dense / copies + experts / expert_copies)),
         "activations": int(tokens * shard.kept_elements(stage, plan.megatron_args, micro_batches) * size),

@@ -620,12 +620,16 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
         for saved, loads in CRITIC_RESUMES
     ]
     adapters = [lora_job(saved, loads) for saved, loads in LORA_RESUMES]
-    return critics + adapters + [
-        {
-            **_train_job(loads, resumed_model(saved, loads), distributed, tokens),
-            "name": resume_name(saved, loads, distributed),
-            "save_after": None,
-            "load": str(root / f"{train_name(resumed_model(saved, loads), saved, distributed, tokens)}.ckpt"),
-        }
-        for saved, loads, distributed, tokens in RESUMES
-    ]
+    return (
+        critics
+        + adapters
+        + [
+            {
+                **_train_job(loads, resumed_model(saved, loads), distributed, tokens),
+                "name": resume_name(saved, loads, distributed),
+                "save_after": None,
+                "load": str(root / f"{train_name(resumed_model(saved, loads), saved, distributed, tokens)}.ckpt"),
+            }
+            for saved, loads, distributed, tokens in RESUMES
+        ]
+    )
