@@ -46,6 +46,7 @@ def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.
         "context": None,
         "follows_student": None,
         "optimizer": None,
+        "lora": None,
         "memory_bytes_per_rank": 0,
     }
     for role in content["roles"].values():

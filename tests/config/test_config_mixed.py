@@ -226,7 +226,7 @@ def test_a_bound_on_how_old_samples_are_is_kept_by_making_them_now(mixed: dict[s
             {"rewards.math_rule.worker_cls": "roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker"},
             "the reward worker 'roll.pipeline.rlvr.rewards.fancy.FancyRewardWorker' is not available yet",
         ),
-        ({"actor_train.model_args.lora_target": "all-linear"}, "LoRA adapters and frozen modules are not available"),
+        ({"actor_train.model_args.freeze_module_prefix": "vision"}, "freeze_module_prefix: is not available yet"),
     ],
 )
 def test_planned_but_not_available_yet(

@@ -102,7 +102,6 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"rewards.math_rule.worker_cls": "mathrule"}, ["no reward worker 'mathrule'", "math_rule"]),
     ({"rewards.code.worker_cls": "a.B"}, ["rewards.code.tag_included: every tag", "rewards.math_rule"]),
     ({"use_opd": True}, ["use_opd", "exclude each other"]),
-    ({"student_train.model_args.lora_target": "all"}, ["lora_target: LoRA adapters"]),
     (
         {f"student_train.{MEGATRON}.bf16": True},
         ["bf16: true contradicts student_train.model_args.dtype fp32"],

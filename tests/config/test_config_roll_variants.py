@@ -184,15 +184,6 @@ def test_options_that_an_engine_no_longer_has(plan: Plan) -> None:
     assert any("VLLM_USE_V1: is an environment variable" in text and "system_envs" in text for text in run.warnings)
 
 
-def test_an_adapter_is_refused_once_whoever_has_it(problems: Problems, plan: Plan) -> None:
-    (found,) = problems({"student_train.model_args.lora_rank": 8, "student_infer.model_args.lora_rank": 8})
-    assert found.startswith(
-        "student_train.model_args.lora_rank: LoRA adapters and frozen modules are not available yet"
-    )
-    off = {"student_train.model_args.lora_rank": 0, "student_infer.model_args.lora_rank": None}
-    assert plan({**off, "student_train.model_args.lora_alpha": 16})
-
-
 ROLE = {"model_args": {"dtype": "bf16"}, "device_mapping": "[0]", "strategy_args": {"strategy_name": "fsdp2_train"}}
 
 

@@ -12,9 +12,10 @@ import yaml
 from config_assets import set_key, write_model
 
 from roll_opd.config import machine
+from roll_opd.config.adapters import LINEAR
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.plan import RunPlan
+from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.config.schema import Top, Worker, keys_of
 from roll_opd.config.trinity.keys import KEYS
 from roll_opd.config.trinity.reading import Machine
@@ -336,6 +337,11 @@ def test_an_auxiliary_model_samples_as_it_is_written(plan: Planner, root: Path) 
     assert found.teachers and found.workflow.auxiliary_models[0].engine.sampling.max_new_tokens == 11
 
 
+def test_an_adapter(plan: Planner) -> None:
+    written, _ = plan(GRPO, {"model.lora_configs": [{"name": "lora", "is_dummy": True, "path": "", "lora_rank": 4}]})
+    assert written.student.lora == LoraPlan(LINEAR, 4, 32.0)  # alpha and targets: their defaults
+
+
 def test_keys_of_0_6(plan: Planner) -> None:
     place, engine = "buffer.explorer_input.taskset", "explorer.rollout_model"
     mapped = {
@@ -455,7 +461,7 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         "algorithm.batch_size": 3,
         "buffer.explorer_input.taskset.path": "openai/gsm8k",
         "buffer.explorer_input.taskset.storage_type": "sql",
-        "model.lora_configs": [{"name": "lora"}],
+        "model.lora_configs": [{"name": "lora", "exclude_modules": "lm_head"}],
         "data_processor.experience_pipeline.operators": [{"name": "x"}],
         "stages": [{"stage_name": "one"}],
         "trainer.trainer_config_path": "verl.yaml",
@@ -468,7 +474,7 @@ def test_everything_refused_is_told_at_once(refusals: Any) -> None:
         "algorithm.batch_size": "belongs to buffer.batch_size",
         "buffer.explorer_input.taskset.path": "hf download openai/gsm8k",
         "buffer.explorer_input.taskset.storage_type": "sql is not available",
-        "model.lora_configs": "LoRA",
+        "model.lora_configs": "has exclude_modules",
         "data_processor.experience_pipeline.operators": "in the workflow",
         "stages": "for each stage",
         "trainer.trainer_config_path": "not read",

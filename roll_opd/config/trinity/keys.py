@@ -223,7 +223,7 @@ KEYS: dict[str, Rule] = {
     "model.min_response_tokens": ENGINE_KEYS["min_response_tokens"],
     "model.enable_prompt_truncation": _LONG_PROMPT,
     **_below("model", _all(_TEMPLATE, "custom_chat_template chat_template_path")),
-    "model.lora_configs": only(None, [], instead="LoRA is not available; remove it, and the whole model is trained"),
+    "model.lora_configs": PART,
     **_below("model", _all(NOTHING, "fully_sharded_loras max_cpu_loras")),
     "model.tinker": only(
         None, {}, {"enable": False}, instead="training is done here, with Megatron-core; remove the section"

@@ -44,6 +44,12 @@ UNUSED = {  # what is written and has no effect, by what it begins with
     "trainer.megatron": "trainer_strategy is not megatron",
     f"{EVAL_TASKSETS}.": "validation is done as training is",
 }
+# of an adapter in model.lora_configs -> ours, and Trinity-RFT's default
+LORA = {
+    "lora_rank": ("lora_rank", 32),
+    "lora_alpha": ("lora_alpha", 32),
+    "target_modules": ("lora_target", "all-linear"),
+}
 THINKING = ("math_workflow", "async_math_workflow")
 FilesOf = Callable[[str, str, str | None], list[str]]
 
@@ -97,6 +103,24 @@ def _names(read: Translation) -> None:
             read.drop(f"{pipeline}.{name}", "")
 
 
+def _adapter(read: Translation) -> None:
+    """LoRA: one adapter, beside the linear layers of the student."""
+    place = "model.lora_configs"
+    entries = read.entries(place)
+    if not entries:
+        return
+    known = {"name", "base_model_name", "lora_dtype", "is_dummy", "path", *LORA}
+    odd = sorted(key for key in entries[0].keys() - known if entries[0][key])
+    if len(entries) > 1 or odd:
+        said = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
+        read.tell.problem(place, f"{said}; one adapter of the student's is trained, with {', '.join(LORA)}")
+        return
+    for name, (ours, default) in LORA.items():
+        read.put(f"{{train}}.model_args.{ours}", entries[0].get(name, default), place)
+    if entries[0].get("path") and not entries[0].get("is_dummy"):
+        read.put("{train}.model_args.adapter_name_or_path", entries[0]["path"], place)
+
+
 def _models_and_lengths(read: Translation) -> None:
     model, key = read.first("model.model_path")
     if not model:
@@ -108,6 +132,7 @@ def _models_and_lengths(read: Translation) -> None:
     if not read.values.get("critic") and "model.critic_model_path" in read.found:
         read.drop("model.critic_model_path", "the algorithm has no critic")
     _auxiliary_models(read)
+    _adapter(read)
     lengths = {name: read.first(f"model.{name}", f"explorer.rollout_model.{name}") for name in _LENGTHS}
     whole, prompt, response = (lengths[name][0] for name in _LENGTHS)
     keys = [lengths[name][1] for name in _LENGTHS]

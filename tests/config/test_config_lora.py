@@ -1,0 +1,136 @@
+"""LoRA by ROLL's keys: what is planned, what computes for the base, what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_assets import set_key
+
+from roll_opd.config.adapters import LINEAR
+from roll_opd.config.describe import to_json, to_text
+from roll_opd.config.plan import LoraPlan, RunPlan
+from roll_opd.hf.adapter_files import CONFIG, WEIGHTS, adapter_config
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[str]]
+STUDENT = "student_train.model_args"
+PARALLEL = "strategy_args.strategy_config"
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"lora_target": "all-linear", "lora_rank": 64, "lora_alpha": 64}, LoraPlan(LINEAR, 64, 64.0)),
+        ({"lora_target": "o_proj,q_proj, k_proj,v_proj", "lora_rank": 32}, LoraPlan(LINEAR[:4], 32, 64.0)),
+        ({"lora_target": ["linear_fc1", "linear_qkv"]}, LoraPlan((*LINEAR[:3], *LINEAR[4:6]), 8, 16.0)),
+        ({"lora_rank": 4}, LoraPlan(LINEAR, 4, 8.0)),
+        ({"lora_target": "all-linear", "lora_rank": 0}, None),
+        ({"lora_alpha": 16}, None),
+    ],
+)
+def test_rolls_keys(plan: Plan, keys: dict[str, Any], wanted: LoraPlan | None) -> None:
+    assert plan({f"{STUDENT}.{key}": value for key, value in keys.items()}).student.lora == wanted
+
+
+def test_the_engines_may_write_the_same_keys(plan: Plan) -> None:
+    run = plan({f"{STUDENT}.lora_target": "all", "student_infer.model_args.lora_target": "q_proj"})
+    assert run.student.lora and any("no effect here: " in text and "lora_target" in text for text in run.warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({f"{STUDENT}.lora_target": "q_proj,w1"}, "lora_target: 'w1' is no linear layer; use all-linear"),
+        ({f"{STUDENT}.lora_rank": -1}, "lora_rank: "),
+        ({f"{STUDENT}.lora_rank": 8, f"{STUDENT}.lora_dropout": 0.1}, "lora_dropout: 0.1: log-probs of a model under"),
+        ({"teacher.model_args.lora_rank": 8}, "teacher.model_args.lora_rank: only the student has an adapter"),
+        ({"student_infer.model_args.lora_rank": 8}, "student_infer.model_args.lora_rank: only the student has"),
+        ({f"{STUDENT}.freeze_module_prefix": "x"}, "freeze_module_prefix: is not available yet"),
+        ({f"{STUDENT}.additional_target": "embed_tokens"}, "additional_target: is not available yet"),
+        ({f"{STUDENT}.adapter_name_or_path": "no/such"}, "adapter_name_or_path: model 'no/such' not found"),
+    ],
+)
+def test_one_problem_one_sentence(problems: Problems, changes: dict[str, Any], sentence: str) -> None:
+    (found,) = problems(changes)
+    assert sentence in found
+
+
+def adapter(directory: Path, **changes: Any) -> str:
+    directory.mkdir()
+    (directory / CONFIG).write_text(json.dumps({**adapter_config("base", 4, 6.0, ("q_proj", "o_proj")), **changes}))
+    (directory / WEIGHTS).touch()
+    return str(directory)
+
+
+def test_an_adapter_to_begin_with_says_what_it_is(root: Path, plan: Plan) -> None:
+    path = adapter(root / "adapter")
+    assert plan({f"{STUDENT}.adapter_name_or_path": path}).student.lora == LoraPlan(("q_proj", "o_proj"), 4, 6.0, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "sentence"),
+    [
+        ({}, {"lora_rank": 8}, "lora_rank: the adapter to begin with has 4; remove this key"),
+        (
+            {},
+            {"lora_target": "all-linear"},
+            "lora_target: the adapter to begin with has q_proj,o_proj; remove this key",
+        ),
+        ({"use_dora": True}, {}, "has use_dora=True; only plain LoRA"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, "has rank_pattern={'q_proj': 2}; only plain LoRA"),
+        ({"target_modules": ["lm_head"]}, {}, "has an adapter of lm_head; only those of linear layers"),
+        ({"r": None}, {}, "lacks r, lora_alpha or target_modules"),
+    ],
+)
+def test_an_adapter_that_does_not_fit(
+    root: Path, problems: Problems, changes: dict[str, Any], keys: dict[str, Any], sentence: str
+) -> None:
+    keys = {"adapter_name_or_path": adapter(root / "adapter", **changes), **keys}
+    (found,) = problems({f"{STUDENT}.{key}": value for key, value in keys.items()})
+    assert sentence in found
+
+
+def test_an_adapter_without_weights_is_none(root: Path, problems: Problems) -> None:
+    path = adapter(root / "adapter")
+    (root / "adapter" / WEIGHTS).unlink()
+    (found,) = problems({f"{STUDENT}.adapter_name_or_path": path})
+    assert f"has no {WEIGHTS}" in found
+
+
+def taught_by_base(values: dict[str, Any], devices: str) -> dict[str, Any]:
+    """A teacher that has the student's weights and sees the answer."""
+    set_key(
+        values, "teacher.model_args.model_name_or_path", values["student_train"]["model_args"]["model_name_or_path"]
+    )
+    return {
+        f"{STUDENT}.lora_rank": 8,
+        "teacher.system_prompt": "Answer well.",
+        "teacher.device_mapping": devices,
+        f"teacher.{PARALLEL}": {},
+    }
+
+
+def test_the_base_is_the_student_without_its_adapter(plan: Plan, values: dict[str, Any]) -> None:
+    """On the student's own devices; elsewhere, or without LoRA, the teacher is loaded."""
+    run = plan(taught_by_base(values, values["student_train"]["device_mapping"]))
+    teacher = run.teachers[0].worker
+    assert run.serving(teacher) is run.student and "teacher" not in run.memory
+    assert "teacher is the student without its adapter" in to_text(run)
+    assert to_json(run)["roles"]["student_train"]["lora"]["rank"] == 8
+    whole = plan({f"{STUDENT}.lora_rank": 0})
+    assert whole.serving(whole.teachers[0].worker) is whole.teachers[0].worker
+
+
+def test_only_adapters_have_gradients_and_moments(plan: Plan) -> None:
+    """Counted by hand: of each linear layer rank x (inputs + outputs)."""
+    run = plan({f"{STUDENT}.lora_target": "q_proj,down_proj", f"{STUDENT}.lora_rank": 3})
+    config = json.loads((Path(run.student.model.path) / "config.json").read_text())
+    hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    queries = config["num_attention_heads"] * config.get("head_dim", hidden // config["num_attention_heads"])
+    count = layers * 3 * (hidden + queries + width + hidden)
+    (parts,) = run.memory["student_train"]
+    copies = run.student.layout.dp
+    assert parts["gradients"] == 4 * count and parts["optimizer"] == 8 * count // copies
+    assert parts["weights"] - 4 * count == plan({f"{STUDENT}.lora_rank": 0}).memory["student_train"][0]["weights"]
