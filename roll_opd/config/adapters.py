@@ -8,6 +8,7 @@ from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import ModelFilesError, find_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_ATTENTION = LINEAR[:4]
 # names that stand for several
 GROUPS = {
     "all-linear": LINEAR,
@@ -44,6 +45,13 @@ def read_lora(args: ModelArgs) -> LoraPlan | None:
     if info is None:
         return None
     return _as_written(args, LoraPlan(_expanded(info.targets), info.rank, info.alpha, str(path)))
+
+
+def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
+    """Refuse adapters of experts, of a model that has some."""
+    if of_mlp := [name for name in lora.targets if name not in OF_ATTENTION]:
+        text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(OF_ATTENTION)}"
+        args.tell.block("lora_target" if args.lora_target else "lora_rank", text)
 
 
 def asks_for_adapter(args: ModelArgs) -> str | None:

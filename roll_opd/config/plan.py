@@ -37,8 +37,14 @@ class Layout:
     cp: int = 1
     ep: int = 1
     dp: int = 1
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # with experts it is there wherever tp is more than 1
     vpp: int | None = None
+    etp: int | None = None  # ranks that share an expert; None: as many as tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks one expert is split."""
+        return self.etp or self.tp
 
     @property
     def world_size(self) -> int:

@@ -147,7 +147,10 @@ class RoleReader:
         if worker is not None:
             self._student = worker.model_args.model_name_or_path or self._student
             student = self._megatron("train", worker, self._student)
-            self._roles.train = replace(student, lora=adapters.read_lora(worker.model_args))
+            lora = adapters.read_lora(worker.model_args)
+            if lora and student.info and student.info.experts:
+                adapters.check_experts(lora, worker.model_args)
+            self._roles.train = replace(student, lora=lora)
 
     def _read_reference_and_critic(self) -> None:
         """Read the roles that rewards may need. Without a model of their own both begin as the student does."""

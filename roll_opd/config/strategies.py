@@ -23,6 +23,7 @@ SIZES = {
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
     "virtual_pipeline_model_parallel_size": "vpp",
+    "expert_tensor_parallel_size": "etp",
 }
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16")
 # what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
@@ -200,8 +201,6 @@ def _layout(
             f" give a multiple of {one_copy} devices",
         )
         return None
-    if sequence_parallel is None and tp > 1 and sizes.get("ep", 1) > 1:
-        sequence_parallel = True  # Megatron-core requires it for experts with tensor parallelism: ROLL's YAML omit it
     return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
 
 

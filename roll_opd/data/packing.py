@@ -109,19 +109,21 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in bins]
 
 
-def micro_batches(units: Sequence[Unit], limits: MicroBatchLimits, multiple: int = 1) -> list[list[Unit]]:
+def micro_batches(
+    units: Sequence[Unit], limits: MicroBatchLimits, multiple: int = 1, at_least: int = 0
+) -> list[list[Unit]]:
     """Split units into the fewest balanced micro-batches within `limits` whose number is a multiple of `multiple`.
 
     A single unit beyond the limits is a micro-batch of its own: it cannot be split. Where there are fewer units than
-    micro-batches, some are empty.
+    micro-batches, of which there are `at_least` so many, some are empty.
     """
     if not units:
-        return []
+        return [[] for _ in range(at_least)]
     sequences, tokens = [len(unit.numbers) for unit in units], [unit.tokens for unit in units]
     most_sequences = max(limits.sequences or sum(sequences), max(sequences))
     most_tokens = max(limits.tokens or sum(tokens), max(tokens))
     fewest = max(-(-sum(sequences) // most_sequences), -(-sum(tokens) // most_tokens))
-    count = -(-fewest // multiple) * multiple
+    count = -(-max(fewest, at_least) // multiple) * multiple
     while True:
         parts = split_balanced(tokens, count)
         if all(
@@ -132,13 +134,31 @@ def micro_batches(units: Sequence[Unit], limits: MicroBatchLimits, multiple: int
         count += multiple
 
 
-def assign(units: Sequence[Unit], ranks: int, limits: MicroBatchLimits, multiple: int = 1) -> list[list[list[int]]]:
-    """Return, for each rank, its micro-batches of sequence numbers; see `micro_batches`."""
-    shares = split_balanced([unit.tokens for unit in units], ranks)
-    return [
-        [
-            [number for unit in part for number in unit.numbers]
-            for part in micro_batches([units[n] for n in share], limits, multiple)
-        ]
-        for share in shares
-    ]
+def assign(
+    units: Sequence[Unit], ranks: int, limits: MicroBatchLimits, multiple: int = 1, *, equal: bool = False
+) -> list[list[list[int]]]:
+    """Return, for each rank, its micro-batches of sequence numbers; see `micro_batches`.
+
+    With `equal`, every rank has as many as the one that needs most.
+    """
+    shares = [[units[n] for n in share] for share in split_balanced([unit.tokens for unit in units], ranks)]
+    split = [micro_batches(share, limits, multiple) for share in shares]
+    if equal and len({len(parts) for parts in split}) > 1:
+        return _equal(shares, split, limits, multiple)
+    return [_numbers(parts) for parts in split]
+
+
+def _equal(
+    shares: Sequence[list[Unit]], split: Sequence[list[list[Unit]]], limits: MicroBatchLimits, multiple: int
+) -> list[list[list[int]]]:
+    """Return what `assign` does with as many micro-batches on each rank: a larger number may not keep to the limits."""
+    most = max(map(len, split))
+    while True:
+        split = [micro_batches(share, limits, multiple, most) for share in shares]
+        if len({len(parts) for parts in split}) == 1:
+            return [_numbers(parts) for parts in split]
+        most = max(map(len, split))
+
+
+def _numbers(parts: Sequence[Sequence[Unit]]) -> list[list[int]]:
+    return [[number for unit in part for number in unit.numbers] for part in parts]

@@ -22,11 +22,11 @@ from roll_opd.paths import PathError, content, find_path, hub_hint, places
 MODEL_TYPES = {
     "llama": True,
     "qwen2": True,
-    "qwen2_moe": False,
+    "qwen2_moe": True,
     "qwen3": True,
-    "qwen3_moe": False,
+    "qwen3_moe": True,
     "qwen3_next": False,
-    "mixtral": False,
+    "mixtral": True,
     "deepseek_v3": False,
     "glm4_moe": False,
 }
@@ -59,11 +59,16 @@ class ModelInfo:
     expert_intermediate: int  # MLP width of one expert
     experts_per_token: int
     shared_intermediate: int  # MLP width of the experts that see every token; 0: none
-    expert_layers: int  # layers with experts; the first others are dense
+    has_experts: tuple[bool, ...]  # of each layer; the others are dense
     tied: bool  # the head is the embedding
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
     tensors: Mapping[str, "StoredTensor"] = field(default_factory=dict, repr=False)  # of the weight files, by name
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts)
 
 
 @dataclass(frozen=True)
@@ -188,13 +193,23 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         expert_intermediate=expert_intermediate,
         experts_per_token=_size(config, "num_experts_per_tok", default=1) if experts else 0,
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
-        expert_layers=max(0, layers - _size(config, "first_k_dense_replace", default=0)) if experts else 0,
+        has_experts=layers_with_experts(config, layers, experts),
         tied=bool(config.get("tie_word_embeddings")),
         parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
         weight_files=weights,
         tensors=tensors,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
+
+
+def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) -> tuple[bool, ...]:
+    """Return which layers of a config.json have experts; the others are dense."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    first = config.get("first_k_dense_replace") or 0
+    return tuple(
+        bool(experts) and number not in dense and (number + 1) % step == 0 and number >= first
+        for number in range(layers)
+    )
 
 
 def _parameters_by_size(info: ModelInfo) -> int:

@@ -45,6 +45,7 @@ class PackedSequences(PackedSeqParams):
     whole: PackedSeqParams | None = None  # what Megatron would be told of the sequences written out
     context: ContextRank = ALONE
     first: int = 0  # place of this rank's first token
+    padding_n: Tensor | None = None  # bool, which of this rank's tokens are padding
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,14 @@ def pack(
     positions: list[np.ndarray] = []
     places: list[np.ndarray] = []  # of every token of each sequence, padding included
     shared: list[int] = []
+    padding: list[np.ndarray] = []
     end = 0
 
-    def add(sequence: np.ndarray, prefix: np.ndarray) -> None:
+    def add(sequence: np.ndarray, prefix: np.ndarray, is_padding: bool = False) -> None:
         nonlocal end
         own = sequence[len(prefix) :]
+        padding.append(np.full(len(own) + -len(own) % context.multiple, is_padding))
+        padding[-1][len(own) :] = True
         own = np.pad(own, (0, -len(own) % context.multiple))
         tokens.append(own)
         positions.append(np.arange(len(prefix), len(prefix) + len(own)))
@@ -97,13 +101,13 @@ def pack(
         prefix = shared_prefix(earlier, sample.tokens, sample.prompt_length)
         add(sample.tokens, places[-1][:prefix] if prefix else nothing)
     if not samples or end % (multiple * context.ranks):
-        add(np.zeros(multiple * context.ranks - end % (multiple * context.ranks), np.int64), nothing)
+        add(np.zeros(multiple * context.ranks - end % (multiple * context.ranks), np.int64), nothing, is_padding=True)
 
     moved = zigzag([len(own) for own in tokens], context.ranks) if context.ranks > 1 else np.arange(end)
     places = [moved[whole] for whole in places]
     here, order = end // context.ranks, np.argsort(moved)
     first = context.rank * here
-    tokens_N, positions_N = (np.concatenate(parts)[order] for parts in (tokens, positions))
+    tokens_N, positions_N, padding_N = (np.concatenate(parts)[order] for parts in (tokens, positions, padding))
 
     ends = [len(sample.tokens) for sample in samples]
     scored = [nothing, *(p[s.prompt_length : e] for p, s, e in zip(places, samples, ends, strict=False))]
@@ -111,13 +115,15 @@ def pack(
     targets_M, before_M = tokens_N[np.concatenate(scored)], np.concatenate(before)
     owner_M = before_M // here
     mine = owner_M == context.rank
+    sequences = _sequences(places, shared, device, context, end)
+    sequences.padding_n = _tensor(padding_N[first : first + here], device)
     return PackedBatch(
         tokens_n=_tensor(tokens_N[first : first + here], device),
         positions_n=_tensor(positions_N[first : first + here], device),
         targets_m=_tensor(targets_M[mine], device),
         before_m=_tensor(before_M[mine] - first, device),
         lengths=tuple(len(own) for own in scored[1:]),
-        sequences=_sequences(places, shared, device, context, end),
+        sequences=sequences,
         columns=_columns(samples, like, device),
         cut=Cut(_tensor(owner_M, device), context) if context.ranks > 1 else None,
     )

@@ -27,7 +27,8 @@ from roll_opd.megatron.model import PackedModel, unwrapped
 
 # Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it.
 # Passed as a copy: Megatron stores the process groups of the current layout in it.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# With expert parallelism there is an optimizer for experts beside the other; both name states by their parameters.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):
@@ -67,7 +68,7 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
     state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)], strict=learner.adapters is None)
-    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.optimizer.load_state_dict(_for_as_many(state["optimizer"], len(_optimizers(learner))))
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random_state(state["random"])
 
@@ -82,6 +83,17 @@ def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
     optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
     common = {"scheduler": learner.scheduler.state_dict(), "random": _random_state()}
     return {**model, "optimizer": optimizer, **common}
+
+
+def _for_as_many(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
+    """Return the state for so many optimizers: what tensors do not say (steps, rates) is the same of all of them."""
+    numbers = [key for key in state if isinstance(key, int)]
+    if optimizers == 1 and numbers:
+        return {**state[0], **{key: value for key, value in state.items() if key not in numbers}}
+    if optimizers > 1:
+        common = {key: value for key, value in state.items() if key not in numbers}
+        return {number: {**common, **state[number]} for number in range(optimizers)}
+    return state
 
 
 def _weights(learner: MegatronLearner, model: PackedModel) -> dict[str, Any]:

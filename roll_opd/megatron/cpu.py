@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import mappings, random
+from megatron.core.transformer.moe import token_dispatcher
 
 _CPU = torch.device("cpu")
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
@@ -51,6 +53,43 @@ def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return wrapped
 
 
+def _gathered(
+    original: Callable[..., torch.Tensor],
+    piece: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Join pieces of unequal length, which gloo does not: as equal ones, with padding behind each."""
+    if sizes is None or group.size() == 1:
+        return original(piece, group, sizes, use_global_buffer)
+    if not any(sizes):
+        return piece
+    padded = piece.new_zeros(max(sizes), *piece.shape[1:])
+    padded[: len(piece)] = piece
+    whole = original(padded, group).split(max(sizes))
+    return torch.cat([own[:size] for own, size in zip(whole, sizes, strict=True)])
+
+
+def _reduce_scattered(
+    original: Callable[..., torch.Tensor],
+    whole: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Sum over ranks and return this one's piece, of pieces of unequal length."""
+    if sizes is None or group.size() == 1:
+        return original(whole, group, sizes, use_global_buffer)
+    summed = whole.clone()
+    dist.all_reduce(summed, group=group)
+    return summed.split(list(sizes))[group.rank()]
+
+
+def _listed(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """`tensor.type()` answers with the CUDA name: the optimizer sorts parameters by that string."""
 
@@ -85,6 +124,14 @@ def install_cpu_port() -> None:
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor
     cuda.BFloat16Tensor = torch.BFloat16Tensor
+
+    of_ranks: Any = mappings
+    gather, scatter = of_ranks._gather_along_first_dim, of_ranks._reduce_scatter_along_first_dim
+    of_ranks._gather_along_first_dim = functools.partial(_gathered, gather)
+    of_ranks._reduce_scatter_along_first_dim = functools.partial(_reduce_scattered, scatter)
+    # counts of tokens are brought to the host as lists on CUDA alone
+    exchange = token_dispatcher.all_to_all
+    token_dispatcher.all_to_all = lambda group, tokens, *sizes: exchange(group, tokens, *map(_listed, sizes))
 
     # one random state stands for both devices, so its warning that the CPU's changed with the GPU's is expected
     logging.getLogger(random.__name__).setLevel(logging.ERROR)

@@ -168,7 +168,10 @@ class MegatronEngine:
         else:
             units = singles(lengths)
         stages = self.plan.layout.pp if self.plan.layout.vpp else 1  # the interleaved schedule takes turns of so many
-        return assign(units, ranks, limits, multiple=stages)[parallel_state.get_data_parallel_rank()]
+        # ranks that share experts exchange tokens in every micro-batch
+        has_experts = bool(self.weights.config.num_moe_experts)
+        of_ranks = assign(units, ranks, limits, multiple=stages, equal=has_experts)
+        return of_ranks[parallel_state.get_data_parallel_rank()]
 
     def _run(
         self,
@@ -190,6 +193,8 @@ class MegatronEngine:
         packed = [
             pack([samples[n] for n in numbers], self.device, self._pack_multiple, **settings) for numbers in assigned
         ]
+
+        self._before_run(packed)
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch: PackedBatch = next(batches)
@@ -216,6 +221,9 @@ class MegatronEngine:
         )
         self.on_micro_batch(len(packed), len(packed))
         return outputs
+
+    def _before_run(self, packed: Sequence[PackedBatch]) -> None:
+        """Do what a subclass wants to know of its micro-batches before they are run. Collective."""
 
     def _told(self, packed: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
         for begun, batch in enumerate(packed):

@@ -12,10 +12,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_opd.megatron.attention import PackedAttention, written_out
 from roll_opd.megatron.exact import ExactRowParallelLinear
+from roll_opd.megatron.router import PackedRouter
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
@@ -39,17 +42,35 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, 
             theirs.submodules.input_layernorm = theirs.submodules.pre_mlp_layernorm = TENorm
             attention.linear_qkv = theirs.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         return theirs
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    of_layers = [_local_layer(config, experts, exact) for experts in _experts_of_layers(config, vp_stage)]
+    norm: Any = LocalRMSNorm
+    return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=norm)
+
+
+def _experts_of_layers(config: TransformerConfig, vp_stage: int | None) -> list[int | None]:
+    """Return how many experts each layer of this stage has; None: it is dense."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    number = get_num_layers_to_build(config, vp_stage)
+    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    assert isinstance(pattern, list)
+    return [config.num_moe_experts if has else None for has in pattern[first : first + number]]
+
+
+def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.self_attention.submodules
     if exact:
-        attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
+        attention.linear_proj = ExactRowParallelLinear
+        if experts is None:
+            layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
+    if experts is not None:
+        layer.mlp.submodules.router = PackedRouter
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-    norm: Any = LocalRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
+    return spec
 
 
 def uses_transformer_engine() -> bool:

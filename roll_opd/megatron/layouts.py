@@ -23,7 +23,7 @@ def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], di
     """Check that a model can be cut as `layout` and the other options, `args`, say; `diagnostics` are theirs."""
     check_tensor_parallel(info, layout.tp, "tensor_model_parallel_size", diagnostics)
     _check_pipeline(info, layout, args, diagnostics)
-    _check_experts(info, layout, args, diagnostics)
+    _check_experts(info, layout, diagnostics)
 
 
 def check_tensor_parallel(
@@ -77,20 +77,22 @@ def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object],
         )
 
 
-def _check_experts(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
+def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) -> None:
     key = "expert_model_parallel_size"
-    if layout.ep == 1:
-        return
     if not info.experts:
-        diagnostics.problem(key, f"{info.path.name} is a dense model without experts; use 1")
+        if layout.ep > 1:
+            diagnostics.problem(key, f"{info.path.name} is a dense model without experts; use 1")
         return
     if info.experts % layout.ep:
         diagnostics.problem(
             key, f"the {info.experts} experts of {info.path.name} are not divisible by {layout.ep}; use a divisor"
         )
-    etp = args.get("expert_tensor_parallel_size", layout.tp)
-    ranks = layout.tp * layout.cp * layout.dp
-    if not isinstance(etp, int) or ranks % (etp * layout.ep):
+    etp, ranks = layout.expert_tp, layout.tp * layout.cp * layout.dp
+    if ranks % (etp * layout.ep):
         diagnostics.problem(key, f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}")
-    if layout.tp > 1 and not layout.sequence_parallel:
-        diagnostics.problem(key, "experts with tensor parallelism need sequence_parallel: true")
+    if info.expert_intermediate % etp:
+        diagnostics.problem(
+            "expert_tensor_parallel_size",
+            f"the width of an expert of {info.path.name} ({info.expert_intermediate}) is not divisible by {etp}; use a"
+            " divisor of it",
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import Sample
+from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.model import DTYPES
+from roll_opd.megatron.router import RouterLosses, has_losses
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class MegatronLearner(MegatronEngine):
         self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
+        self.router_losses: RouterLosses = config.router_losses  # type: ignore[attr-defined]
         config.grad_scale_func = self.optimizer.scale_loss
         # The token count that the schedule passes along is not needed: losses are divided already.
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
@@ -95,6 +98,18 @@ class MegatronLearner(MegatronEngine):
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             applied=bool(applied),
         )
+
+    def _before_run(self, packed: Sequence[PackedBatch]) -> None:
+        """Count all ranks' tokens, which the routers' own losses are divided by."""
+        if not has_losses(self.weights.config):
+            return
+        padding = [batch.sequences.padding_n for batch in packed]
+        real = sum(
+            (mask.numel() - mask.sum() for mask in padding if mask is not None), torch.zeros((), dtype=torch.long)
+        )
+        tokens = real.to(self.device, torch.float64)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self.router_losses.begin(float(tokens))
 
     def _everywhere_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
         """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""

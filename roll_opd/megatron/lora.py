@@ -170,7 +170,7 @@ class Adapters:
         for pair in self._pairs():
             for matrix, cut in pair.cuts.items():
                 value = getattr(pair, matrix)
-                shard = Shard((tensor_name(pair.name, matrix),), cut, value.shape, value.dtype)
+                shard = Shard(((tensor_name(pair.name, matrix),),), cut, value.shape, value.dtype)
                 shards.append((shard, lambda value=value: value))
         return streamed(shards, self._sizes)
 

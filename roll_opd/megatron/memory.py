@@ -35,11 +35,10 @@ Parts = dict[str, int]  # name of a part -> bytes a rank
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a model: a layout, and over how many ranks one expert is split."""
+    """What a rank of a layout holds of a model."""
 
     info: ModelInfo
     layout: Layout
-    expert_tp: int
     has_head: bool = True  # False: a critic, whose head is one column
 
     @property
@@ -65,7 +64,7 @@ class Shard:
             dense += ends if info.tied else ends // 2
         if not self.has_head and not info.tied and stage == layout.pp - 1:
             dense -= ends // 2
-        return int(dense / layout.tp), int(experts / (layout.ep * self.expert_tp * layout.pp))
+        return int(dense / layout.tp), int(experts / (layout.ep * layout.expert_tp * layout.pp))
 
     def adapter_parameters(self, lora: LoraPlan) -> int:
         """Return the parameters of a rank's adapters; of each pair one matrix is cut as its layer is."""
@@ -90,8 +89,8 @@ class Shard:
         sequence = layout.tp if layout.sequence_parallel else 1
         heads = 3 * info.head_dim * (info.heads / layout.tp + self.kv_heads)
         dense = 3 * info.intermediate / layout.tp
-        routed = info.experts_per_token * self.expert_tp / layout.tp
-        experts = routed * (info.hidden + 3 * info.expert_intermediate / self.expert_tp)
+        routed = info.experts_per_token * layout.expert_tp / layout.tp
+        experts = routed * (info.hidden + 3 * info.expert_intermediate / layout.expert_tp)
         experts += 3 * info.shared_intermediate / layout.tp
         mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
         return 4 * info.hidden / sequence + heads + mlp
@@ -119,8 +118,7 @@ class Shard:
 
 def shard_of(info: ModelInfo, role: MegatronPlan) -> Shard:
     """Return what a rank of `role` holds of its model."""
-    expert_tp = role.megatron_args.get("expert_tensor_parallel_size") or role.layout.tp
-    return Shard(info, role.layout, expert_tp, not isinstance(role, CriticPlan))
+    return Shard(info, role.layout, not isinstance(role, CriticPlan))
 
 
 def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
@@ -163,7 +161,7 @@ def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Par
     layout, size = plan.layout, BYTES[plan.model.dtype]
     dense, experts = shard.parameters(stage)
     state = MOMENT_BYTES + (0 if plan.model.dtype == "fp32" else MASTER_BYTES)
-    copies, expert_copies = layout.dp * layout.cp, layout.dp * layout.cp * layout.tp / (shard.expert_tp * layout.ep)
+    copies, expert_copies = layout.dp * layout.cp, layout.dp * layout.cp * layout.tp / (layout.expert_tp * layout.ep)
     if not plan.optimizer.use_distributed_optimizer:
         copies, expert_copies = 1, 1
     micro_batches = max(1, plan.mini_batch_sequences // layout.dp)
@@ -214,7 +212,7 @@ def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Par
     kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens. vLLM takes what gpu_memory_utilization
     allows and queues what does not fit; this is what it would need to run all of them at once.
     """
-    size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp), engines.tp)
+    size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp))
     tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
     cache = 2 * info.layers * shard.kv_heads * info.head_dim * size * tokens
     return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}

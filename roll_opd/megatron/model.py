@@ -31,9 +31,11 @@ from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.layers import layer_spec
 from roll_opd.megatron.lora import Adapters
+from roll_opd.megatron.router import RouterLosses
 from roll_opd.megatron.supported import unsupported
-from roll_opd.megatron.weights.families import transformer_config
+from roll_opd.megatron.weights.families import has_experts, transformer_config
 from roll_opd.megatron.weights.source import Files
+from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.megatron.weights.transfer import ModelWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,6 +64,11 @@ class PackedModel(GPTModel):
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         decoder_input, rotary_pos_emb, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if self.config.num_moe_experts:  # Megatron cuts the mask over tensor ranks on the first stage alone
+            padding_1n = kwargs["packed_seq_params"].padding_n[None]
+            if self.config.sequence_parallel:
+                padding_1n = padding_1n.chunk(self.config.tensor_model_parallel_size, 1)[tensor_rank()[0]]
+            rest[3] = padding_1n
         if decoder_input is not None:
             # [n, 1, E] as a transposed [1, n, E] has a stride on which torch multiplies row by row: slower, and with
             # other last bits than a rank that received the same numbers in one piece
@@ -130,7 +137,7 @@ def build_model(
     overrides = {
         **thaw(plan.megatron_args),
         # the log-probs and the one global denominator of the losses rest on these: no user may change them
-        "sequence_parallel": plan.layout.sequence_parallel and plan.layout.tp > 1,
+        "sequence_parallel": plan.layout.tp > 1 and (plan.layout.sequence_parallel or has_experts(hf_config)),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
@@ -139,6 +146,7 @@ def build_model(
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
+    config.router_losses = RouterLosses()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None
     padding = VECTOR * plan.layout.tp
     weights = ModelWeights(hf_config, config, padded_vocab=-(-hf_config.vocab_size // padding) * padding)

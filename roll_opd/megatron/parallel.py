@@ -52,6 +52,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
             virtual_pipeline_model_parallel_size=layout.vpp,
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return device

@@ -8,16 +8,33 @@ from roll_opd.hf.model_info import MODEL_TYPES, RUN
 
 ROPE_TYPES = ("default", "linear", "llama3")
 # a key of config.json -> the only value whose numerics are proven
-PROVEN_VALUES = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "attention_bias": False}
+PROVEN_VALUES: dict[str, object] = {
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+# of one model_type alone
+PROVEN_OF_TYPE: dict[str, dict[str, object]] = {"mixtral": {"sliding_window": None}, "qwen2_moe": {"qkv_bias": True}}
+_DEPENDS = "what a token is worth would depend on the others of its batch"
+# options of routers -> what they may be (None: not written), and why nothing else
+ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
+    "moe_router_load_balancing_type": ((None, "none", "aux_loss"), "packs hold several sequences; use aux_loss"),
+    "moe_expert_capacity_factor": ((None,), _DEPENDS),
+    "moe_pad_expert_input_to_capacity": ((None, False), _DEPENDS),
+    "moe_input_jitter_eps": ((None,), "log-probs would be random"),
+    "moe_router_force_load_balancing": ((None, False), "it is for benchmarks"),
+}
 
 
 def not_yet(role: MegatronPlan) -> list[str]:
     """Return a sentence for each thing about a role that the engine cannot run yet."""
-    later = {
-        "expert parallelism is not available yet (expert_model_parallel_size {}); use 1": role.layout.ep,
-    }
     sentences = unsupported(Path(role.model.path))
-    sentences += [sentence.format(size) for sentence, size in later.items() if size > 1]
+    sentences += [
+        f"{key} {value!r} is not available: {why}"
+        for key, (allowed, why) in ROUTERS.items()
+        if (value := role.megatron_args.get(key)) not in allowed
+    ]
     if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
         sentences.append("training in fp16 is not available; use bf16 or fp32")
     return [f"{role.name}: {sentence}" for sentence in sentences]
@@ -31,7 +48,7 @@ def unsupported(path: Path) -> list[str]:
         return [f"models of type {model_type} are not available yet; use one of {', '.join(RUN)}"]
     sentences = [
         f"{path.name}: {key}={config[key]!r} in config.json is not available yet (expected {proven!r})"
-        for key, proven in PROVEN_VALUES.items()
+        for key, proven in (PROVEN_VALUES | PROVEN_OF_TYPE.get(str(model_type), {})).items()
         if config.get(key) not in (None, proven)
     ]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -189,12 +189,12 @@ def test_megatron_settings_reach_the_layout_and_the_rest_passes_through(plan: Pl
     assert run.student.optimizer.use_distributed_optimizer is False
 
 
-def test_experts_with_tensor_parallelism_turn_sequence_parallelism_on(plan: Plan, root: Any) -> None:
+def test_experts_have_sizes_of_their_own(plan: Plan, root: Any) -> None:
     write_model(root / "teacher", seed=2, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8)
     config = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     changes = {"teacher.strategy_args.strategy_config": config, "teacher.device_mapping": [0, 1, 2, 3]}
-    layout = plan(changes, runnable=False).teachers[0].worker.layout
-    assert layout == Layout(tp=2, ep=2, dp=2, sequence_parallel=True)
+    layout = plan(changes).teachers[0].worker.layout
+    assert layout == Layout(tp=2, ep=2, dp=2, etp=1)
 
 
 def test_vllm_settings_pass_through(plan: Plan) -> None:

@@ -117,7 +117,7 @@ MOE = Layout(tp=2, ep=8, dp=16, sequence_parallel=True)
         ("30B-A3B", MOE, {}, 0, {"optimizer": 12 * (1.54e9 / 2 / 16 + 29.0e9 / 16 / 2) / GIB}),
         # a token's 8 copies, of 2048 + 3 * 384 elements, over 2 ranks that hold half of each expert
         ("30B-A3B", MOE, {}, 0, {"activations": 48 * (5.375 * 2048 + 8 * (2048 + 3 * 384)) * 2**15 / GIB}),
-        ("30B-A3B", MOE, {"expert_tensor_parallel_size": 1}, 0, {"weights": 2 * (1.54e9 / 2 + 29.0e9 / 8) / GIB}),
+        ("30B-A3B", replace(MOE, etp=1), {}, 0, {"weights": 2 * (1.54e9 / 2 + 29.0e9 / 8) / GIB}),
     ],
 )
 def test_a_training_rank(
@@ -145,7 +145,7 @@ def test_stages_hold_the_whole_model_together(model: Callable[[str], ModelInfo])
     """Untied, without copies: what all ranks hold is the model."""
     info = model("30B-A3B")
     layout = Layout(tp=2, pp=4, ep=4, dp=4)
-    shard = Shard(info, layout, expert_tp=2)
+    shard = Shard(info, layout)
     dense, experts = (sum(counts) for counts in zip(*map(shard.parameters, range(4)), strict=True))
     assert dense * 2 + experts * 2 * 4 == pytest.approx(info.parameters, rel=1e-6)
 
@@ -162,7 +162,7 @@ def test_frozen_experts(model: Callable[[str], ModelInfo]) -> None:
     info = model("235B-A22B")
     whole = [logprob_memory(shard_of(info, role), role, TOKENS, stage)["weights"] / GIB for stage in range(2)]
     assert whole == pytest.approx([15.1, 15.1], rel=0.05)
-    alone = replace(role, megatron_args=FrozenDict({"expert_tensor_parallel_size": 1}))
+    alone = replace(role, layout=replace(role.layout, etp=1))
     assert logprob_memory(shard_of(info, alone), alone, TOKENS, 0)["weights"] / GIB == pytest.approx(54.8, rel=0.05)
 
 

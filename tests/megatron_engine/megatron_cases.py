@@ -44,6 +44,27 @@ LAYOUTS = {
     "cp2dp2": Layout(cp=2, dp=2),
     "pp2vpp2": Layout(pp=2, vpp=2),
     "pp2vpp2dp2": Layout(pp=2, vpp=2, dp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "ep4": Layout(dp=4, ep=4),
+    "tp2ep2": Layout(tp=2, ep=2, etp=1),
+    "cp2ep2": Layout(cp=2, ep=2),
+    "pp2ep2": Layout(pp=2, dp=2, ep=2),
+    "tp2etp2ep2": Layout(tp=2, dp=2, ep=2),
+}
+EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")  # the second has layers without experts
+EXPERT_LAYOUTS = ("tp1", "tp2sp", "pp2", "ep2", "tp2ep2", "cp2ep2", "ep4", "pp2ep2", "tp2etp2ep2")
+EXPERT_RESUMES = [("ep2", "tp2sp"), ("tp2ep2", "ep2"), ("ep2", "ep2")]  # of the first model
+ROUTER_COEFFICIENTS = {
+    "z_loss": {"moe_z_loss_coeff": 0.05},
+    "load_balancing_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
+}
+# layout -> (losses of routers, tokens a micro-batch): the balancing loss is one of micro-batches
+ROUTER_LAYOUTS = {
+    "tp1": (("z_loss", "load_balancing_loss"), None),
+    "ep2": (("z_loss",), 70),
+    "tp2ep2": (("z_loss", "load_balancing_loss"), None),
+    "cp2ep2": (("z_loss", "load_balancing_loss"), None),
+    "pp2ep2": (("z_loss",), 70),
 }
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")
@@ -514,6 +535,10 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
             jobs.append({**job, "name": f"half-{layout}", "dtype": "bf16", "save_after": None})
         if layout in CRITIC_LAYOUTS:
             jobs.append(_critic_job(layout, "valued"))
+    for layout in (name for name in EXPERT_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs += [_experts_job(layout, model) for model in EXPERT_MODELS]
+    for layout in (name for name in ROUTER_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs.append({"op": "routers", "name": f"routers-{layout}", "layout": layout})
     for layout in (name for name in LORA_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append(lora_job(layout))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
@@ -598,6 +623,18 @@ def resume_name(saved: str, loads: str, distributed: bool) -> str:
     return f"resume-{saved}-{loads}-{'distributed' if distributed else 'plain'}"
 
 
+def _experts_job(layout: str, model: str, saved: str | None = None) -> dict[str, Any]:
+    saves = model == EXPERT_MODELS[0] and layout in {saved for saved, _ in EXPERT_RESUMES}
+    return {
+        "op": "experts",
+        "name": f"experts-{model}-{layout}" if saved is None else f"experts-resume-{saved}-{layout}",
+        "model": model,
+        "layout": layout,
+        "save": saves and saved is None,
+        "load": saved and f"experts-{model}-{saved}.ckpt",
+    }
+
+
 def lora_job(layout: str, loads: str | None = None) -> dict[str, Any]:
     return {
         "op": "lora",
@@ -620,6 +657,7 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
         for saved, loads in CRITIC_RESUMES
     ]
     adapters = [lora_job(saved, loads) for saved, loads in LORA_RESUMES]
+    adapters += [_experts_job(loads, EXPERT_MODELS[0], saved) for saved, loads in EXPERT_RESUMES]
     return (
         critics
         + adapters

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -21,13 +22,17 @@ from megatron_cases import (
     value_samples,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from roll_opd.config.plan import ObjectivePlan
@@ -50,6 +55,14 @@ DEEP = COMMON | {  # divides by four in every direction
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
+EXPERTS = COMMON | {
+    "hidden_size": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -67,6 +80,11 @@ CONFIGS = {
         **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
     ),
     "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **{**EXPERTS, "num_hidden_layers": 4}, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: MixtralConfig(**{**EXPERTS, "intermediate_size": 24}, sliding_window=None),
     "deep": lambda: Qwen3Config(**DEEP),
     "deep_valued": lambda: Qwen3Config(**DEEP, num_labels=1),
     "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
@@ -173,6 +191,40 @@ def learning_rate(step: int) -> float:
 def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
     """Train with autograd and torch's AdamW; return what each update reports, and the weights."""
     return _trained(load(path), objective_name, objective)
+
+
+def naive_experts_training(path: str) -> tuple[list[dict], dict]:
+    """The same of a mixture of experts; the weights under the names that are on disk."""
+    model = load(path)
+    found, _ = _trained(model, "opd", ObjectivePlan())
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return found, load_file(Path(directory) / "model.safetensors")
+
+
+def naive_router_loss(path: str, name: str, samples: Sequence[TrainSample]) -> tuple[float, dict]:
+    """A loss of the routers, summed over layers, of all tokens as one batch; and its gradient, by name."""
+    model, logits = load(path), []
+    for _, module in model.named_modules():
+        if module.__class__.__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda module, inputs, _: logits.append((module, inputs[0])))
+    of_layers: dict[int, list[torch.Tensor]] = {}
+    for sample in samples:
+        logits.clear()
+        model.model(torch.from_numpy(sample.tokens)[None])
+        for layer, (module, states) in enumerate(logits):
+            of_layers.setdefault(layer, []).append(states.reshape(-1, states.size(-1)) @ module.weight.T)
+    total = torch.zeros(())
+    for pieces in of_layers.values():
+        table = torch.cat(pieces)
+        if name == "z_loss":
+            total = total + table.logsumexp(-1).square().mean()
+            continue
+        probabilities = table.softmax(-1)
+        chosen = torch.zeros_like(table).scatter(1, table.topk(2).indices, 1.0)
+        total = total + table.size(1) * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
+    total.backward()
+    return total.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
 def naive_lora_training(base: str, adapter: Path) -> tuple[list[dict], dict]:

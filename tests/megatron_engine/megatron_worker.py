@@ -36,6 +36,7 @@ from roll_opd.config.plan import (
     TrainPlan,
 )
 from roll_opd.data.training import TeacherTargets, TrainResult
+from roll_opd.frozen import FrozenDict
 from roll_opd.megatron import checkpoint, parallel
 from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
@@ -102,6 +103,63 @@ def train(job: Job, root: Path) -> None:
             save(trainer, root / f"{job['name']}.ckpt")
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def experts(job: Job, root: Path) -> None:
+    """Score, train, save and export a mixture of experts."""
+    limits = MicroBatchLimits(tokens=70)
+    trainer = trainer_of(job, root, cases.optimizer_plan(True), limits)
+    if job["load"]:
+        checkpoint.load_state(trainer, root / job["load"])
+    else:
+        for name, (rows, tokens, temperature, trainer.share_prefixes) in cases.PASSES.items():
+            trainer.plan = replace(trainer.plan, forward_limits=MicroBatchLimits(sequences=rows, tokens=tokens))
+            found = trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), temperature)
+            write_arrays(root / f"{job['name']}-{name}.npz", found)
+        write_arrays(root / f"{job['name']}-lonely.npz", trainer.compute_logprobs([(np.arange(9), 3)], 1.0))
+        save_hf(trainer, root / f"{job['name']}-start.hf")
+        trainer.share_prefixes = False
+    records = []
+    for step in range(cases.SAVED_AFTER if job["load"] else 0, cases.UPDATES):
+        records.append(record(trainer.update(cases.train_samples(step, "opd"), ObjectivePlan(), cases.TEMPERATURE)))
+        if job["save"] and step + 1 == cases.SAVED_AFTER:
+            save(trainer, root / f"{job['name']}.ckpt")
+    write_json(root / f"{job['name']}.json", records)
+    save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def routers(job: Job, root: Path) -> None:
+    """Losses and gradients of routers' own losses, each by itself: nothing else has a gradient."""
+    losses, tokens = cases.ROUTER_LAYOUTS[job["layout"]]
+    found: dict[str, np.ndarray] = {}
+    for number, name in enumerate(losses):
+        if number:
+            parallel.shutdown()
+            meet_anew(root / f"port-{job['name']}-{name}")
+        layout = cases.LAYOUTS[job["layout"]]
+        plan = TrainPlan(
+            "train",
+            ModelPlan(cases.model_path(root, cases.EXPERT_MODELS[0])),
+            tuple(range(layout.world_size)),
+            layout,
+            MicroBatchLimits(),
+            megatron_args=FrozenDict(cases.ROUTER_COEFFICIENTS[name]),
+            train_limits=MicroBatchLimits(tokens=tokens),
+            optimizer=STILL,
+        )
+        trainer = MegatronTrainer(plan, seed=0)
+        samples = [
+            replace(
+                s, opd_coefficients=0 * s.opd_coefficients, opd_teacher=0 * s.opd_teacher, advantages=0 * s.advantages
+            )
+            for s in cases.train_samples(3, "opd")
+        ]
+        trainer.update(samples, ObjectivePlan(), cases.TEMPERATURE)
+        found[f"{name}-gradient"] = gradient(trainer)
+        value = trainer.router_losses.values.get(name, torch.zeros(()))
+        dist.all_reduce(value)
+        found[name] = value.numpy()
+    write_results(root / f"{job['name']}.npz", found)
 
 
 def lora(job: Job, root: Path) -> None:
@@ -572,7 +630,9 @@ def memory(job: Job, root: Path) -> None:
 
 
 OPERATIONS = {
+    "experts": experts,
     "lora": lora,
+    "routers": routers,
     "frozen": frozen,
     "train": train,
     "invariance": invariance,

@@ -15,20 +15,29 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from roll_opd.config.plan import Layout
+from roll_opd.hf.model_info import layers_with_experts
 from roll_opd.hf.weight_files import EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD
 from roll_opd.megatron.weights.cuts import Cut, Gated, Heads, Same, Split, Vocabulary
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Of one parameter: Hugging Face's tensors in it, and how they are cut. `{layer}` stands for a layer's number."""
+    """Of one parameter: Hugging Face's tensors in it, and how they are cut.
+
+    `{layer}` and `{expert}` stand for numbers.
+    """
 
     names: tuple[str, ...]
     cut: Cut
 
-    def of(self, layer: int | None) -> tuple[str, ...]:
-        """Return the names in a layer."""
-        return tuple(name.format(layer=layer) for name in self.names)
+    def of(self, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+        """Return the names in a layer, and there in an expert."""
+        return tuple(name.format(layer=layer, expert=expert) for name in self.names)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether each expert has such a parameter."""
+        return "{expert}" in self.names[0]
 
 
 def _layer(cut: Cut, *names: str) -> Entry:
@@ -41,6 +50,7 @@ ENDS = {
     "decoder.final_layernorm.weight": Entry((FINAL_NORM,), Same()),
     "value_head.weight": Entry((VALUE_HEAD,), Same()),  # a critic's, as in models for sequence classification
 }
+EACH_EXPERT = "mlp.experts.local_experts.*"
 # of a layer; the norm before a linear layer has one name in the local spec, another in Transformer Engine's fused one
 LLAMA = {
     "input_layernorm.weight": _layer(Same(), "input_layernorm.weight"),
@@ -56,6 +66,26 @@ QKV_BIAS = {"self_attention.linear_qkv.bias": _layer(Heads(), *(f"self_attn.{x}_
 QK_NORM = {f"self_attention.{x}_layernorm.weight": _layer(Same(), f"self_attn.{x}_norm.weight") for x in "qk"}
 
 
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Entry]:
+    """Return the entries of experts and their router, which are called so inside `block`."""
+    each = f"{block}.experts.{{expert}}"
+    return {
+        "mlp.router.weight": _layer(Same(), f"{block}.gate.weight"),
+        f"{EACH_EXPERT}.linear_fc1.weight": _layer(Gated(), f"{each}.{gate}.weight", f"{each}.{up}.weight"),
+        f"{EACH_EXPERT}.linear_fc2.weight": _layer(Split(1), f"{each}.{down}.weight"),
+    }
+
+
+QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+SHARED_EXPERT = {
+    "mlp.shared_experts.linear_fc1.weight": _layer(
+        Gated(), "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": _layer(Split(1), "mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_experts.gate_weight": _layer(Same(), "mlp.shared_expert_gate.weight"),
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """Decoders of one `model_type`: entries by the parameter's name within a layer, and settings of Megatron's."""
@@ -67,7 +97,12 @@ class Family:
 FAMILIES = {
     "llama": Family(),
     "qwen2": Family(LLAMA | QKV_BIAS, {"add_qkv_bias": True}),
+    "qwen2_moe": Family(
+        LLAMA | QKV_BIAS | QWEN_EXPERTS | SHARED_EXPERT, {"add_qkv_bias": True, "moe_shared_expert_gate": True}
+    ),
     "qwen3": Family(LLAMA | QK_NORM, {"qk_layernorm": True}),
+    "qwen3_moe": Family(LLAMA | QK_NORM | QWEN_EXPERTS, {"qk_layernorm": True}),
+    "mixtral": Family(LLAMA | _experts("block_sparse_moe", "w1", "w3", "w2")),
 }
 
 
@@ -99,13 +134,38 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
         "attention_backend": attention_left_on(),
+        **_of_experts(hf_config.to_dict()),
         **FAMILIES[hf_config.model_type].settings,
         **overrides,
     }
     if isinstance(settings.get("attention_backend"), str):
         settings["attention_backend"] = AttnBackend[settings["attention_backend"]]
     return TransformerConfig(**settings)
+
+
+def has_experts(hf_config: PretrainedConfig) -> bool:
+    """Whether a model is a mixture of experts, whose tensor ranks then share sequences between the matrices, too."""
+    return bool(_of_experts(hf_config.to_dict()))
+
+
+def _of_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of experts, in Megatron's words; nothing of a dense model."""
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
+    if not any(has_experts):
+        return {}
+    return {
+        "num_moe_experts": experts,
+        "moe_layer_freq": [int(has) for has in has_experts],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size"),
+        # probabilities of the chosen experts sum to 1, or are their shares of all
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none",
+    }
 
 
 def attention_left_on() -> AttnBackend:

@@ -1,8 +1,10 @@
 """Weights into and out of a Megatron model, under Hugging Face's names: no rank reads or holds more than it needs."""
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,18 +17,23 @@ from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, last_part
 from roll_opd.megatron.weights.cuts import Sizes
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import Files, Given
-from roll_opd.megatron.weights.stream import Shard, streamed, tensor_rank
+from roll_opd.megatron.weights.stream import Shard, of_all_expert_ranks, streamed, tensor_rank
 
 ROWS_LOOKED_AT = 64  # of a matrix, spread over it
 IN_DECODER = "decoder.layers."
+EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter: its name within a layer, or in the model, and the layer's number, from 0 over all stages."""
+    """A parameter: its name within a layer, or in the model, and numbers from 0 over all ranks.
+
+    In the names of experts' parameters, a star stands for the number.
+    """
 
     name: str
-    layer: int | None
+    layer: int | None = None
+    expert: int | None = None
 
 
 class ModelWeights:
@@ -48,11 +55,11 @@ class ModelWeights:
                 of its rows.
         """
         self._check_names(source)
-        rank, ranks = tensor_rank()
         read_from = LookedAt(source) if isinstance(source, Files) else source
         for place, _, parameter in _parameters(models):
             entry = self._entry(place)
-            names = entry.of(place.layer)
+            names = entry.of(place.layer, place.expert)
+            rank, ranks = tensor_rank(of_experts=entry.is_of_experts)
             part = entry.cut.read(read_from, names, rank, ranks, self.sizes)
             if part.shape != parameter.shape:
                 raise ValueError(
@@ -70,7 +77,9 @@ class ModelWeights:
         shards = []
         for place, module, parameter in _parameters(models):
             entry = self._entry(place)
-            shard = Shard(entry.of(place.layer), entry.cut, parameter.shape, parameter.dtype)
+            experts = [None] if place.expert is None else of_all_expert_ranks(place.expert, self.config)
+            names = tuple(entry.of(place.layer, expert) for expert in experts)
+            shard = Shard(names, entry.cut, parameter.shape, parameter.dtype, entry.is_of_experts)
             shards.append((shard, partial(with_adapter, module, parameter)))
         return streamed(shards, self.sizes)
 
@@ -81,7 +90,7 @@ class ModelWeights:
         found = []
         for place, module, parameter in _parameters(models):
             entry = self._entry(place)
-            tensors = entry.of(place.layer)
+            tensors = entry.of(place.layer, place.expert)
             names = tuple(name.removesuffix(".weight") for name in tensors)
             if parameter.dim() == 2 and any(last_part(name) in targets for name in names):
                 found.append(LinearLayer(module, names, tuple(map(source.shape, tensors)), entry.cut))
@@ -97,7 +106,11 @@ class ModelWeights:
 
     def _check_names(self, source: Files | Given) -> None:
         """Raise ValueError for a tensor of a layer that would be left out without a word."""
-        known = {n for e in self._family.layer.values() for layer in range(self.config.num_layers) for n in e.of(layer)}
+        known: set[str] = set()
+        for entry in self._family.layer.values():
+            experts = range(self.config.num_moe_experts or 0) if entry.is_of_experts else [None]
+            for layer, expert in product(range(self.config.num_layers), experts):
+                known.update(entry.of(layer, expert))
         in_layers = [name for name in source.names if IN_A_LAYER.match(name) and not name.endswith(BUFFERS)]
         if unknown := [name for name in in_layers if name not in known]:
             raise ValueError(f"{source}: {', '.join(unknown[:3])} have no place in this model; get its own config.json")
@@ -155,7 +168,17 @@ def _parameters(
                     continue
                 seen.add(parameter)
                 if not name.startswith(IN_DECODER):
-                    yield Place(name, None), module, parameter
+                    yield Place(name), module, parameter
                     continue
                 number, _, within = name.removeprefix(IN_DECODER).partition(".")
-                yield Place(within, layers[int(number)].layer_number - 1), module, parameter
+                layer = layers[int(number)]
+                expert = EXPERT.search(within)
+                if expert is None:
+                    yield Place(within, layer.layer_number - 1), module, parameter
+                    continue
+                general = f"{within[: expert.start()]}.*.{within[expert.end() :]}"
+                yield (
+                    Place(general, layer.layer_number - 1, layer.mlp.local_expert_indices[int(expert[1])]),
+                    module,
+                    parameter,
+                )

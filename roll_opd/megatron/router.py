@@ -1,0 +1,86 @@
+"""The router of a mixture of experts: its own losses, under one global denominator.
+
+Megatron's router leaves out what it needs without Transformer Engine, counts padding, and weighs its losses by a number
+of tokens that ranks need not have in common.
+
+Legend: n tokens of a micro-batch on this rank, E experts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass
+class RouterLosses:
+    """What the routers of a rank know of an update, and leave behind."""
+
+    tokens: float = 1.0  # of the whole mini-batch, padding left out
+    values: dict[str, Tensor] = field(default_factory=dict)  # this rank's part, summed over layers and micro-batches
+
+    def begin(self, tokens: float) -> None:
+        """Forget the last update."""
+        self.tokens, self.values = max(tokens, 1.0), {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.values[name] = self.values.get(name, torch.zeros_like(value)) + value
+
+
+class PackedRouter(TopKRouter):
+    """A top-k router whose losses are means over all tokens of a mini-batch, however it is split.
+
+    The z-loss is a mean of tokens. The balancing loss is that of each micro-batch, all its tensor and context ranks
+    together (E · Σ_e f_e · P_e, Fedus et al. 2022, over the number of choices), weighed by its share of the tokens.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return logits [..., E]."""
+        dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype))
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Have the mean of (log Σ exp logits)² take part in the gradient."""
+        coefficient = self.config.moe_z_loss_coeff
+        if not (coefficient and self.training and torch.is_grad_enabled()):
+            return logits
+        squares_n = torch.logsumexp(logits.float(), -1).square()
+        if padding_mask is not None:
+            squares_n = squares_n.masked_fill(padding_mask, 0.0)
+        return self._with(logits, "z_loss", squares_n.sum(), coefficient)
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not coefficient:
+            return probs
+        counts_E = routing_map.sum(0).float()
+        dist.all_reduce(counts_E, group=self.tp_cp_group)
+        # Σ_e f_e · Σ_n P_e: the loss times the tokens of the micro-batch
+        shares_E = counts_E / counts_E.sum().clamp(min=1)
+        value = len(shares_E) * (shares_E * scores_for_aux_loss.sum(0)).sum()
+        return self._with(probs, "load_balancing_loss", value, coefficient)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Leave out what Megatron compiles, on CPUs too: no model here has biases that are updated."""
+
+    def _with(self, output: Tensor, name: str, sum_over_tokens: Tensor, coefficient: float) -> Tensor:
+        losses: RouterLosses = self.config.router_losses  # type: ignore[attr-defined]
+        value = sum_over_tokens / losses.tokens
+        losses.add(name, value.detach())
+        attached: Any = MoEAuxLossAutoScaler.apply(output, coefficient * value)
+        return attached
+
+
+def has_losses(config: Any) -> bool:
+    """Whether the routers of a model have losses of their own."""
+    balances = config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff
+    return bool(config.num_moe_experts and (balances or config.moe_z_loss_coeff))

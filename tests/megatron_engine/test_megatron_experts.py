@@ -1,0 +1,87 @@
+"""Mixtures of experts in every layout: against Hugging Face, and routers' losses against their formulas."""
+
+import json
+from functools import cache
+from typing import Any
+
+import megatron_cases as cases
+import megatron_reference as reference
+import numpy as np
+import pytest
+import torch
+from megatron_answers import Answers
+from safetensors.torch import load_file
+
+GRID = [(model, layout) for layout in cases.EXPERT_LAYOUTS for model in cases.EXPERT_MODELS]
+
+
+@pytest.fixture(scope="module")
+def naive(answers: Answers) -> Any:
+    """(records, final weights) of the naive training of a model."""
+    return cache(lambda model: reference.naive_experts_training(cases.model_path(answers.root, model)))
+
+
+@pytest.mark.parametrize(("model", "layout"), GRID)
+def test_logprobs_are_hugging_faces(answers: Answers, model: str, layout: str) -> None:
+    network = reference.load(cases.model_path(answers.root, model))
+    for name, (_, _, temperature, _) in cases.PASSES.items():
+        found = answers.arrays(f"experts-{model}-{layout}-{name}")
+        for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
+            with torch.no_grad():
+                wanted = reference.token_logprobs(network, tokens, prompt, temperature).numpy()
+            np.testing.assert_allclose(found[str(number)], wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "layout"), GRID)
+def test_what_was_loaded_is_exported_to_the_bit(answers: Answers, model: str, layout: str) -> None:
+    wanted = load_file(f"{cases.model_path(answers.root, model)}/model.safetensors")
+    found = answers.weights(f"experts-{model}-{layout}-start")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(("model", "layout"), GRID)
+def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str, layout: str) -> None:
+    wanted, final = naive(model)
+    found = json.loads((answers.root / f"experts-{model}-{layout}.json").read_text())
+    for record, plain in zip(found, wanted, strict=True):
+        assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
+        assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
+        assert all(record["applied"])
+    before = load_file(f"{cases.model_path(answers.root, model)}/model.safetensors")
+    weights = answers.weights(f"experts-{model}-{layout}")
+    assert weights.keys() == final.keys()
+    for name, tensor in final.items():
+        assert (weights[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+        moved = (tensor - before[name]).norm()
+        assert (weights[name] - tensor).norm() <= 2e-3 * moved, name
+
+
+@pytest.mark.parametrize(("saved", "loads"), cases.EXPERT_RESUMES)
+def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) -> None:
+    straight = answers.weights(f"experts-{cases.EXPERT_MODELS[0]}-{saved}")
+    resumed = answers.weights(f"experts-resume-{saved}-{loads}")
+    for name, tensor in straight.items():
+        if saved == loads:
+            assert torch.equal(resumed[name], tensor), name
+        else:
+            assert (resumed[name] - tensor).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout, name) for layout, (names, _) in cases.ROUTER_LAYOUTS.items() for name in names]
+)
+def test_losses_of_routers_are_means_over_all_tokens(answers: Answers, layout: str, name: str) -> None:
+    """Whatever ranks and micro-batches a batch is split over; padding does not count."""
+    path = cases.model_path(answers.root, cases.EXPERT_MODELS[0])
+    value, gradients = reference.naive_router_loss(path, name, cases.train_samples(3, "opd"))
+    found = answers.arrays(f"routers-{layout}")
+    assert float(found[name]) == pytest.approx(value, rel=1e-5)
+    coefficient = next(v for v in cases.ROUTER_COEFFICIENTS[name].values() if isinstance(v, float))
+    norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
+    assert float(np.linalg.norm(found[f"{name}-gradient"])) == pytest.approx(coefficient * norm, rel=1e-4)
+    first = next(key for key in gradients if key.endswith("mlp.gate.weight"))
+    of_router = found[f"{name}-gradient"]
+    one = (coefficient * gradients[first]).flatten().numpy()
+    windows = np.lib.stride_tricks.sliding_window_view(of_router, len(one))
+    assert np.abs(windows - one).max(1).min() <= 1e-4 * np.abs(one).max()  # it stands somewhere among the others
