@@ -43,7 +43,7 @@ demo: setup
 test: setup
 	@rm -rf $(LOGS)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style \
-		|| { grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed))' $(LOGS)/*.log; exit 1; }
+		|| { grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed))' $(LOGS)/*.log | sed 's/==*/=/g'; exit 1; }
 
 test-rooms:
 	@$(PYTEST) -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)

@@ -133,13 +133,13 @@ def test_retry_after_holds_for_all(serve: Serve, judge: Callable[..., LLMJudge],
 
 
 def test_the_rate_is_kept(serve: Serve, judge: Callable[..., LLMJudge]) -> None:
+    """No request arrives before its turn; on a busy machine some arrive late, and then closer together."""
     server = serve(compare, ["500", "500"])
-    scores = scored(judge(server, requests_per_minute=1200, concurrency=4), SAMPLES[:30])
-    assert values(scores) == TRUTHS[:30]
-    times = server.times
-    assert len(times) == 30 + 2 + 3  # two errors, three second questions
-    assert times[-1] - times[0] >= 34 * 0.05 - 0.02
-    assert max(sum(start <= time < start + 1 for time in times) for start in times) <= 20 + 1 + 4
+    reward, began = judge(server, requests_per_minute=1200, concurrency=4), time.monotonic()
+    assert values(scored(reward, SAMPLES[:30])) == TRUTHS[:30]
+    assert len(server.times) == 30 + 2 + 3  # two errors, three second questions
+    for number, arrived in enumerate(sorted(server.times)):
+        assert arrived - began >= number * 0.05 - 0.001, number
 
 
 def test_no_more_at_once_than_allowed(serve: Serve, judge: Callable[..., LLMJudge]) -> None:

@@ -42,7 +42,7 @@ def streamed(mine: Sequence[tuple[Shard, Callable[[], Tensor]]], sizes: Sizes) -
             if shard.names[0][0] in seen:  # tied embeddings are on two stages
                 continue
             seen.add(shard.names[0][0])
-            parts = _of_all_ranks(mine[number][1]().detach(), shard) if owner == stage else None
+            parts = _of_all_ranks(mine[number][1], shard) if owner == stage else None
             if not _is_first_of_stage():
                 continue
             if owner:
@@ -79,7 +79,7 @@ def _is_first_of_stage() -> bool:
     return tensor_rank()[0] == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def _of_all_ranks(part: Tensor, shard: Shard) -> list[Tensor] | None:
+def _of_all_ranks(part: Callable[[], Tensor], shard: Shard) -> list[Tensor] | None:
     """Return the parts of all ranks that share a parameter, or have other experts', on the first rank of their stage.
 
     None on the others, and on those that have copies. Collective over all ranks of a stage.
@@ -92,10 +92,11 @@ def _of_all_ranks(part: Tensor, shard: Shard) -> list[Tensor] | None:
     ranks = dist.get_world_size(group)
     if copy:
         return None
+    own = part().detach()
     if ranks == 1:
-        return [part]
-    parts = [torch.empty_like(part) for _ in range(ranks)] if dist.get_rank(group) == 0 else None
-    dist.gather(part.contiguous(), parts, group=group, group_dst=0)
+        return [own]
+    parts = [torch.empty_like(own) for _ in range(ranks)] if dist.get_rank(group) == 0 else None
+    dist.gather(own.contiguous(), parts, group=group, group_dst=0)
     return parts
 
 

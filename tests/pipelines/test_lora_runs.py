@@ -1,0 +1,86 @@
+"""A LoRA student in a whole run: what its engines sample from, what the base computes, what a resume restores."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from runs import REPOSITORY, RLVR, Run, launch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+START = REPOSITORY / "examples/demo/models/student"
+STEPS = 2
+LORA = (
+    "exp_name=demo",
+    "deterministic=true",
+    f"max_steps={STEPS}",
+    "save_steps=1",
+    "max_ckpt_to_keep=null",
+    "eval_steps=0",
+    "validation=null",
+    "rollout_batch_size=8",
+    "samples_per_step=32",
+    "actor_train.training_args.per_device_train_batch_size=32",
+    "actor_train.training_args.gradient_accumulation_steps=1",
+    "use_kl_loss=true",
+    "kl_loss_coef=0.1",
+    "+reference={model_args: {dtype: fp32}, strategy_args: {strategy_name: megatron_infer}}",
+    "+actor_train.model_args.lora_target=all-linear",
+    "+actor_train.model_args.lora_rank=4",
+    "actor_train.training_args.learning_rate=1.0e-2",
+    "actor_train.training_args.warmup_steps=0",
+)
+
+
+def run_of(output: Path, *more: str) -> Run:
+    run = launch(output, *LORA, *more, launcher=RLVR, config=("demo", "rlvr"))
+    assert run.code == 0, run.output[-3000:]
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of(tmp_path_factory.mktemp("lora") / "output")
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel | PeftModel, row: dict) -> np.ndarray:
+    tokens = row["tokens"]
+    table = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return np.array([float(table[place - 1, tokens[place]]) for place in range(row["prompt_length"], len(tokens))])
+
+
+def test_the_base_is_the_reference_and_the_engines_have_the_adapter(whole: Run) -> None:
+    """Log-probs of the second step, after an update: of the base, and of base and adapter together."""
+    base = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+    adapter = whole.path / "checkpoints/step_1/adapter"
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32), adapter)
+    rows = [row for row in whole.rows("samples.jsonl") if row["step"] == STEPS]
+    assert len(rows) == 32
+    differ = 0.0
+    for row in rows:
+        student, reference = logprobs(adapted, row), logprobs(base, row)
+        np.testing.assert_allclose(row["ref_logprobs"], reference, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(row["student_logprobs"], student, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(row["rollout_logprobs"], student, rtol=0, atol=1e-3)
+        differ = max(differ, float(np.abs(student - reference).max()))
+    assert differ > 1e-2  # or nothing of this says anything
+
+
+def test_only_the_adapter_was_trained(whole: Run) -> None:
+    """The merged model differs from the base in its linear layers alone."""
+    before, after = (load_file(path / "model.safetensors") for path in (START, whole.path / "checkpoints/step_2/hf"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+    config = json.loads((whole.path / "checkpoints/step_2/adapter/adapter_config.json").read_text())
+    assert config["r"] == 4 and config["base_model_name_or_path"] == str(START)
+
+
+def test_a_resumed_run_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
+    resumed = run_of(tmp_path / "output", f"resume_from_checkpoint={whole.path / 'checkpoints/step_1'}")
+    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        one, other = (load_file(run.path / "checkpoints/step_2" / file) for run in (whole, resumed))
+        assert all(torch.equal(one[name], other[name]) for name in one), file
