@@ -89,7 +89,11 @@ def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) ->
         )
     etp, ranks = layout.expert_tp, layout.tp * layout.cp * layout.dp
     if ranks % (etp * layout.ep):
-        diagnostics.problem(key, f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}")
+        diagnostics.problem(
+            key,
+            f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}; use a smaller one, or"
+            " expert_tensor_parallel_size: 1",
+        )
     if info.expert_intermediate % etp:
         diagnostics.problem(
             "expert_tensor_parallel_size",
