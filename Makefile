@@ -6,10 +6,9 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
 SESSIONS := test-rooms test-launches test-megatron test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
-PYTEST = mkdir -p $(LOGS) && $(PYTHON_IN_VENV) -u -m pytest
+PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v
 LOGS := build/tests
-# whole lines, each with its session's name
-SHOWN = 2>&1 | tee $(LOGS)/$(@:test-%=%).log | sed -u 's/^/$(@:test-%=%): /'
+SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/shown.py $(LOGS)/$(@:test-%=%).log
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -43,22 +42,22 @@ demo: setup
 test: setup
 	@rm -rf $(LOGS)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style \
-		|| { grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed))' $(LOGS)/*.log | sed 's/==*/=/g'; exit 1; }
+		|| { grep -hE '^(E  |FAILED|ERROR|[=]+ .*(passed|failed|error))' $(LOGS)/*.log | cut -c1-400; exit 1; }
 
 test-rooms:
-	@$(PYTEST) -q --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)
+	@$(PYTEST) --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)
 
 test-launches:
-	@$(PYTEST) -v tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)
+	@$(PYTEST) tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)
 
 test-megatron:
-	@$(PYTEST) -q tests/megatron_engine $(SHOWN)
+	@$(PYTEST) tests/megatron_engine $(SHOWN)
 
 test-engines:
-	@$(PYTEST) -v tests/inference $(STAGED) $(SHOWN)
+	@$(PYTEST) tests/inference $(STAGED) $(SHOWN)
 
 test-config:
-	@$(PYTEST) -q tests/config $(SHOWN)
+	@$(PYTEST) tests/config $(SHOWN)
 
 # half of the time goes to configurations, which Hydra composes anew for every test
 test-fast: setup

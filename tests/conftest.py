@@ -1,16 +1,23 @@
 """What several rooms need, and which rooms are slow as a whole."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
 os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look for; tests of the width set their own
 
 TESTS = Path(__file__).parent
 SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "workers"}  # start engines, process groups or Ray
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"  # beside the repository
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Report as wide as the terminal is, whatever tests are told."""
+    session.config.get_terminal_writer().fullwidth = WIDTH
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

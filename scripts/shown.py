@@ -1,0 +1,32 @@
+"""Keep a session of `pytest -v` in its log and show what matters of it: whole logs side by side hide the one line.
+
+Shown are each tenth of the session, what failed and why, what was skipped, and how it ended.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+PROGRESS = re.compile(r"(\d+)%\]$")
+BAD = re.compile(r"(FAILED|ERROR) +\[ *\d+%\]$")
+TOLD = re.compile(r"(E  |FAILED|ERROR|SKIPPED|INTERNALERROR)|=+ .*(passed|failed|error|no tests ran)")
+WIDTH = 400
+
+
+def main(log: Path) -> None:
+    """Copy standard input into the file `log` and the lines that matter, with its name, to standard output."""
+    shown = -1
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        for line in map(str.rstrip, sys.stdin):
+            print(line, file=file, flush=True)
+            progress = PROGRESS.search(line)
+            if progress and int(progress[1]) // 10 > shown:
+                shown = int(progress[1]) // 10
+                print(f"{log.stem}: {shown * 10} %", flush=True)
+            if BAD.search(line) or (not progress and TOLD.match(line)):
+                print(f"{log.stem}: {line.strip('= ')[:WIDTH]}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
