@@ -649,27 +649,35 @@ OPERATIONS = {
 }
 
 
-def meet_anew(file: Path) -> None:
-    """Give the next process group a store of its own: gloo takes addresses left in an old one for its peers'."""
+def meet_anew(file: Path) -> dist.Store | None:
+    """Give the next process group a store of its own: gloo takes addresses left in an old one for its peers'.
+
+    Rank 0 listens from the moment its port is known, so that no other process of the machine can take it.
+    """
+    store = None
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", MASTER_ADDR="127.0.0.1")
     if os.environ["RANK"] == "0":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        descriptor = listening.detach()
+        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, is_master=True, master_listen_fd=descriptor)
         unfinished = file.with_suffix(".unfinished")
         unfinished.write_text(str(port))
         unfinished.rename(file)
     while not file.exists():
         time.sleep(0.002)
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="127.0.0.1", MASTER_PORT=file.read_text())
+    os.environ["MASTER_PORT"] = file.read_text()
+    return store
 
 
 def main() -> None:
     process, processes, root = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
+    stores = []
     for number, (world, jobs) in enumerate(cases.rounds(root)):
         team, rank = divmod(process, world)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
         for job in jobs[team :: processes // world]:
-            meet_anew(root / f"port-{number}-{job['name']}")
+            stores.append(meet_anew(root / f"port-{number}-{job['name']}"))
             OPERATIONS[job["op"]](job, root)
             parallel.shutdown()
 
