@@ -42,7 +42,8 @@ demo: setup
 test: setup
 	@rm -rf $(LOGS)
 	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style \
-		|| { grep -hE '^(E  |FAILED|ERROR|[=]+ .*(passed|failed|error))' $(LOGS)/*.log | cut -c1-400; exit 1; }
+		|| { for log in $(LOGS)/*.log; do echo $$log; \
+			grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed|error))' $$log | cut -c1-400 | tail -n 40; done; exit 1; }
 
 test-rooms:
 	@$(PYTEST) --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 PROGRESS = re.compile(r"(\d+)%\]$")
 BAD = re.compile(r"(FAILED|ERROR) +\[ *\d+%\]$")
-TOLD = re.compile(r"(E  |FAILED|ERROR|SKIPPED|INTERNALERROR)|=+ .*(passed|failed|error|no tests ran)")
+TOLD = re.compile(r"^(E  |FAILED|ERROR|SKIPPED|INTERNALERROR)")
+ENDED = re.compile(r"=+ .*(passed|failed|error|no tests ran)")
 WIDTH = 400
+MOST = 100  # lines of what failed: one lost fixture fails a whole session's tests
 
 
 def main(log: Path) -> None:
     """Copy standard input into the file `log` and the lines that matter, with its name, to standard output."""
-    shown = -1
+    shown, told = -1, 0
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         for line in map(str.rstrip, sys.stdin):
@@ -24,7 +26,8 @@ def main(log: Path) -> None:
             if progress and int(progress[1]) // 10 > shown:
                 shown = int(progress[1]) // 10
                 print(f"{log.stem}: {shown * 10} %", flush=True)
-            if BAD.search(line) or (not progress and TOLD.match(line)):
+            if ENDED.match(line) or (told < MOST and (BAD if progress else TOLD).search(line)):
+                told += 1
                 print(f"{log.stem}: {line.strip('= ')[:WIDTH]}", flush=True)
 
 

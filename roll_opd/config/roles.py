@@ -118,12 +118,6 @@ class RoleReader:
         sections, roles, tell = self._sections, self._roles, self._tell
         train_name, infer_name = self._student_names()
         self._read_student(train_name)
-        if roles.train and roles.train.info and roles.train.info.experts:
-            roles.train.tell.block(
-                MODEL,
-                f"{roles.train.info.path.name} is a mixture of experts, whose weights the inference engines do not take"
-                " over rightly yet; it may be a teacher, or learn from rows with answers (SFT, DPO)",
-            )
         infer = self._section(infer_name)
         if infer is not None:
             dtype: Dtype = roles.train.dtype if roles.train else "bf16"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -61,6 +62,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Begin an update: from here every layer waits for all its values."""
         self._sent = {}
         self._tied_heads = tied_heads(self.model)  # before layerwise reload takes the shared parameter apart
+        forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
@@ -113,6 +115,19 @@ def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
         for name, module in model.named_modules()
         if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings
     ]
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have experts packed for the CPU's kernels again after an update.
+
+    vLLM packs them when it makes a layer's kernel, and makes that once: values that are loaded later would be copied
+    as they are to where packed ones belong.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "unquantized_backend", None) is UnquantizedMoeBackend.CPU:
+            assert method is not None
+            method.moe_kernel = None
 
 
 def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:

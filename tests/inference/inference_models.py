@@ -1,41 +1,60 @@
 """Tiny random Qwen3 models on disk, their Hugging Face log-probs, and a loop to run engines on."""
 
 import asyncio
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.engine import InferenceEngine
 
 VOCABULARY = 99  # not a multiple of vLLM's padding
 MAX_MODEL_LEN = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 def make_model(seed: int, tied: bool = False) -> Qwen3ForCausalLM:
     """A random model whose every weight, norms too, depends on `seed`."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    model = Qwen3ForCausalLM(config).float().eval()
+    return _all_random(Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied)))
+
+
+def make_mixture(seed: int) -> Qwen3MoeForCausalLM:
+    """A mixture of experts, of a width that the CPU's kernels have to pad."""
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    return _all_random(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)))
+
+
+def _all_random(model: Any) -> Any:
+    model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -43,7 +62,7 @@ def make_model(seed: int, tied: bool = False) -> Qwen3ForCausalLM:
     return model
 
 
-def save_model(model: Qwen3ForCausalLM, path: Path) -> str:
+def save_model(model: PreTrainedModel, path: Path) -> str:
     """Write `model` with a word-level tokenizer ("w17" is token 17; 1 is the end)."""
     model.save_pretrained(path)
     words = {"<pad>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, VOCABULARY)}
@@ -54,20 +73,22 @@ def save_model(model: Qwen3ForCausalLM, path: Path) -> str:
 
 
 @torch.no_grad()
-def hf_logits(model: Qwen3ForCausalLM, tokens: Sequence[int]) -> torch.Tensor:
+def hf_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     """f32 [T-1, V]: the logits that predict tokens 1..T-1."""
     return model(torch.tensor([list(tokens)])).logits[0, :-1].float()
 
 
-def hf_logprobs(model: Qwen3ForCausalLM, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+def hf_logprobs(model: PreTrainedModel, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
     """f32 [T-1]: log-probs of tokens 1..T-1."""
     logprobs = torch.log_softmax(hf_logits(model, tokens) / temperature, dim=-1)
     return logprobs.gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0].numpy()
 
 
-def buckets_of(model: Qwen3ForCausalLM, count: int = 3) -> list[dict[str, torch.Tensor]]:
+def buckets_of(model: PreTrainedModel, count: int = 3) -> list[dict[str, torch.Tensor]]:
     """The weights as an exporter sends them, dealt out so that the parts of fused layers come in different buckets."""
-    weights = dict(model.named_parameters())
+    with tempfile.TemporaryDirectory() as directory:  # as they are on disk: in memory, experts are fused
+        model.save_pretrained(directory)
+        weights = load_file(Path(directory, "model.safetensors"))
     names = list(weights)
     return [{name: weights[name] for name in names[first::count]} for first in range(count)]
 

@@ -1,9 +1,9 @@
-"""Tensor parallelism and tied embeddings: every worker maps the same memory; no stale copy of a head stays."""
+"""Tensor parallelism, tied embeddings, experts: every worker maps the same memory, and no stale copy stays."""
 
 from pathlib import Path
 
 import numpy as np
-from inference_models import Running, buckets_of, hf_logprobs, make_model, save_model
+from inference_models import Running, buckets_of, hf_logprobs, make_mixture, make_model, save_model
 
 
 def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
@@ -16,4 +16,17 @@ def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
         found = running.run(running.engine.prompt_logprobs(tokens))
         np.testing.assert_allclose(found, hf_logprobs(model, tokens), atol=1e-5, rtol=0)
     assert running.engine.weights_version == 2
+    running.close()
+
+
+def test_experts_are_packed_again(tmp_path: Path, warm: None) -> None:
+    """vLLM's kernels for CPUs take weights of a layout of their own, which it makes when it loads a model."""
+    running = Running(save_model(make_mixture(seed=0), tmp_path), tensor_parallel_size=2)
+    tokens = np.random.default_rng(0).integers(2, 99, 60).tolist()
+    for seed in (0, 1, 2):
+        model = make_mixture(seed)
+        if seed:
+            running.run(running.engine.update_weights(buckets_of(model), version=seed))
+        found = running.run(running.engine.prompt_logprobs(tokens))
+        np.testing.assert_allclose(found, hf_logprobs(model, tokens), atol=1e-5, rtol=0)
     running.close()
