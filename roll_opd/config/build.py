@@ -19,6 +19,7 @@ from roll_opd.config import (
     environments,
     machine,
     parts,
+    replay,
     teacher_context,
 )
 from roll_opd.config.check_workflow import argument_problems, name_problem
@@ -165,6 +166,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
         return None
     if agentic:
         top = environments.expanded(top, roles.infer.worker.generating_args if roles.infer else None)
+    replay.check_turns(top.workflow, roles.train)
     check_objective.check_objective(top, mode, agentic)
     check_objective.check_topk(top, roles.shared_vocabulary)
     check_devices.check_devices(roles.placed(), top)

@@ -45,7 +45,7 @@ IGNORED_ENVIRONMENT = _names("""
 """)
 IGNORED_ENV_MANAGER = _names("llm_proxy group_filter_cls group_size_redundancy model_type")
 IGNORED_WORKER = _names("""
-    name world_size model_update_frequency backend_timeout router_replay mtp_training_mode
+    name world_size model_update_frequency backend_timeout mtp_training_mode
     max_concurrency use_remove_padding sequence_length_round_in_train
     sequence_length_round_in_infer offload_nccl logits_in_fp32 apply_loss_scale
 """)
@@ -106,7 +106,6 @@ SAID: dict[str, tuple[tuple[object, ...], str]] = {
     "model_update_frequency": ((1,), "has no effect: engines have the newest weights in every step"),
     "moe_aux_loss_coef": ((0,), "has no effect: no auxiliary loss of the router is added"),
     "mtp_training_mode": (("disabled",), "has no effect: layers of multi-token prediction are not trained"),
-    "router_replay": ((None, "disable"), "has no effect: routes of experts are not replayed"),
 }
 # ... and what a run is refused for
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {

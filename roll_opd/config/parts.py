@@ -80,7 +80,12 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
     )
     plan = megatron_plan(role, top)
     return TrainPlan(
-        **vars(plan), train_limits=limits, mini_batch_sequences=mini_batch, optimizer=optimizer, lora=role.lora
+        **vars(plan),
+        train_limits=limits,
+        mini_batch_sequences=mini_batch,
+        optimizer=optimizer,
+        lora=role.lora,
+        router_replay=role.worker.router_replay.mode,
     )
 
 
@@ -105,7 +110,8 @@ def rollout_plan(role: Role, top: Top, n: int, response: int, held_out: int) -> 
     if top.max_running_requests:  # what an engine does not run yet, it keeps waiting
         each = {"max_num_seqs": -(-top.max_running_requests // plan.engines)}
         plan = replace(plan, engine_args=FrozenDict({**each, **plan.engine_args}))
-    return replace(plan, max_running_requests=top.max_running_requests)
+    routes = role.worker.router_replay.mode != "disable"
+    return replace(plan, max_running_requests=top.max_running_requests, returns_routes=routes)
 
 
 def judge_plan(role: Role, top: Top, response: int) -> RolloutPlan:

@@ -20,6 +20,7 @@ from roll_opd.config.schema import (
     OptimizerKeys,
     RewardKeys,
     RolloutKeys,
+    RoutingMode,
     RowKeys,
     RunKeys,
     SamplingKeys,
@@ -115,6 +116,7 @@ class TrainPlan(MegatronPlan):
     mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     lora: LoraPlan | None = None  # None: all weights learn
+    router_replay: RoutingMode = "disable"
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class RolloutPlan:
     max_model_len: int
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
     max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
+    returns_routes: bool = False  # to which experts each token was sent
     env: FrozenDict = field(default_factory=FrozenDict)
 
     @property

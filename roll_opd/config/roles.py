@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from roll_opd.config import adapters
+from roll_opd.config import adapters, replay
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import LoraPlan
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
@@ -111,6 +111,7 @@ class RoleReader:
         if reference is not None and self._roles.train is not None:
             self._roles.reference = self._megatron("frozen", reference, self._student)
         self._check_adapters()
+        replay.check(self._workers(), None, None)
         return self._roles
 
     def rolled_out(self) -> Roles:
@@ -139,6 +140,7 @@ class RoleReader:
             if isinstance(model, Worker):
                 roles.auxiliaries[name] = self._engine(model, None, "bf16")
         self._check_adapters()
+        replay.check(self._workers(), roles.train, roles.infer)
         return roles
 
     def _read_student(self, name: str) -> None:
@@ -224,9 +226,8 @@ class RoleReader:
     def _check_adapters(self) -> None:
         """Refuse adapters of what does not learn, and what would train something else than was asked for."""
         student, infer = self._roles.train, self._roles.infer
-        workers = [*self._sections.workers.values(), *self._sections.teachers.values()]
         never: dict[str, list[str]] = {}
-        for args in [worker.model_args for worker in workers if worker is not None]:
+        for args in [worker.model_args for worker in self._workers()]:
             for key in adapters.NEVER:
                 if getattr(args, key):
                     never.setdefault(key, []).append(args.tell.at(key))
@@ -244,6 +245,10 @@ class RoleReader:
             also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
             text = "is not available yet, and other weights would be trained than are asked for; remove it"
             self._tell.block(found[0], text + also)
+
+    def _workers(self) -> list[Worker]:
+        written = [*self._sections.workers.values(), *self._sections.teachers.values()]
+        return [worker for worker in written if worker is not None]
 
     def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
         """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""

@@ -70,6 +70,7 @@ Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Environment = dict[Annotated[str, Field(pattern="^[^=]+$")], str | int | float]
 Dtype = Literal["fp32", "bf16", "fp16"]
+RoutingMode = Literal["disable", "measure", "R3"]
 Level = Literal["token", "segment", "geometric", "sequence"]
 
 
@@ -236,6 +237,17 @@ class SequencePackingArgs(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterReplay(Section):
+    """`router_replay`."""
+
+    mode: RoutingMode = key(
+        "disable",
+        "R3: training sends tokens to the experts that the inference engine sent them to; measure (ours): it only"
+        " counts where its own choice is another one",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Worker(Section):
     """A role: student, rollout, teacher, reference policy, critic, or a judge that runs here."""
 
@@ -258,6 +270,7 @@ class Worker(Section):
     infer_batch_size: Many = key(16, "sequences in a micro-batch of log-probs, unless it is limited by tokens")
     use_sequence_packing: bool = key(False, "limit micro-batches by the tokens of sequence_packing_args")
     sequence_packing_args: SequencePackingArgs = key(SequencePackingArgs(), "limits by tokens")
+    router_replay: RouterReplay = key(RouterReplay(), "routes of experts, of a student that is a mixture of them")
     use_dynamic_batching_in_train: bool = key(False, "limit micro-batches of training by tokens")
     use_dynamic_batching_in_infer: bool = key(False, "limit micro-batches of log-probs by tokens")
     max_tokens_per_microbatch_in_train: Count | None = key(None, "limit of a training micro-batch")

@@ -30,6 +30,7 @@ class Experience:
     )  # f32 [T-P], of the sampling distribution, from the engine; None: nobody sampled
     finish_reason: str  # stop | length | abort
     weights_version: int | None  # which weights sampled it
+    routes: np.ndarray | None = None  # integer [T-1, layers, K], the K experts of each token, from the engine
     run: int | None = None  # which of the runs at its prompt; None: one of its own
     step: int = 0  # which of the experiences of its run
     state: str | None = None  # digest of what its step began from, where the run says so

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+ROUTER_LOSSES = ("z_loss", "load_balancing_loss")  # of mixtures of experts, in the sums of a `TrainResult`
+
 
 @dataclass(frozen=True)
 class TeacherTargets:
@@ -36,6 +38,7 @@ class TrainSample:
     teachers: Mapping[str, TeacherTargets] = field(default_factory=dict)  # none where the objective is `sampled`
     demonstration: bool = False  # a row with its answer; no advantages, reward or old log-probs
     actions: np.ndarray | None = None  # bool, all action tokens, which opd_kl_discount counts; None: action_mask
+    routes: np.ndarray | None = None  # integer [T-1, layers, K], the K experts of each token; None: the model's own
 
 
 @dataclass(frozen=True)

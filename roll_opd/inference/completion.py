@@ -22,6 +22,7 @@ class Completion:
     logprobs: np.ndarray  # f32 [R], of the distribution that was sampled (greedy: of temperature 1)
     finish_reason: str  # stop | length | abort
     weights_version: int
+    routes: np.ndarray | None = None  # integer [T-1, L, K] of T tokens, L layers: to which K experts each one went
 
 
 def token_prompt(tokens: Sequence[int]) -> "TokensInput":
@@ -58,6 +59,7 @@ def completion_of(output: "RequestOutput", weights_version: int) -> Completion:
         logprobs=token_logprobs(sample.token_ids, sample.logprobs or []),
         finish_reason=sample.finish_reason or "abort",
         weights_version=weights_version,
+        routes=sample.routed_experts,
     )
 
 
@@ -71,8 +73,10 @@ def cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: "Tokeniz
     for length in range(1, len(completion.tokens) + 1):
         text = tokenizer.decode(completion.tokens[:length].tolist(), skip_special_tokens=True)
         if any(string in text for string in stop):
+            routes, cut = completion.routes, len(completion.tokens) - length
             return replace(
                 completion,
+                routes=None if routes is None else routes[: len(routes) - cut],
                 tokens=completion.tokens[:length],
                 logprobs=completion.logprobs[:length],
                 finish_reason="stop",

@@ -7,6 +7,7 @@ engine starts, not before. Legend: R response tokens, T tokens in all.
 import asyncio
 import gc
 import itertools
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
@@ -26,6 +27,7 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
+from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
     check_engine_args,
@@ -67,12 +69,14 @@ class InferenceEngine:
         tensor_parallel_size: int = 1,
         engine_args: Mapping[str, Any] | None = None,
         deterministic: bool = False,
+        routes: bool = False,
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
         `max_model_len` counts prompt and response tokens. `engine_args` are vLLM's own and go through
         untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
-        is run from the same weights: batches then run one after another, each from an empty prefix cache.
+        is run from the same weights: batches then run one after another, each from an empty prefix cache. With
+        `routes`, responses say to which experts each token was sent.
         """
         arguments = _vllm_arguments(
             model,
@@ -80,6 +84,7 @@ class InferenceEngine:
             seed=seed,
             tensor_parallel_size=tensor_parallel_size,
             engine_args=dict(engine_args or {}),
+            routes=routes,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
         # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
@@ -261,17 +266,21 @@ class InferenceEngine:
                 )
 
 
-def _vllm_arguments(model: ModelPlan, *, engine_args: Mapping[str, Any], **plan: int) -> "AsyncEngineArgs":
+def _vllm_arguments(
+    model: ModelPlan, *, engine_args: Mapping[str, Any], routes: bool, **plan: int
+) -> "AsyncEngineArgs":
     # not is_available(), which would start CUDA in this process, and vLLM may fork it
     on_cpu = torch.cuda.device_count() == 0
     prepare_environment(eager_on_cpu=on_cpu and engine_args.get("enforce_eager", True))
+    os.environ[RECORDS_ROUTES] = str(int(routes and on_cpu))  # of the engine that is started next
     check_plugin_is_installed()
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
-    arguments = resolve_engine_args(model, on_cpu=current_platform.is_cpu(), engine_args=engine_args, **plan)
+    on_cpu = current_platform.is_cpu()
+    arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
     # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
     gc.collect()
     gc.freeze()

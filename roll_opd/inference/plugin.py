@@ -31,6 +31,7 @@ def register() -> None:
         _follow_parent()
         _leave_no_semaphore()
         _end_without_tidying()
+        _record_routes()
         _send_whole_outputs()
 
 
@@ -67,14 +68,22 @@ def _end_without_tidying() -> None:
             ending.cleanup_dist_env_and_memory = lambda *_, **__: leave_no_meeting_place()
 
 
+def _record_routes() -> None:
+    from roll_opd.inference.routes import RECORDS_ROUTES, record_routes
+
+    if os.environ.get(RECORDS_ROUTES) == "1" and multiprocessing.parent_process() is not None:
+        record_routes()
+
+
 def _send_whole_outputs() -> None:
     if multiprocessing.parent_process() is None:  # the front, which schedules nothing
         return
     with suppress(ImportError):
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        if not hasattr(Scheduler.update_from_output, "__wrapped__"):
-            scheduler: Any = Scheduler
+        scheduler: Any = Scheduler
+        if not hasattr(scheduler, "sends_whole_outputs"):
+            scheduler.sends_whole_outputs = True
             scheduler.update_from_output = sends_whole_outputs(Scheduler.update_from_output)
 
 

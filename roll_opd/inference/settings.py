@@ -101,8 +101,12 @@ def resolve_engine_args(
     tensor_parallel_size: int,
     on_cpu: bool,
     engine_args: Mapping[str, Any],
+    routes: bool = False,
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments: the plan's, our defaults, and the user's, which win over the defaults."""
+    """Return vLLM's engine arguments: the plan's, our defaults, and the user's, which win over the defaults.
+
+    With `routes`, the engine says to which experts it sent each token; on a CPU that is `routes.record_routes`.
+    """
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if on_cpu:
         defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
@@ -117,6 +121,8 @@ def resolve_engine_args(
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND) == "nobind":
             # vLLM's default worker process exists to bind threads; without it a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
+    if routes and on_cpu and defaults.get("distributed_executor_backend") != UNIPROC:
+        raise ValueError("router_replay on CPUs needs engines of one rank each: use tensor_parallel_size 1")
     decided: dict[str, Any] = {
         "model": model.path,
         "dtype": DTYPE_NAMES[model.dtype],
@@ -128,4 +134,6 @@ def resolve_engine_args(
     }
     if on_cpu and engine_args.get("block_size"):
         decided["block_size"] = block
+    if routes and not on_cpu:
+        decided["enable_return_routed_experts"] = True
     return {**defaults, **thaw(dict(engine_args)), **decided}

@@ -28,6 +28,7 @@ class Sample:
     tokens: np.ndarray  # int64 [T]
     prompt_length: int  # P >= 1
     columns: Mapping[str, np.ndarray]  # each [T-P] or [T-P, K]
+    routes: np.ndarray | None = None  # integer [T-1, L, K], the experts of each token in each layer
 
 
 @dataclass
@@ -46,6 +47,8 @@ class PackedSequences(PackedSeqParams):
     context: ContextRank = ALONE
     first: int = 0  # place of this rank's first token
     padding_n: Tensor | None = None  # bool, which of this rank's tokens are padding
+    routes_n: Tensor | None = None  # int16 [n, L, K], -1 of tokens without
+    differs_n: Tensor | None = None  # bool [n, L], where routers would choose otherwise; they fill it in
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ def pack(
     share_prefixes: bool = False,
     context: ContextRank = ALONE,
     like: Sample | None = None,
+    routes: tuple[int, int] | None = None,
 ) -> PackedBatch:
     """Put `samples` end to end, and pad each rank's share to a multiple of `multiple` with what is not scored.
 
     With `share_prefixes`, the beginning of a prompt that the sample before has too is not repeated, where that pays
-    (see `data.packing`). Without samples, the batch has the columns of `like` and nothing in them.
+    (see `data.packing`). Without samples, the batch has the columns of `like` and nothing in them. With `routes`, which
+    is (L, K), it brings those that the samples have.
     """
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -103,6 +108,7 @@ def pack(
     if not samples or end % (multiple * context.ranks):
         add(np.zeros(multiple * context.ranks - end % (multiple * context.ranks), np.int64), nothing, is_padding=True)
 
+    routes_N = _routes(samples, places, (end, *routes)) if routes else None
     moved = zigzag([len(own) for own in tokens], context.ranks) if context.ranks > 1 else np.arange(end)
     places = [moved[whole] for whole in places]
     here, order = end // context.ranks, np.argsort(moved)
@@ -117,6 +123,9 @@ def pack(
     mine = owner_M == context.rank
     sequences = _sequences(places, shared, device, context, end)
     sequences.padding_n = _tensor(padding_N[first : first + here], device)
+    if routes_N is not None:  # not through `as_tensor`, to which int16 is bf16
+        sequences.routes_n = torch.from_numpy(routes_N[order][first : first + here]).to(device)
+        sequences.differs_n = torch.zeros(sequences.routes_n.shape[:2], dtype=torch.bool, device=device)
     return PackedBatch(
         tokens_n=_tensor(tokens_N[first : first + here], device),
         positions_n=_tensor(positions_N[first : first + here], device),
@@ -127,6 +136,15 @@ def pack(
         columns=_columns(samples, like, device),
         cut=Cut(_tensor(owner_M, device), context) if context.ranks > 1 else None,
     )
+
+
+def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
+    """Return the routes of the tokens at `places`, int16 [N, L, K], of a prefix those of the last that has it."""
+    routes_N = np.full(shape, -1, np.int16)
+    for sample, whole in zip(samples, places, strict=False):
+        if sample.routes is not None:
+            routes_N[whole[: len(sample.routes)]] = sample.routes
+    return routes_N
 
 
 def _columns(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:

@@ -61,19 +61,24 @@ class MegatronEngine:
         return build_model(self.plan, seed=seed, trainable=self.trainable, exact=self._exact)
 
     def compute_logprobs(
-        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float
+        self,
+        sequences: Sequence[tuple[np.ndarray, int]],
+        temperature: float,
+        routes: Sequence[np.ndarray | None] | None = None,
     ) -> dict[int, np.ndarray] | None:
         """Return the log-prob of every token after the prompt.
 
         Args:
             sequences: (tokens int64 [T], prompt length P >= 1) each.
             temperature: divides the logits.
+            routes: of each sequence, integer [T-1, L, K], to which experts the inference engine sent each token; they
+                are replayed where the plan says so (see `replay`).
 
         Returns:
             On the rank of each data-parallel group that returns its results: sequence number -> f32 [T-P], for that
             group's share. None on the others.
         """
-        computed = self.compute_targets(sequences, temperature)
+        computed = self.compute_targets(sequences, temperature, routes=routes)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}
 
     def compute_targets(
@@ -86,11 +91,12 @@ class MegatronEngine:
         hidden: bool = False,
         plain: bool = False,
         vocab_size: int | None = None,
+        routes: Sequence[np.ndarray | None] | None = None,
     ) -> TokenValues | None:
         """Return log-probs and whatever else a distillation objective needs of a teacher, in one forward pass.
 
         Args:
-            sequences, temperature: as for `compute_logprobs`.
+            sequences, temperature, routes: as for `compute_logprobs`.
             topk: also give this many most likely tokens.
             ids: also give the log-probs of these tokens, integer [T-P, K] a sequence.
             hidden: also give the final hidden states.
@@ -105,7 +111,11 @@ class MegatronEngine:
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if ids is not None:
             columns = [{"topk_ids": row} for row in ids]
-        samples = [Sample(tokens, prompt, own) for (tokens, prompt), own in zip(sequences, columns, strict=True)]
+        routed = routes or [None] * len(sequences)
+        samples = [
+            Sample(tokens, prompt, own, taken)
+            for (tokens, prompt), own, taken in zip(sequences, columns, routed, strict=True)
+        ]
 
         def read(head: OutputHead, batch: PackedBatch) -> dict[str, Tensor]:
             values = {"logprobs": head.logprobs()}
@@ -189,11 +199,14 @@ class MegatronEngine:
         """
         if not assigned:
             return []
+        routes = next((sample.routes.shape[1:] for sample in samples if sample.routes is not None), None)
         settings: Any = {"share_prefixes": self.share_prefixes, "context": self._context, "like": samples[0]}
+        settings["routes"] = routes
         packed = [
             pack([samples[n] for n in numbers], self.device, self._pack_multiple, **settings) for numbers in assigned
         ]
 
+        self.weights.config.routing_replay.begin_run()  # type: ignore[attr-defined]
         self._before_run(packed)
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -220,10 +233,14 @@ class MegatronEngine:
             collect_non_loss_data=forward_only,
         )
         self.on_micro_batch(len(packed), len(packed))
+        self._after_run(packed)
         return outputs
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
         """Do what a subclass wants to know of its micro-batches before they are run. Collective."""
+
+    def _after_run(self, packed: Sequence[PackedBatch]) -> None:
+        """Do what a subclass wants to know of its micro-batches after they were run. Collective."""
 
     def _told(self, packed: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
         for begun, batch in enumerate(packed):

@@ -1,7 +1,7 @@
 """What every trained model shares: Megatron's optimizer and schedule around an engine, and one safe update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.model import DTYPES
-from roll_opd.megatron.router import RouterLosses, has_losses
+from roll_opd.megatron.replay import disagreement
+from roll_opd.megatron.router import RouterLosses, expert_layers, has_losses
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class Update:
     grad_norm: float
     learning_rate: float
     applied: bool  # False: a loss or gradient was not finite and the weights were left alone
+    of_routers: dict[str, float] = field(default_factory=dict)  # of a mixture of experts, sums of this model replica
 
     @property
     def sums(self) -> dict[str, float]:
         """Return Σ over this rank's micro-batches of the entries that their reports have under `sums`."""
         sums = [report["sums"] for report in self.reports]
-        return {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
+        added = {name: float(sum(tensors[name].double() for tensors in sums)) for name in (sums[0] if sums else ())}
+        return added | (self.of_routers if self.reports else {})
 
     def by_sample(self, name: str) -> dict[int, Any]:
         """Return sample number -> its entry of the report lists called `name`."""
@@ -65,6 +68,8 @@ class MegatronLearner(MegatronEngine):
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
         self.router_losses: RouterLosses = config.router_losses  # type: ignore[attr-defined]
+        config.routing_replay.replays = plan.router_replay == "R3"  # type: ignore[attr-defined]
+        self._of_routers: dict[str, float] = {}
         config.grad_scale_func = self.optimizer.scale_loss
         # The token count that the schedule passes along is not needed: losses are divided already.
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
@@ -97,6 +102,7 @@ class MegatronLearner(MegatronEngine):
             grad_norm=grad_norm,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             applied=bool(applied),
+            of_routers=self._of_routers,
         )
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
@@ -110,6 +116,15 @@ class MegatronLearner(MegatronEngine):
         tokens = real.to(self.device, torch.float64)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         self.router_losses.begin(float(tokens))
+
+    def _after_run(self, packed: Sequence[PackedBatch]) -> None:
+        """Add up what the routers of this model replica know of an update."""
+        if not torch.is_grad_enabled():
+            return
+        config, packs = self.weights.config, [batch.sequences for batch in packed]
+        self._of_routers = self.router_losses.of_replica(config) if has_losses(config) else {}
+        if packs[0].routes_n is not None:
+            self._of_routers |= disagreement(packs, expert_layers(config))
 
     def _everywhere_finite(self, reports: Sequence[dict[str, dict[str, Tensor]]]) -> bool:
         """Whether every loss and every local gradient is finite, on every rank: all must skip, or none."""

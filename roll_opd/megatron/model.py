@@ -31,6 +31,7 @@ from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.layers import layer_spec
 from roll_opd.megatron.lora import Adapters
+from roll_opd.megatron.replay import RoutingReplay
 from roll_opd.megatron.router import RouterLosses
 from roll_opd.megatron.supported import unsupported
 from roll_opd.megatron.weights.families import has_experts, transformer_config
@@ -53,6 +54,7 @@ class PackedModel(GPTModel):
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return this pipeline stage's hidden states [n, 1, E] of a pack."""
+        self.config.routing_replay.begin(batch.sequences)  # type: ignore[attr-defined]
         no_mask: Any = None  # the pack says what attends to what
         return GPTModel.forward(
             self,
@@ -147,6 +149,7 @@ def build_model(
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
+    config.routing_replay = RoutingReplay()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None
     padding = VECTOR * plan.layout.tp
     weights = ModelWeights(hf_config, config, padded_vocab=-(-hf_config.vocab_size // padding) * padding)

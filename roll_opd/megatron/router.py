@@ -12,9 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from roll_opd.data.training import ROUTER_LOSSES
+from roll_opd.megatron.replay import Replayed
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -33,6 +37,15 @@ class RouterLosses:
     def add(self, name: str, value: Tensor) -> None:
         self.values[name] = self.values.get(name, torch.zeros_like(value)) + value
 
+    def of_replica(self, config: Any) -> dict[str, float]:
+        """Return each loss, before its coefficient, as a sum over a model replica. Collective over its ranks."""
+        names = [name for name, is_there in zip(ROUTER_LOSSES, _coefficients(config), strict=True) if is_there]
+        nothing = torch.zeros((), device=torch.cuda.current_device())
+        sums = torch.stack([self.values.get(name, nothing) for name in names])
+        for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
+            dist.all_reduce(sums, group=group)
+        return dict(zip(names, sums.tolist(), strict=True))
+
 
 class PackedRouter(TopKRouter):
     """A top-k router whose losses are means over all tokens of a mini-batch, however it is split.
@@ -40,6 +53,12 @@ class PackedRouter(TopKRouter):
     The z-loss is a mean of tokens. The balancing loss is that of each micro-batch, all its tensor and context ranks
     together (E · Σ_e f_e · P_e, Fedus et al. 2022, over the number of choices), weighed by its share of the tokens.
     """
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the layer's number, from 1, by which the router finds its part of routes that are replayed."""
+        super().set_layer_number(layer_number)
+        shared: Any = self.config
+        self.router_replay: Any = Replayed(shared.routing_replay, layer_number - 1)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., E]."""
@@ -82,5 +101,15 @@ class PackedRouter(TopKRouter):
 
 def has_losses(config: Any) -> bool:
     """Whether the routers of a model have losses of their own."""
-    balances = config.moe_router_load_balancing_type == "aux_loss" and config.moe_aux_loss_coeff
-    return bool(config.num_moe_experts and (balances or config.moe_z_loss_coeff))
+    return bool(config.num_moe_experts and any(_coefficients(config)))
+
+
+def expert_layers(config: Any) -> int:
+    """Return how many layers of the whole model have experts."""
+    return sum(config.moe_layer_freq)
+
+
+def _coefficients(config: Any) -> tuple[float, float]:
+    """Return those of `ROUTER_LOSSES`."""
+    balances = config.moe_router_load_balancing_type == "aux_loss"
+    return config.moe_z_loss_coeff or 0.0, config.moe_aux_loss_coeff if balances else 0.0

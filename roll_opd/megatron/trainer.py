@@ -103,7 +103,7 @@ def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[S
             columns["demonstration"] = np.full(len(sample.action_mask), sample.demonstration)
         if sample.demonstration:  # arrays that other samples have: zeros, which the loss does not read; a weight of 1
             columns |= {n: np.full(len(sample.action_mask), n == "importance_weights", np.float32) for n in names}
-        result.append(Sample(sample.tokens, sample.prompt_length, columns | arrays | targets))
+        result.append(Sample(sample.tokens, sample.prompt_length, columns | arrays | targets, sample.routes))
     return result
 
 

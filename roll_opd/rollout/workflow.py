@@ -78,6 +78,7 @@ def experience_of(prompt: Prompt, draw: int, run: int, completion: Completion) -
         rollout_logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
         weights_version=completion.weights_version,
+        routes=completion.routes,
         teacher_prompts=prompt.of_teachers,
         ground_truth=prompt.ground_truth,
         extra=prompt.extra,

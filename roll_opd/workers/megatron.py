@@ -58,9 +58,11 @@ class _Rank:
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
-    def compute_logprobs(self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float) -> Compact:
+    def compute_logprobs(
+        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **routes: Any
+    ) -> Compact:
         """Return what `MegatronEngine.compute_logprobs` does."""
-        return Compact(self._engine.compute_logprobs(sequences, temperature))
+        return Compact(self._engine.compute_logprobs(sequences, temperature, **routes))
 
     def compute_targets(
         self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **wanted: Any
@@ -237,6 +239,7 @@ def train_samples(
                 teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in targets.items()},
                 demonstration=experience.demonstration,
                 actions=mask,
+                routes=experience.routes,
             )
         )
     return samples

@@ -12,7 +12,7 @@ from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
 from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience, as_read_by
-from roll_opd.data.training import TrainSample
+from roll_opd.data.training import ROUTER_LOSSES, TrainSample
 from roll_opd.frozen import FrozenDict
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
@@ -122,14 +122,14 @@ class Student(Learner):
 
     async def compute_old_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await gathered(self.group, "compute_logprobs", experiences, temperature)
+        values = await gathered(self.group, "compute_logprobs", experiences, temperature, **_routes(experiences))
         return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def topk_ids(
         self, experiences: Sequence[Experience], temperature: float, objective: ObjectivePlan
     ) -> list[np.ndarray]:
         """Return the most likely tokens at every response token, int32 [T-P, K] each."""
-        wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
+        wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size} | _routes(experiences)
         answers = await gathered(self.group, "compute_targets", experiences, temperature, **wanted)
         return [answer["topk_ids"] for answer in answers]
 
@@ -171,6 +171,11 @@ class Student(Learner):
         return next(references for references in answers if references)
 
 
+def _routes(experiences: Sequence[Experience]) -> dict[str, Any]:
+    routes = [experience.routes for experience in experiences]
+    return {} if all(taken is None for taken in routes) else {"routes": Compact(routes)}
+
+
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
     """Remove what only rewards and teachers read: the test cases of a batch can be larger than all the rest of it."""
     kept = ("difficulty",)  # of which a weight may be made
@@ -194,6 +199,7 @@ def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
     }
     return {
         **{metric: total(updates, name) / len(updates) for metric, name in optional.items() if name in reported},
+        **_router_metrics(updates, reported),
         "actor/pg_loss": total(updates, "policy_loss") / len(updates),
         "actor/total_loss": total(updates, "weighted_loss") / len(updates),
         "actor/ratio_mean": total(updates, "ratio") / tokens,
@@ -202,6 +208,18 @@ def _actor_metrics(updates: Sequence[Update]) -> dict[str, float]:
         "actor/kl_loss": total(updates, "kl_loss") / len(updates),
         **optimizer_metrics(updates),
     }
+
+
+def _router_metrics(updates: Sequence[Update], reported: set[str]) -> dict[str, float]:
+    """Return metrics of routers: how often they would choose otherwise than the engine, and their own losses."""
+    parts = {"router/rerouted_tokens": "routed_tokens", "router/rerouted_choices": "routed_choices"}
+    shares = {
+        name: total(updates, name.removeprefix("router/")) / (total(updates, of) or 1.0)
+        for name, of in parts.items()
+        if of in reported
+    }
+    losses = [name for name in ROUTER_LOSSES if name in reported]
+    return shares | {f"router/{name}": total(updates, name) / len(updates) for name in losses}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class RolloutWorker:
             tensor_parallel_size=plan.tp,
             engine_args=plan.engine_args,
             deterministic=deterministic,
+            routes=plan.returns_routes,
         )
 
     async def generate(

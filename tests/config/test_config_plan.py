@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from config_assets import set_key, write_config, write_model
 
+from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan
 
 Plan = Callable[..., RunPlan]
@@ -195,6 +196,33 @@ def test_experts_have_sizes_of_their_own(plan: Plan, root: Any) -> None:
     changes = {"teacher.strategy_args.strategy_config": config, "teacher.device_mapping": [0, 1, 2, 3]}
     layout = plan(changes).teachers[0].worker.layout
     assert layout == Layout(tp=2, ep=2, dp=2, etp=1)
+
+
+REPLAY = {"student_train.router_replay.mode": "R3", "student_infer.router_replay.mode": "R3"}
+
+
+def test_routes_are_returned_and_replayed(plan: Plan, root: Any) -> None:
+    write_model(root / "student", seed=1, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8)
+    assert not plan().rollout.returns_routes and plan().student.router_replay == "disable"
+    run = plan(REPLAY)
+    assert run.rollout.returns_routes and run.student.router_replay == "R3"
+    measured = plan(dict.fromkeys(REPLAY, "measure"))
+    assert measured.rollout.returns_routes and measured.student.router_replay == "measure"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (REPLAY, "student has no experts to which tokens are sent"),
+        ({"student_train.router_replay.mode": "R3"}, "is R3, student_infer.router_replay.mode disable: what one"),
+        ({"teacher.router_replay.mode": "R3"}, "routes are those of the student that samples; no other role has any"),
+        ({"student_train.router_replay.mode": "R2"}, "student_train.router_replay.mode"),
+        (REPLAY | {"workflow": "single_turn"}, "routes of workflows and environments are not recorded yet"),
+    ],
+)
+def test_routes_that_nobody_has(plan: Plan, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan(changes)
 
 
 def test_vllm_settings_pass_through(plan: Plan) -> None:

@@ -173,7 +173,6 @@ def test_a_mask_by_rewards_needs_them_in_pure_distillation(plan: Plan, problems:
         ({"postive_loss_coef": 0.5}, "postive_loss_coef: 0.5 has no effect, as in ROLL"),
         ({"student_train.model_update_frequency": 2}, "student_train.model_update_frequency: 2 has no effect: engines"),
         ({"student_infer.generating_args.num_beams": 4}, "num_beams: 4 has no effect: responses are sampled"),
-        ({"teacher.router_replay": {"mode": "R3"}}, "teacher.router_replay: has no effect: routes"),
         ({"student_train.mtp_training_mode": "joint"}, "mtp_training_mode: joint has no effect: layers of"),
         ({"rl_loss_coef": 0}, "rl_loss_coef: 0 takes the policy loss away"),
     ],

@@ -66,6 +66,15 @@ ROUTER_LAYOUTS = {
     "cp2ep2": (("z_loss", "load_balancing_loss"), None),
     "pp2ep2": (("z_loss",), 70),
 }
+REPLAY_MODEL = "qwen2_moe"
+REPLAY_LAYOUTS = {  # layout -> whether layers are computed again on the way back
+    "tp1": False,
+    "ep2": True,
+    "tp2ep2": False,
+    "cp2ep2": False,
+    "pp2ep2": True,
+    "pp2vpp2": True,
+}
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")
 FROZEN_LAYOUTS = ("tp1", "tp2", "tp2sp", "pp2", "dp2", "tp2pp2", "tp2sppp2", "cp2", "tp2spcp2", "pp2vpp2")
@@ -305,6 +314,16 @@ def train_samples(step: int, objective: str, count: int = 12) -> list[TrainSampl
     return samples
 
 
+def routes_of(tokens: np.ndarray) -> np.ndarray:
+    """Two of four experts for each token but the last, in each of four layers, uint8 [T-1, 4, 2].
+
+    They depend on the tokens up to it alone, as an engine's do, and hardly ever are what a router would choose.
+    """
+    keys = np.cumsum(np.asarray(tokens[:-1]) + 7) % 1009
+    table = np.random.default_rng(5).permuted(np.tile(np.arange(4, dtype=np.uint8), (1009, 4, 1)), axis=-1)
+    return table[keys][..., :2]
+
+
 def value_samples(step: int, count: int = 12) -> list[ValueSample]:
     """The sequences of `train_samples`, with values before the update and returns of which some are out of reach."""
     rng = np.random.default_rng(200 + step)
@@ -539,6 +558,8 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
         jobs += [_experts_job(layout, model) for model in EXPERT_MODELS]
     for layout in (name for name in ROUTER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "routers", "name": f"routers-{layout}", "layout": layout})
+    for layout in (name for name in REPLAY_LAYOUTS if LAYOUTS[name].world_size == world):
+        jobs.append({"op": "replay", "name": f"replay-{layout}", "layout": layout})
     for layout in (name for name in LORA_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append(lora_job(layout))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from megatron_cases import (
     VOCABULARY,
     looks_at,
     optimizer_plan,
+    routes_of,
     train_samples,
     value_samples,
 )
@@ -200,6 +202,62 @@ def naive_experts_training(path: str) -> tuple[list[dict], dict]:
     with TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         return found, load_file(Path(directory) / "model.safetensors")
+
+
+def forced(model: PreTrainedModel, sample: np.ndarray, differing: np.ndarray | None = None) -> list:
+    """Have each token of `sample` go to the experts of `routes_of`; the last goes where the router says.
+
+    Counts, in `differing` [T-1, layers], where that would have been elsewhere. Returns the hooks.
+    """
+    routes = torch.from_numpy(routes_of(sample).astype(np.int64))
+    hooks = []
+    for layer, block in enumerate(model.model.layers):
+        if not hasattr(block.mlp, "gate") or not block.mlp.gate.__class__.__name__.endswith("TopKRouter"):
+            continue
+
+        def choose(module: Any, inputs: Any, found: Any, layer: int = layer) -> Any:
+            logits, _, ids = found
+            chosen = torch.cat([routes[:, layer], ids[len(routes) :]])
+            if differing is not None:
+                differing[:, layer] = (ids.sort(-1).values != chosen.sort(-1).values).any(-1)[:-1]
+            weights = logits.softmax(-1).gather(1, chosen)
+            if module.norm_topk_prob:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights, chosen
+
+        hooks.append(block.mlp.gate.register_forward_hook(choose))
+    return hooks
+
+
+def forced_logprobs(model: PreTrainedModel, tokens: np.ndarray, prompt: int, temperature: float, *counted: Any) -> Any:
+    """`token_logprobs` along `routes_of`."""
+    hooks = forced(model, tokens, *counted)
+    found = token_logprobs(model, tokens, prompt, temperature)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def naive_replay_training(path: str) -> tuple[list[dict], dict]:
+    """Train along the routes; records also say how many tokens, and choices, differ from the model's own."""
+    model, counts = load(path), []
+
+    def loss(step: int) -> torch.Tensor:
+        samples = train_samples(step, "opd")
+        tables = [np.zeros((len(s.tokens) - 1, 4), bool) for s in samples]
+        logprobs = [
+            forced_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE, table)
+            for s, table in zip(samples, tables, strict=True)
+        ]
+        together = np.concatenate(tables)
+        counts.append({"rerouted_tokens": together.any(1).sum(), "rerouted_choices": together.sum()})
+        return naive_loss(logprobs, samples, ObjectivePlan())
+
+    records, _ = descend(model, loss)
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        final = load_file(Path(directory) / "model.safetensors")
+    return [record | counted for record, counted in zip(records, counts, strict=True)], final
 
 
 def naive_router_loss(path: str, name: str, samples: Sequence[TrainSample]) -> tuple[float, dict]:

@@ -48,6 +48,7 @@ from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_t
 from roll_opd.megatron.trainer import MegatronTrainer
 
 Job = dict[str, Any]
+STORES: list[dist.Store] = []  # where this process's groups meet, while it is rank 0 of them
 
 
 def frozen(job: Job, root: Path) -> None:
@@ -124,6 +125,36 @@ def experts(job: Job, root: Path) -> None:
         records.append(record(trainer.update(cases.train_samples(step, "opd"), ObjectivePlan(), cases.TEMPERATURE)))
         if job["save"] and step + 1 == cases.SAVED_AFTER:
             save(trainer, root / f"{job['name']}.ckpt")
+    write_json(root / f"{job['name']}.json", records)
+    save_hf(trainer, root / f"{job['name']}.hf")
+
+
+def replay(job: Job, root: Path) -> None:
+    """Score and train with routes from elsewhere."""
+    layout = cases.LAYOUTS[job["layout"]]
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    plan = TrainPlan(
+        "train",
+        ModelPlan(cases.model_path(root, cases.REPLAY_MODEL)),
+        tuple(range(layout.world_size)),
+        layout,
+        MicroBatchLimits(tokens=100),
+        megatron_args=FrozenDict(again if cases.REPLAY_LAYOUTS[job["layout"]] else {}),
+        train_limits=MicroBatchLimits(tokens=70),
+        optimizer=cases.optimizer_plan(True),
+        router_replay="R3",
+    )
+    trainer = MegatronTrainer(plan, seed=0)
+    sequences = cases.sequences(cases.VOCABULARY)
+    for trainer.share_prefixes in (False, True):
+        taken = [cases.routes_of(tokens) if number != 2 else None for number, (tokens, _) in enumerate(sequences)]
+        found = trainer.compute_logprobs(sequences, 1.0, taken)
+        write_arrays(root / f"{job['name']}-{'shared' if trainer.share_prefixes else 'pack'}.npz", found)
+    trainer.share_prefixes = False
+    records = []
+    for step in range(cases.UPDATES):
+        samples = [replace(s, routes=cases.routes_of(s.tokens)) for s in cases.train_samples(step, "opd")]
+        records.append(record(trainer.update(samples, ObjectivePlan(), cases.TEMPERATURE)))
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
 
@@ -633,6 +664,7 @@ OPERATIONS = {
     "experts": experts,
     "lora": lora,
     "routers": routers,
+    "replay": replay,
     "frozen": frozen,
     "train": train,
     "invariance": invariance,
@@ -649,35 +681,33 @@ OPERATIONS = {
 }
 
 
-def meet_anew(file: Path) -> dist.Store | None:
+def meet_anew(file: Path) -> None:
     """Give the next process group a store of its own: gloo takes addresses left in an old one for its peers'.
 
     Rank 0 listens from the moment its port is known, so that no other process of the machine can take it.
     """
-    store = None
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", MASTER_ADDR="127.0.0.1")
     if os.environ["RANK"] == "0":
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         descriptor = listening.detach()
         store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, is_master=True, master_listen_fd=descriptor)
+        STORES.append(store)
         unfinished = file.with_suffix(".unfinished")
         unfinished.write_text(str(port))
         unfinished.rename(file)
     while not file.exists():
         time.sleep(0.002)
     os.environ["MASTER_PORT"] = file.read_text()
-    return store
 
 
 def main() -> None:
     process, processes, root = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
-    stores = []
     for number, (world, jobs) in enumerate(cases.rounds(root)):
         team, rank = divmod(process, world)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
         for job in jobs[team :: processes // world]:
-            stores.append(meet_anew(root / f"port-{number}-{job['name']}"))
+            meet_anew(root / f"port-{number}-{job['name']}")
             OPERATIONS[job["op"]](job, root)
             parallel.shutdown()
 

@@ -1,0 +1,121 @@
+"""The experts to which vLLM's engine core on a CPU sent each token, as a field of a request's last output.
+
+vLLM returns them itself (`enable_return_routed_experts`) where its second model runner works, which needs Triton. Here
+the routers of a model write to a table with a row for each cell of the KV cache; a prompt found in the prefix cache so
+brings its routes along.
+
+Legend: T tokens of a request, L layers, K experts of a token.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+RECORDS_ROUTES = "ROLL_OPD_RECORDS_ROUTES"  # of an engine's process: 1 has `register` call `record_routes`
+
+_TABLES: list["RouteTable"] = []  # of the one model of an engine core
+
+
+class RouteTable:
+    """Experts by cell of the KV cache."""
+
+    def __init__(self, blocks: int, block_size: int, layers: int, choices: int, experts: int) -> None:
+        dtype = torch.uint8 if experts <= 256 else torch.int16
+        self.block_size = block_size
+        self._experts = torch.zeros(blocks * block_size, layers, choices, dtype=dtype)
+
+    def write(self, layer: int, cells: torch.Tensor, experts: torch.Tensor) -> None:
+        """Store the `experts` [n, K] of tokens in `cells` [n]; padding, in cell -1, goes where no request reads."""
+        self._experts[cells.clamp(min=0), layer] = experts.to(self._experts.dtype)
+
+    def read(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
+        """Return the experts of a request's first `tokens`, whose KV cache is in `blocks`, [tokens, L, K]."""
+        count = -(-tokens // self.block_size)
+        cells = torch.tensor(blocks[:count], dtype=torch.long)[:, None] * self.block_size + torch.arange(
+            self.block_size
+        )
+        return self._experts[cells.flatten()[:tokens]].numpy()
+
+
+def record_routes() -> None:
+    """Have this engine core keep its routes and send them. Idempotent; before the engine is built."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if hasattr(Scheduler._free_request, "__wrapped__"):
+        return
+    scheduler: Any = Scheduler
+    scheduler._free_request = keeps_routes(Scheduler._free_request)
+    scheduler.update_from_output = sends_routes(Scheduler.update_from_output)
+    runner: Any = CPUModelRunner
+    runner.initialize_kv_cache = has_a_table(CPUModelRunner.initialize_kv_cache)
+
+
+def has_a_table(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Return `CPUModelRunner.initialize_kv_cache`, with the model's routers writing to a table from then on."""
+
+    @functools.wraps(initialize)
+    def initialized(runner: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(runner, kv_cache_config, *args, **kwargs)
+        group = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        model = runner.vllm_config.model_config
+        table = RouteTable(
+            kv_cache_config.num_blocks,
+            group.block_size,
+            model.get_total_num_hidden_layers(),
+            model.get_num_experts_per_tok(),
+            model.get_num_experts(),
+        )
+        _TABLES[:] = [table]
+        _write_to(table, runner.model)
+
+    return initialized
+
+
+def _write_to(table: RouteTable, model: torch.nn.Module) -> None:
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    def capture(layer: int, experts: torch.Tensor) -> None:
+        of_layers: Any = get_forward_context().slot_mapping
+        cells = next(iter(of_layers.values()), None) if of_layers else None
+        if cells is not None:
+            table.write(layer, cells[: len(experts)].long(), experts)
+
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            router: Any = module.router
+            router.set_capture_fn(functools.partial(capture, module.layer_id))
+
+
+def keeps_routes(free: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Scheduler._free_request`, which reads a request's routes before its cells are another one's."""
+
+    @functools.wraps(free)
+    def freed(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = request.num_tokens - 1  # nothing was computed of the last one
+        (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if _TABLES and len(blocks) * _TABLES[0].block_size >= tokens:
+            kept = scheduler.__dict__.setdefault("_routes", {})
+            kept[request.request_id] = _TABLES[0].read(blocks, tokens)
+        return free(scheduler, request, *args, **kwargs)
+
+    return freed
+
+
+def sends_routes(update: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
+    """Return `Scheduler.update_from_output`, with the routes of each request that ends in its output."""
+
+    @functools.wraps(update)
+    def updated(scheduler: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        sent = update(scheduler, *args, **kwargs)
+        kept = scheduler.__dict__.pop("_routes", {})
+        for step in sent.values():
+            for output in step.outputs:
+                output.routed_experts = kept.get(output.request_id)
+        return sent
+
+    return updated
