@@ -1,0 +1,143 @@
+"""Whole runs of pure distillation with roles spread in every way: engines and trainer agree, the student learns.
+
+The models are made of the example's student: a layer more, or experts in the place of its multi-layer perceptrons.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import REPOSITORY, Run, launch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+START = REPOSITORY / "examples/demo/models/student"
+STEPS = 3
+SETTINGS = (
+    "exp_name=demo",
+    f"max_steps={STEPS}",
+    "save_steps=2",
+    "max_ckpt_to_keep=null",
+    "eval_steps=0",
+    "validation=null",
+    "rollout_batch_size=16",
+    "student_train.training_args.gradient_accumulation_steps=1",
+    "student_train.training_args.per_device_train_batch_size=64",
+    "student_train.training_args.learning_rate=3.0e-4",
+    "student_train.training_args.warmup_steps=0",
+)
+STUDENT = "student_train.strategy_args.strategy_config"
+TEACHER = "teacher.strategy_args.strategy_config"
+R3 = ("+student_train.router_replay.mode=R3", "+student_infer.router_replay.mode=R3")
+MEASURE = tuple(setting.replace("=R3", "=measure") for setting in R3)
+
+
+def save(model: PreTrainedModel, path: Path) -> Path:
+    model.save_pretrained(path)
+    for file in START.iterdir():
+        if file.name not in ("config.json", "model.safetensors", "README.md"):
+            shutil.copy(file, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, which two virtual stages on two ranks need; the last one does next to nothing."""
+    config = AutoConfig.from_pretrained(START)
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    weights = load_file(START / "model.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+    with torch.no_grad():
+        for part in (model.model.layers[3].self_attn.o_proj, model.model.layers[3].mlp.down_proj):
+            part.weight.mul_(1e-3)
+    return save(model, tmp_path_factory.mktemp("deep"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four experts like the student's perceptron, and routers to which they are all the same but for rounding."""
+    dense = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
+    shared = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    sizes = {name: getattr(dense.config, name) for name in (*shared, "eos_token_id", "tie_word_embeddings")}
+    width = dense.config.intermediate_size
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width)
+    config.norm_topk_prob = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    model.load_state_dict(dense.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer, old in zip(model.model.layers, dense.model.layers, strict=True):
+            for expert in range(4):
+                for new, parts in (
+                    (layer.mlp.experts.gate_up_proj, (old.mlp.gate_proj.weight, old.mlp.up_proj.weight)),
+                    (layer.mlp.experts.down_proj, (old.mlp.down_proj.weight,)),
+                ):
+                    new[expert] = torch.cat(parts) * (1 + 0.1 * torch.randn_like(new[expert]))
+            row = 0.02 * torch.randn(config.hidden_size)
+            layer.mlp.gate.weight.copy_(row * (1 + 1e-7 * torch.randn(4, config.hidden_size)))
+    return save(model, tmp_path_factory.mktemp("mixture"))
+
+
+def run_of(output: Path, *settings: str, model: Path = START) -> Run:
+    roles = [f"{role}.model_args.model_name_or_path={model}" for role in ("student_train", "student_infer")]
+    run = launch(output, *SETTINGS, *(roles if model != START else ()), *settings)
+    assert run.code == 0, run.output[-3000:]
+    kl = [row["opd/reverse_kl/mean"] for row in run.rows("metrics.jsonl")[1:]]
+    assert kl[-1] < 0.9 * kl[0], kl
+    return run
+
+
+def apart(run: Run) -> float:
+    """How far the engine's log-probs are from the trainer's, at most, over all steps."""
+    return max(row["rollout/mismatch/logprob_diff_max"] for row in run.rows("metrics.jsonl")[1:])
+
+
+def agrees_with_hugging_face(run: Run) -> None:
+    """The checkpoint after two steps is what the third one was sampled from."""
+    model = AutoModelForCausalLM.from_pretrained(run.path / "checkpoints/step_2/hf", dtype=torch.float32)
+    rows = [row for row in run.rows("samples.jsonl") if row["step"] == STEPS]
+    for row in rows[:6]:
+        with torch.no_grad():
+            table = model(torch.tensor([row["tokens"]])).logits[0].log_softmax(-1)
+        places = range(row["prompt_length"], len(row["tokens"]))
+        wanted = [float(table[place - 1, row["tokens"][place]]) for place in places]
+        np.testing.assert_allclose(row["student_logprobs"], wanted, rtol=0, atol=2e-5)
+
+
+def test_a_student_under_context_parallelism(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "output", f"+{STUDENT}.context_parallel_size=2")
+    assert apart(run) <= 1e-4
+    agrees_with_hugging_face(run)
+
+
+def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, deep: Path) -> None:
+    """The teacher has four slots: tensor and context parallelism of two."""
+    student = (f"{STUDENT}.pipeline_model_parallel_size=2", f"+{STUDENT}.virtual_pipeline_model_parallel_size=2")
+    teacher = (f"{TEACHER}.tensor_model_parallel_size=2", f"+{TEACHER}.context_parallel_size=2")
+    slots = ("num_gpus_per_node=4", "teacher.device_mapping='[0,1,2,3]'")
+    run = run_of(tmp_path / "output", *student, *teacher, *slots, model=deep)
+    assert apart(run) <= 1e-4
+    agrees_with_hugging_face(run)
+
+
+def test_a_mixture_of_experts_whose_routes_are_replayed(tmp_path: Path, mixture: Path) -> None:
+    """Its routers are at a loss: without replay, engine and trainer send many tokens elsewhere."""
+    experts = (f"+{STUDENT}.expert_model_parallel_size=2", "student_train.training_args.per_device_train_batch_size=32")
+    replayed = run_of(tmp_path / "replayed", *experts, *R3, model=mixture)
+    assert apart(replayed) <= 1e-4
+    first = replayed.rows("metrics.jsonl")[1]
+    assert first["router/rerouted_tokens"] > 0.05
+    left_alone = run_of(tmp_path / "alone", *experts, *MEASURE, model=mixture)
+    assert apart(left_alone) > 100 * apart(replayed)
+    assert left_alone.rows("metrics.jsonl")[1]["router/rerouted_tokens"] > 0.05
