@@ -6,7 +6,7 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
 SESSIONS := test-rooms test-launches test-megatron test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
-PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v
+PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v --durations=30
 LOGS := build/tests
 SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/shown.py $(LOGS)/$(@:test-%=%).log
 SHELL := bash

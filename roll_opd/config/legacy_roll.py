@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 # strategy_config of Megatron that the engine decides itself, or that speed up what is not run here
 IGNORED_MEGATRON = _names("""
-    overlap_grad_reduce overlap_param_gather grad_reduce_in_fp32 use_distributed_optimizer_infer
+    grad_reduce_in_fp32 use_distributed_optimizer_infer
     additional_configs optimizer variable_seq_lengths use_cpu_initialization
     accumulate_allreduce_grads_in_fp32 use_flash_attn delay_grad_reduce ddp_bucket_size ddp_num_buckets
     ddp_average_in_collective check_for_nan_in_loss_and_grad align_param_gather optimizer_cpu_offload

@@ -77,6 +77,8 @@ def train_plan(role: Role, top: Run, mini_batch: int, total: int, answers: int =
         **{**shared(OptimizerKeys, args), **read_schedule(args, total)},
         max_grad_norm=top.max_grad_norm if args.max_grad_norm is None else args.max_grad_norm,
         use_distributed_optimizer=role.strategy.use_distributed_optimizer,
+        overlap_grad_reduce="overlap_grad_reduce" in role.strategy.overlaps,
+        overlap_param_gather="overlap_param_gather" in role.strategy.overlaps,
     )
     plan = megatron_plan(role, top)
     return TrainPlan(

@@ -106,6 +106,8 @@ class OptimizerPlan(OptimizerKeys):
     wsd_decay_steps: int | None = None  # of schedule WSD
     wsd_decay_style: str | None = None
     use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False  # while the backward pass of the last micro-batch goes on
+    overlap_param_gather: bool = False  # while the next forward pass goes on
 
 
 @dataclass(frozen=True)

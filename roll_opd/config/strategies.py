@@ -25,7 +25,8 @@ SIZES = {
     "virtual_pipeline_model_parallel_size": "vpp",
     "expert_tensor_parallel_size": "etp",
 }
-SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16")
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *OVERLAPS)
 # what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
 # an option of sglang -> vLLM's
@@ -45,6 +46,7 @@ class Strategy:
     args: dict[str, Any] = field(default_factory=dict)
     dtype: Dtype | None = None  # of Megatron: from bf16/fp16
     use_distributed_optimizer: bool = True
+    overlaps: tuple[str, ...] = ()  # of `OVERLAPS`, those that are asked for
     max_model_len: int | None = None  # of vLLM, as it is written
 
 
@@ -139,7 +141,12 @@ def read_megatron(
     if devices is not None and len(worker.tell.problems) == before:
         layout = _layout(worker, sizes, switches.get("sequence_parallel"), devices)
     dtype: Dtype | None = "bf16" if switches.get("bf16") else "fp16" if switches.get("fp16") else None
-    return Strategy(devices, layout, args, dtype, switches.get("use_distributed_optimizer", True))
+    distributed = switches.get("use_distributed_optimizer", True)
+    overlaps = tuple(name for name in OVERLAPS if switches.get(name))
+    if OVERLAPS[1] in overlaps and (OVERLAPS[0] not in overlaps or not distributed):
+        needs = "use_distributed_optimizer and overlap_grad_reduce"
+        worker.tell.problem(f"{OPTIONS}.{OVERLAPS[1]}", f"true needs {needs} to be true as well, as in Megatron")
+    return Strategy(devices, layout, args, dtype, distributed, overlaps)
 
 
 def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:

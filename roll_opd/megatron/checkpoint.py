@@ -52,6 +52,7 @@ def save_state(learner: MegatronLearner, directory: Path) -> None:
 
     Raises on every rank when one of them cannot write.
     """
+    learner.settle()
     for optimizer in _optimizers(learner):
         if not optimizer.optimizer.state:  # no update has been applied yet, and Megatron wants to save a state
             _allocate_optimizer_state(optimizer)

@@ -47,6 +47,8 @@ class MegatronEngine:
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         built = self._build(seed)
         self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters
+        # ranks that share experts exchange tokens in every micro-batch, so that all must have as many
+        self._meets_in_micro_batches = bool(self.weights.config.num_moe_experts)
         self._context = parallel.context_rank()
         # sums over fewer tokens have other last bits; and Transformer Engine finds the pieces of sequences that are
         # cut over context ranks by their lengths
@@ -136,6 +138,7 @@ class MegatronEngine:
 
     def output_head(self) -> np.ndarray | None:
         """Return the whole output embedding [W, E] (see `data.tensors`) on one rank, None on the others. Collective."""
+        self.settle()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         model = unwrapped(self.chunks[-1])
@@ -178,9 +181,7 @@ class MegatronEngine:
         else:
             units = singles(lengths)
         stages = self.plan.layout.pp if self.plan.layout.vpp else 1  # the interleaved schedule takes turns of so many
-        # ranks that share experts exchange tokens in every micro-batch
-        has_experts = bool(self.weights.config.num_moe_experts)
-        of_ranks = assign(units, ranks, limits, multiple=stages, equal=has_experts)
+        of_ranks = assign(units, ranks, limits, multiple=stages, equal=self._meets_in_micro_batches)
         return of_ranks[parallel_state.get_data_parallel_rank()]
 
     def _run(
@@ -235,6 +236,9 @@ class MegatronEngine:
         self.on_micro_batch(len(packed), len(packed))
         self._after_run(packed)
         return outputs
+
+    def settle(self) -> None:
+        """Wait for what still changes the weights, before they are read. Collective."""
 
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
         """Do what a subclass wants to know of its micro-batches before they are run. Collective."""

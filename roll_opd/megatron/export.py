@@ -25,6 +25,7 @@ def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 
     Adapters are in the weights that they stand beside.
     """
+    engine.settle()
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
 
 
@@ -46,6 +47,7 @@ def save_adapter(engine: MegatronEngine, directory: Path) -> None:
     """Write the adapters of a LoRA student as `peft` does. Collective; rank 0 writes."""
     adapters = engine.adapters
     assert adapters is not None
+    engine.settle()
     state = {name: tensor.cpu().contiguous().clone() for name, tensor in adapters.tensors()}
     if dist.get_rank() != 0:
         return

@@ -40,6 +40,7 @@ class OutputHead:
     vocab_size: int
     group: dist.ProcessGroup
     cut: Cut | None = None  # None: m is M
+    fills_buffer: bool = True  # False: the weight's gradient goes through autograd, which says when it is there
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +108,7 @@ class OutputHead:
     @cached_property
     def _buffer(self) -> dict[str, Any]:
         # where Megatron accumulates the gradient of a parameter that learns
-        buffer = getattr(self.weight_VE, "main_grad", None)
+        buffer = getattr(self.weight_VE, "main_grad", None) if self.fills_buffer else None
         return {} if buffer is None or buffer.dtype != torch.float32 else {"weight_grad_VE": buffer}
 
 

@@ -16,7 +16,7 @@ from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
-from roll_opd.megatron.model import DTYPES
+from roll_opd.megatron.model import DTYPES, unwrapped
 from roll_opd.megatron.replay import disagreement
 from roll_opd.megatron.router import RouterLosses, expert_layers, has_losses
 
@@ -62,11 +62,14 @@ class MegatronLearner(MegatronEngine):
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=plan.optimizer.use_distributed_optimizer,
             grad_reduce_in_fp32=half,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=plan.optimizer.overlap_grad_reduce,
+            overlap_param_gather=plan.optimizer.overlap_param_gather,
         )
         self.chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         self.optimizer = get_megatron_optimizer(_optimizer_config(plan), list(self.chunks))
         self.scheduler = _scheduler(self.optimizer, plan.optimizer)
+        if plan.optimizer.overlap_grad_reduce:
+            self._overlap(config)
         self.router_losses: RouterLosses = config.router_losses  # type: ignore[attr-defined]
         config.routing_replay.replays = plan.router_replay == "R3"  # type: ignore[attr-defined]
         self._of_routers: dict[str, float] = {}
@@ -105,8 +108,26 @@ class MegatronLearner(MegatronEngine):
             of_routers=self._of_routers,
         )
 
+    def _overlap(self, config: Any) -> None:
+        """Have gradients reduced, and parameters gathered, while something else is computed."""
+        self._meets_in_micro_batches = True  # in the last one, and in the first one after an update
+        no_syncs = [chunk.no_sync for chunk in self.chunks]
+        config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        model: Any = unwrapped(self.chunks[-1])
+        model.fills_buffer = False
+        if self.plan.optimizer.overlap_param_gather:
+            groups = self.chunks[-1].param_to_bucket_group
+            model.before_head = lambda weight: groups[weight].finish_param_sync() if weight in groups else None
+
+    def settle(self) -> None:
+        """Wait for parameters that are still being gathered after an update. Collective."""
+        for chunk in self.chunks if self.plan.optimizer.overlap_param_gather else ():
+            chunk.start_param_sync(force_sync=True)
+
     def _before_run(self, packed: Sequence[PackedBatch]) -> None:
         """Count all ranks' tokens, which the routers' own losses are divided by."""
+        if self.adapters:  # these are read by hooks, which Megatron's own do not see
+            self.settle()
         if not has_losses(self.weights.config):
             return
         padding = [batch.sequences.padding_n for batch in packed]
@@ -131,7 +152,8 @@ class MegatronLearner(MegatronEngine):
         finite = all(bool(torch.isfinite(report["sums"]["weighted_loss"])) for report in reports)
         for chunk in self.chunks:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                finite = finite and bool(torch.isfinite(buffer.grad_data).all())
+                # not isfinite of each, which takes some bytes a parameter more
+                finite = finite and bool(torch.isfinite(torch.stack(buffer.grad_data.aminmax())).all())
         everywhere = torch.tensor(float(finite), device=self.device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return bool(everywhere.item())

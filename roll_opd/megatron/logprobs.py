@@ -137,7 +137,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_MK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ME, weight_VE, targets_MK, log_normaliser_M, log_rest_M = ctx.saved_tensors
         if not grad_MK.any():  # no advantage anywhere, as beside a divergence that is the whole loss
-            return torch.zeros_like(hidden_ME), None, None, None, None, None
+            # a gradient that goes through autograd is waited for, even of zeros
+            is_awaited = ctx.needs_input_grad[1] and ctx.weight_grad_VE is None
+            nothing_VE = torch.zeros_like(weight_VE) if is_awaited else None
+            return torch.zeros_like(hidden_ME), nothing_VE, None, None, None, None
         grad_MK = grad_MK.float()
 
         def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:

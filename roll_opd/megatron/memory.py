@@ -21,6 +21,7 @@ from roll_opd.config.plan import (
 from roll_opd.hf.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+PADDED_TO = 32  # columns a tensor rank: the engine's vocabulary is a multiple of it (`exact.VECTOR`)
 CHUNK_BYTES = 64 * 2**20  # f32 logits that the head holds at a time on one rank
 JUDGE_SEQUENCES = 64  # that a judge's memory is estimated for
 VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
@@ -55,9 +56,11 @@ class Shard:
         info, layout = self.info, self.layout
         experts = min(info.expert_layers * info.experts * 3 * info.hidden * info.expert_intermediate, info.parameters)
         embedding = info.vocab * info.hidden
-        ends = min(embedding * (1 if info.tied else 2), info.parameters - experts)
+        number = 1 if info.tied else 2
+        ends = min(embedding * number, info.parameters - experts)
         copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
         dense = (info.parameters - experts - ends + copied) / layout.pp
+        ends += -info.vocab % (PADDED_TO * layout.tp) * info.hidden * number
         if layout.pp == 1:
             dense += ends
         elif stage == 0 or stage == layout.pp - 1:

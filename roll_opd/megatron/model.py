@@ -88,6 +88,10 @@ class PackedModel(GPTModel):
 class HeadModel(PackedModel):
     """A GPT model that ends in an `OutputHead` instead of logits."""
 
+    fills_buffer = True  # of the head
+    # called with the output embedding before it is read: no module's forward pass says that it is
+    before_head: Callable[[Tensor], None] = staticmethod(lambda weight: None)
+
     def forward(self, batch: PackedBatch, temperature: float) -> Tensor | OutputHead:  # type: ignore[override]
         """Return, on the last pipeline stage, the head that predicts the scored tokens; else hidden states."""
         hidden = self.hidden_states(batch)
@@ -97,14 +101,17 @@ class HeadModel(PackedModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
+        weight = self.output_weight()
+        self.before_head(weight)
         return OutputHead(
             hidden_mE=self.before(hidden, batch),
-            weight_VE=self.output_weight(),
+            weight_VE=weight,
             targets_m=batch.targets_m,
             cut=batch.cut,
             temperature=temperature,
             vocab_size=self.vocab_size_real,
             group=parallel_state.get_tensor_model_parallel_group(),
+            fills_buffer=self.fills_buffer,
         )
 
     def output_weight(self) -> Tensor:

@@ -51,6 +51,17 @@ LAYOUTS = {
     "pp2ep2": Layout(pp=2, dp=2, ep=2),
     "tp2etp2ep2": Layout(tp=2, dp=2, ep=2),
 }
+# jobs whose gradients are reduced, and parameters gathered, while something else is computed, in small buckets
+OVERLAPPED = (
+    "few-dp2",
+    "replay-ep2",
+    "replay-cp2ep2",
+    "replay-pp2ep2",
+    "train-qwen3_tied-tp2dp2-distributed-70",
+    "train-deep-pp2vpp2-distributed-70",
+    "lora-dp2",
+)
+BUCKET = 3000  # values
 EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")  # the second has layers without experts
 EXPERT_LAYOUTS = ("tp1", "tp2sp", "pp2", "ep2", "tp2ep2", "cp2ep2", "ep4", "pp2ep2", "tp2etp2ep2")
 EXPERT_RESUMES = [("ep2", "tp2sp"), ("tp2ep2", "ep2"), ("ep2", "ep2")]  # of the first model

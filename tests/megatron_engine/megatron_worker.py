@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +39,9 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.training import TeacherTargets, TrainResult
 from roll_opd.frozen import FrozenDict
+from roll_opd.hf.model_info import read_model
 from roll_opd.megatron import checkpoint, parallel
+from roll_opd.megatron import learner as learner_module
 from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
@@ -45,6 +49,7 @@ from roll_opd.megatron.export import hf_tensors, save_adapter, save_hf
 from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.memory import shard_of, train_memory
 from roll_opd.megatron.trainer import MegatronTrainer
 
 Job = dict[str, Any]
@@ -78,6 +83,15 @@ def write_arrays(path: Path, mine: dict[int, np.ndarray] | None) -> None:
         np.savez(path, **merged)
 
 
+def optimizer_of(job: Job, distributed: bool) -> OptimizerPlan:
+    """That of `cases`, with what the job overlaps."""
+    plan, overlaps = cases.optimizer_plan(distributed), job["name"] in cases.OVERLAPPED
+    learner_module.DistributedDataParallelConfig = partial(  # Megatron's own buckets hold 40 M values
+        DistributedDataParallelConfig, bucket_size=cases.BUCKET if overlaps else None
+    )
+    return replace(plan, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps)
+
+
 def trainer_of(job: Job, root: Path, optimizer: OptimizerPlan, limits: MicroBatchLimits) -> MegatronTrainer:
     layout = cases.LAYOUTS[job["layout"]]
     path = cases.model_path(root, job["model"])
@@ -90,7 +104,7 @@ def trainer_of(job: Job, root: Path, optimizer: OptimizerPlan, limits: MicroBatc
 def train(job: Job, root: Path) -> None:
     objective = cases.TRAIN_MODELS[job["model"]]
     limits = MicroBatchLimits(tokens=job["tokens"])
-    trainer = trainer_of(job, root, cases.optimizer_plan(job["distributed"]), limits)
+    trainer = trainer_of(job, root, optimizer_of(job, job["distributed"]), limits)
     if job["load"]:
         checkpoint.load_state(trainer, Path(job["load"]))
     records = []
@@ -104,6 +118,7 @@ def train(job: Job, root: Path) -> None:
             save(trainer, root / f"{job['name']}.ckpt")
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+    held(trainer, job, root)
 
 
 def experts(job: Job, root: Path) -> None:
@@ -127,6 +142,7 @@ def experts(job: Job, root: Path) -> None:
             save(trainer, root / f"{job['name']}.ckpt")
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+    held(trainer, job, root)
 
 
 def replay(job: Job, root: Path) -> None:
@@ -141,7 +157,7 @@ def replay(job: Job, root: Path) -> None:
         MicroBatchLimits(tokens=100),
         megatron_args=FrozenDict(again if cases.REPLAY_LAYOUTS[job["layout"]] else {}),
         train_limits=MicroBatchLimits(tokens=70),
-        optimizer=cases.optimizer_plan(True),
+        optimizer=optimizer_of(job, True),
         router_replay="R3",
     )
     trainer = MegatronTrainer(plan, seed=0)
@@ -157,6 +173,7 @@ def replay(job: Job, root: Path) -> None:
         records.append(record(trainer.update(samples, ObjectivePlan(), cases.TEMPERATURE)))
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+    held(trainer, job, root)
 
 
 def routers(job: Job, root: Path) -> None:
@@ -205,7 +222,7 @@ def lora(job: Job, root: Path) -> None:
         layout,
         MicroBatchLimits(tokens=100),
         train_limits=MicroBatchLimits(tokens=70),
-        optimizer=cases.optimizer_plan(True),
+        optimizer=optimizer_of(job, True),
         lora=LoraPlan(job["targets"], path=adapter, **cases.LORA),
     )
     trainer = MegatronTrainer(plan, seed=0)
@@ -222,6 +239,7 @@ def lora(job: Job, root: Path) -> None:
     write_json(root / f"{job['name']}.json", records)
     write_arrays(root / f"{job['name']}-on.npz", trainer.compute_logprobs(sequences, 1.0))
     save_hf(trainer, root / f"{job['name']}.hf")
+    held(trainer, job, root)
     save_adapter(trainer, root / f"{job['name']}.adapter")
     parallel.shutdown()
     meet_anew(root / f"port-{job['name']}")
@@ -336,6 +354,7 @@ def distil(job: Job, root: Path) -> None:
         records.append({"loss": loss, "grad_norm": result.grad_norm, "applied": result.applied})
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
+    held(trainer, job, root)
 
 
 def one_of(value: Any) -> Any:
@@ -363,6 +382,22 @@ def record(result: TrainResult) -> dict[str, Any]:
         "applied": [applied for _, _, applied in everyone],
         "learning_rate": result.learning_rate,
     }
+
+
+def held(learner: MegatronLearner, job: Job, root: Path) -> None:
+    """Write the bytes that this rank holds after an update, part by part, and what the plan says of them."""
+    models = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in learner.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    optimizers = [one.optimizer for one in getattr(learner.optimizer, "chained_optimizers", [learner.optimizer])]
+    moments = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    masters = [shard for one in optimizers for group in one.param_groups for shard in group["params"]]
+    states = [value for value in moments if isinstance(value, torch.Tensor) and value.ndim]
+    states += masters if learner.plan.model.dtype != "fp32" else []
+    parts = {"weights": models, "gradients": [buffer.grad_data for buffer in buffers], "optimizer": states}
+    shard = shard_of(read_model(Path(learner.plan.model.path)), learner.plan)
+    planned = train_memory(shard, learner.plan, 64, parallel_state.get_pipeline_model_parallel_rank())
+    sizes = {name: (sum(t.numel() * t.element_size() for t in ts), planned[name]) for name, ts in parts.items()}
+    (root / f"{job['name']}-held-{dist.get_rank()}.json").write_text(json.dumps(sizes))
 
 
 def save(learner: MegatronLearner, directory: Path) -> None:
@@ -407,6 +442,7 @@ def supervised(job: Job, root: Path) -> None:
     result = trainer.update(cases.supervised_samples(schema), cases.SUPERVISED[schema], 1.0, cases.SUPERVISED_STEP)
     write_json(root / f"{job['name']}.json", record(result))
     save_hf(trainer, root / f"{job['name']}.hf")
+    held(trainer, job, root)
 
 
 def write_json(path: Path, value: Any) -> None:
