@@ -193,10 +193,10 @@ def test_megatron_settings_reach_the_layout_and_the_rest_passes_through(plan: Pl
 def test_overlaps_are_megatrons(plan: Plan) -> None:
     place = "student_train.strategy_args.strategy_config"
     assert not plan().student.optimizer.overlap_grad_reduce
-    both = plan({f"{place}.overlap_grad_reduce": True, f"{place}.overlap_param_gather": True}).student.optimizer
-    assert both.overlap_grad_reduce and both.overlap_param_gather
     with pytest.raises(ConfigError, match=r"overlap_param_gather: true needs use_distributed_optimizer and overlap_g"):
         plan({f"{place}.overlap_param_gather": True})
+    both = plan({f"{place}.overlap_grad_reduce": True, f"{place}.overlap_param_gather": True}).student.optimizer
+    assert both.overlap_grad_reduce and both.overlap_param_gather
 
 
 def test_experts_have_sizes_of_their_own(plan: Plan, root: Any) -> None:
