@@ -5,6 +5,7 @@ decided elsewhere, by one atomic rename after every rank has finished.
 """
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,9 @@ def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
 
 def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
     model = {_chunk_key(index): _weights(learner, unwrapped(chunk)) for index, chunk in enumerate(learner.chunks)}
+    for each in _optimizers(learner):
+        if isinstance(each, DistributedOptimizer):
+            each.get_parameter_state_dp_zero = partial(_with_padding, each)  # type: ignore[method-assign]
     optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
     common = {"scheduler": learner.scheduler.state_dict(), "random": _random_state()}
     return {**model, "optimizer": optimizer, **common}
@@ -138,6 +142,25 @@ def _patch_step_loading(optimizer: Any) -> None:
         original(model_param, tensors)
 
     optimizer._set_main_param_and_optimizer_states = with_step
+
+
+def _with_padding(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """Return `optimizer.get_parameter_state_dp_zero`, its tensors with the padding between buckets.
+
+    megatron-core 0.16.1 leaves that out, and then cuts parameters where they would be with it: behind the first of
+    several buckets, what is saved as a parameter is a part of it and a part of the next.
+    """
+    state = DistributedOptimizer.get_parameter_state_dp_zero(optimizer, *args, **kwargs)
+    for number, buffer in enumerate(optimizer.buffers if state else ()):
+        for tensors in state[number].values():
+            for name in [name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)]:
+                spread, start = torch.zeros(buffer.numel), 0
+                for bucket in buffer.buckets:
+                    end = start + bucket.numel_unpadded
+                    spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = tensors[name][start:end]
+                    start = end
+                tensors[name] = spread
+    return state
 
 
 def _chunk_key(index: int) -> str:
