@@ -3,6 +3,7 @@
 Legend: n packed tokens of this context rank, m scored tokens that it predicts, E hidden size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -153,6 +154,7 @@ def build_model(
         "gradient_accumulation_fusion": False,
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
+        **scores_scaled(hf_config),
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
@@ -228,11 +230,29 @@ def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
 
     They are Hugging Face's own, so that every scaling means the same here.
     """
-    parameters = hf_config.rope_parameters
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type != "default":
-        frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
-        return frequencies.float()
-    width = hf_config.__dict__.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads
+    if (scaled := _scaled_rope(hf_config)) is not None:
+        return scaled[0].float()
+    width = _head_width(hf_config)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
-    return 1.0 / parameters["rope_theta"] ** exponents
+    return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents
+
+
+def scores_scaled(hf_config: PretrainedConfig) -> dict[str, float]:
+    """Return Megatron's `softmax_scale` where rotated queries and keys are to be longer than they were (yarn).
+
+    Hugging Face multiplies cosines and sines by that factor, so scores by its square.
+    """
+    scaled = _scaled_rope(hf_config)
+    if scaled is None or scaled[1] == 1.0:
+        return {}
+    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(_head_width(hf_config))}
+
+
+def _scaled_rope(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
+    """Return Hugging Face's rotary frequencies and factor of queries and keys; None where nothing is scaled."""
+    rope_type = hf_config.rope_parameters.get("rope_type", "default")
+    return None if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+
+
+def _head_width(hf_config: PretrainedConfig) -> int:
+    return hf_config.__dict__.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads

@@ -6,7 +6,7 @@ from pathlib import Path
 from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.hf.model_info import MODEL_TYPES, RUN
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # a key of config.json -> the only value whose numerics are proven
 PROVEN_VALUES: dict[str, object] = {
     "mlp_bias": False,

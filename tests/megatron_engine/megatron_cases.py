@@ -508,7 +508,8 @@ def model_path(root: Path, name: str) -> str:
 
 def models(layout: str) -> tuple[str, ...]:
     """The random models that fit a layout: one has as many layers as two stages of two parts need."""
-    return ("deep",) if LAYOUTS[layout].vpp else MODELS
+    scaled = ("yarn",) if layout in ("tp1", "cp2") else ()
+    return ("deep",) if LAYOUTS[layout].vpp else (*MODELS, *scaled)
 
 
 def demo_models(layout: str) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
@@ -90,6 +91,7 @@ CONFIGS = {
     "deep": lambda: Qwen3Config(**DEEP),
     "deep_valued": lambda: Qwen3Config(**DEEP, num_labels=1),
     "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
+    "yarn": lambda: Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN),
 }
 
 

@@ -31,7 +31,6 @@ SETTINGS = (
 STUDENT = "student_train.strategy_args.strategy_config"
 TEACHER = "teacher.strategy_args.strategy_config"
 R3 = ("+student_train.router_replay.mode=R3", "+student_infer.router_replay.mode=R3")
-MEASURE = tuple(setting.replace("=R3", "=measure") for setting in R3)
 
 
 def save(model: PreTrainedModel, path: Path) -> Path:
@@ -132,12 +131,8 @@ def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, dee
 
 
 def test_a_mixture_of_experts_whose_routes_are_replayed(tmp_path: Path, mixture: Path) -> None:
-    """Its routers are at a loss: without replay, engine and trainer send many tokens elsewhere."""
+    """Its routers are at a loss: left alone, the trainer would send many tokens elsewhere than the engine did."""
     experts = (f"+{STUDENT}.expert_model_parallel_size=2", "student_train.training_args.per_device_train_batch_size=32")
-    replayed = run_of(tmp_path / "replayed", *experts, *R3, model=mixture)
-    assert apart(replayed) <= 1e-4
-    first = replayed.rows("metrics.jsonl")[1]
-    assert first["router/rerouted_tokens"] > 0.05
-    left_alone = run_of(tmp_path / "alone", *experts, *MEASURE, model=mixture)
-    assert apart(left_alone) > 100 * apart(replayed)
-    assert left_alone.rows("metrics.jsonl")[1]["router/rerouted_tokens"] > 0.05
+    run = run_of(tmp_path / "output", *experts, *R3, model=mixture)
+    assert apart(run) <= 1e-4
+    assert run.rows("metrics.jsonl")[1]["router/rerouted_tokens"] > 0.05
