@@ -108,10 +108,10 @@ def test_a_model_that_the_engine_cannot_run(tmp_path: Path, capsys: pytest.Captu
     changed = tmp_path / "teacher"
     shutil.copytree(DEMO / "models" / "teacher", changed)
     config = json.loads((changed / "config.json").read_text())
-    config |= {"attention_bias": True, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
+    config |= {"attention_bias": True, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     (changed / "config.json").write_text(json.dumps(config))
     message = refused(tmp_path, capsys, f"teacher.model_args.model_name_or_path={changed}")
-    assert "attention_bias" in message and "'yarn'" in message
+    assert "attention_bias" in message and "'dynamic'" in message
 
 
 def test_a_reward_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
