@@ -432,6 +432,7 @@ class CheckpointKeys(Section):
 
     save_steps: Count = key(50, "steps between checkpoints; 0: only at the end")
     max_ckpt_to_keep: Count = key(0, "newest ones that stay; 0: all")
+    async_save: bool = key(False, "write them beside the steps that follow, from copies in the host's memory", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)

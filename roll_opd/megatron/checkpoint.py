@@ -5,6 +5,7 @@ decided elsewhere, by one atomic rename after every rank has finished.
 """
 
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -22,72 +24,105 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 
+from roll_opd.megatron import parallel
+from roll_opd.megatron.export import Written
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.lora import sharded_state
-from roll_opd.megatron.model import PackedModel, unwrapped
-
-# Optimizer state in the shape of the parameters, so that any TP x PP x DP can load it.
-# Passed as a copy: Megatron stores the process groups of the current layout in it.
-# With expert parallelism there is an optimizer for experts beside the other; both name states by their parameters.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.optimizer_state import optimizer_pieces
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """Megatron's `torch_dist` format written by this process.
+class _Strategy(TorchDistSaveShardedStrategy):
+    """Megatron's `torch_dist` format, written by a thread of this process as `write` is called.
 
     The stock strategy forks writer processes; forking a process that holds threads (Ray's, gloo's, OpenMP's) can
     hang, and a killed run would leave the writers behind.
     """
 
+    write: Callable[[], Any]
+
+    def __init__(self, *, later: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self._later = later
+
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        dcp.save(
+        for tensor in (one for shards in renamed.values() for one in shards if isinstance(one, ShardedTensor)):
+            assert tensor.data is not None
+            tensor.data = tensor.data.detach().to("cpu", copy=self._later)
+        self.write = partial(
+            dcp.save,
             mcore_to_pyt_state_dict(renamed, False),
             storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=parallel.group_of_writers() if self._later else None,
         )
 
 
-def save_state(learner: MegatronLearner, directory: Path) -> None:
-    """Write this rank's shards into `directory`, which exists and is empty. Collective.
+def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False) -> Written:
+    """Write this rank's shards into `directory`, which exists and is empty; return the files of all ranks. Collective.
 
-    Raises on every rank when one of them cannot write.
+    With `later`, copies are taken, and written as the answer is called, collectively, by any thread. Raises on every
+    rank when one of them cannot write.
     """
     learner.settle()
     for optimizer in _optimizers(learner):
         if not optimizer.optimizer.state:  # no update has been applied yet, and Megatron wants to save a state
             _allocate_optimizer_state(optimizer)
-    strategy = _InProcessSave("torch_dist", 1)
+    strategy = _Strategy(later=later)
     dist_checkpointing.save(_state(learner, is_loading=False), str(directory), strategy)
+
+    def write() -> list[Path]:
+        stored = strategy.write().storage_data or {}
+        return sorted({directory / place.relative_path for place in stored.values()})
+
+    return write if later else partial(list, write())
 
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Restore what `save_state` wrote. Collective."""
     for optimizer in _optimizers(learner):
         _allocate_optimizer_state(optimizer)
-        if isinstance(optimizer, DistributedOptimizer):
-            _patch_step_loading(optimizer)
     state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)], strict=learner.adapters is None)
     learner.optimizer.load_state_dict(_for_as_many(state["optimizer"], len(_optimizers(learner))))
+    for each in _optimizers(learner):
+        # Megatron gives all parameters one tensor with the number of steps, which AdamW would advance once a parameter
+        for of_parameter in each.optimizer.state.values():
+            if "step" in of_parameter:
+                of_parameter["step"] = of_parameter["step"].clone()
     learner.scheduler.load_state_dict(state["scheduler"])
     _restore_random_state(state["random"])
 
 
 def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
+    return _chain(learner).chained_optimizers
+
+
+def _chain(learner: MegatronLearner) -> ChainedOptimizer:
     assert isinstance(learner.optimizer, ChainedOptimizer)
-    return learner.optimizer.chained_optimizers
+    return learner.optimizer
 
 
-def _state(learner: MegatronLearner, is_loading: bool) -> dict[str, Any]:
-    model = {_chunk_key(index): _weights(learner, unwrapped(chunk)) for index, chunk in enumerate(learner.chunks)}
-    for each in _optimizers(learner):
+def _state(learner: MegatronLearner, *, is_loading: bool) -> dict[str, Any]:
+    models = {
+        _chunk_key(number): sharded_state(model) if learner.adapters else model.sharded_state_dict(metadata={})
+        for number, model in enumerate(unwrapped(chunk) for chunk in learner.chunks)
+    }
+    chain = _chain(learner)
+    if len(chain.chained_optimizers) > 1:  # experts have one of their own
+        chain._synchronize_steps()
+    optimizers: dict[Any, Any] = {}
+    pieces: dict[str, ShardedTensor] = {}
+    for number, each in enumerate(chain.chained_optimizers):
         if isinstance(each, DistributedOptimizer):
-            each.get_parameter_state_dp_zero = partial(_with_padding, each)  # type: ignore[method-assign]
-    optimizer = learner.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
+            optimizers[number] = each.state_dict()
+            pieces |= optimizer_pieces(each, models)
+        else:
+            optimizers[number] = each.sharded_state_dict(models, is_loading, metadata={})
     common = {"scheduler": learner.scheduler.state_dict(), "random": _random_state()}
-    return {**model, "optimizer": optimizer, **common}
+    return {**models, "optimizer": optimizers if len(optimizers) > 1 else optimizers[0], "pieces": pieces, **common}
 
 
 def _for_as_many(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
@@ -99,11 +134,6 @@ def _for_as_many(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
         common = {key: value for key, value in state.items() if key not in numbers}
         return {number: {**common, **state[number]} for number in range(optimizers)}
     return state
-
-
-def _weights(learner: MegatronLearner, model: PackedModel) -> dict[str, Any]:
-    """Return what learns of a model chunk: the whole of it, or its adapters alone."""
-    return sharded_state(model) if learner.adapters else model.sharded_state_dict(metadata=dict(_METADATA))
 
 
 def _allocate_optimizer_state(optimizer: Any) -> None:
@@ -123,44 +153,6 @@ def _allocate_optimizer_state(optimizer: Any) -> None:
     for moments in inner.state.values():
         if "step" in moments:
             moments["step"].zero_()
-
-
-def _patch_step_loading(optimizer: Any) -> None:
-    """Work around megatron-core 0.16.1 with torch's AdamW.
-
-    It restores `step` and then asks the checkpoint for it a second time; and it gives all parameters one and the
-    same `step` tensor, which AdamW would then advance once a parameter.
-    """
-    original = optimizer._set_main_param_and_optimizer_states
-
-    def with_step(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = optimizer.model_param_group_index_map[model_param]
-        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
-        if "step" in state:
-            state["step"] = state["step"].clone()
-            tensors = {**tensors, "step": state["step"]}
-        original(model_param, tensors)
-
-    optimizer._set_main_param_and_optimizer_states = with_step
-
-
-def _with_padding(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """Return `optimizer.get_parameter_state_dp_zero`, its tensors with the padding between buckets.
-
-    megatron-core 0.16.1 leaves that out, and then cuts parameters where they would be with it: behind the first of
-    several buckets, what is saved as a parameter is a part of it and a part of the next.
-    """
-    state = DistributedOptimizer.get_parameter_state_dp_zero(optimizer, *args, **kwargs)
-    for number, buffer in enumerate(optimizer.buffers if state else ()):
-        for tensors in state[number].values():
-            for name in [name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)]:
-                spread, start = torch.zeros(buffer.numel), 0
-                for bucket in buffer.buckets:
-                    end = start + bucket.numel_unpadded
-                    spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = tensors[name][start:end]
-                    start = end
-                tensors[name] = spread
-    return state
 
 
 def _chunk_key(index: int) -> str:

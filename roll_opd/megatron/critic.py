@@ -3,7 +3,6 @@
 Legend: N packed tokens, M scored tokens, E hidden size.
 """
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -23,7 +21,7 @@ from roll_opd.config.plan import CriticPlan
 from roll_opd.data.training import TrainResult, ValueSample
 from roll_opd.hf.weight_files import VALUE_HEAD
 from roll_opd.megatron.batches import PackedBatch, Sample
-from roll_opd.megatron.export import save_hf
+from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import Files
@@ -110,16 +108,14 @@ class MegatronCritic(MegatronLearner):
         return TrainResult(done.sums, {}, done.grad_norm, done.learning_rate, done.applied)
 
 
-def save_critic_hf(critic: MegatronCritic, directory: Path) -> None:
-    """Write a Hugging Face directory that loads as a model for sequence classification with one label. Collective."""
-    save_hf(critic, directory)
-    if dist.get_rank() != 0:
-        return
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
+def save_critic_hf(critic: MegatronCritic, directory: Path, *, later: bool = False) -> Written:
+    """Do what `save_hf` does; the directory loads as a model for sequence classification with one label."""
+    return save_hf(critic, directory, later=later, amended=_classifying)
+
+
+def _classifying(config: dict[str, Any]) -> dict[str, Any]:
     kinds = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or []]
-    config |= {"architectures": kinds, "id2label": {"0": "value"}, "label2id": {"value": 0}}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    return config | {"architectures": kinds, "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 def _load_head(head: ValueHead, path: Path) -> None:

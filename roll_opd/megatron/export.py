@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -15,7 +15,10 @@ from roll_opd.hf import adapter_files
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 
+Bundle = list[tuple[str, Tensor]]  # some weights, by name
+Written = Callable[[], list[Path]]  # ends a save: writes what is left to write, and returns all files
 BUCKET_BYTES = 512 * 2**20
+FILE_BYTES = 5 * 10**9
 # old weights, of any framework, and what describes the old model
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
 
@@ -31,56 +34,105 @@ def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 
 def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightBucket]:
     """Yield the weights in buckets on rank 0 and nothing on the others. Collective."""
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in hf_tensors(engine):
-        if held and size + tensor.nbytes > bucket_bytes:
-            yield WeightBucket.of(held)
-            held, size = [], 0
-        held.append((name, tensor.to("cpu", copy=True).contiguous()))
-        size += tensor.nbytes
-    if held:
-        yield WeightBucket.of(held)
+    return (WeightBucket.of(bundle) for bundle in _bundles(engine, bucket_bytes))
 
 
-def save_adapter(engine: MegatronEngine, directory: Path) -> None:
-    """Write the adapters of a LoRA student as `peft` does. Collective; rank 0 writes."""
+def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:
+    """Write the adapters of a LoRA student as `peft` does; return the files. Collective; rank 0 writes.
+
+    With `later`, copies are taken, and written as the answer is called.
+    """
     adapters = engine.adapters
     assert adapters is not None
     engine.settle()
-    state = {name: tensor.cpu().contiguous().clone() for name, tensor in adapters.tensors()}
-    if dist.get_rank() != 0:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in adapters.tensors()}
     plan = adapters.plan
     config = adapter_files.adapter_config(engine.plan.model.path, plan.rank, plan.alpha, plan.targets)
-    (directory / adapter_files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(state, directory / adapter_files.WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(directory / adapter_files.CONFIG, directory / adapter_files.WEIGHTS)
+
+    def write() -> list[Path]:
+        if not state:
+            return []
+        directory.mkdir(parents=True, exist_ok=True)
+        beside = directory / adapter_files.CONFIG
+        beside.write_text(json.dumps(config, indent=2) + "\n")
+        return [beside, _write_tensors(state, directory / adapter_files.WEIGHTS, beside)]
+
+    return write if later else partial(list, write())
 
 
-def save_hf(engine: MegatronEngine, directory: Path) -> None:
-    """Write a Hugging Face model directory that `transformers` and vLLM load. Collective; rank 0 writes.
+def save_hf(
+    engine: MegatronEngine,
+    directory: Path,
+    *,
+    later: bool = False,
+    amended: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> Written:
+    """Write a Hugging Face model directory that `transformers` and vLLM load; return the files. Collective.
 
-    Configuration and tokenizer files are those of the model the engine was loaded from; its README.md is not copied.
-    OSError where a file cannot be written; the caller then deals with the unfinished directory.
+    Rank 0 writes, one file after the other, and has room for one of them. With `later`, it takes a copy of the whole
+    model, which is written as the answer is called. Configuration (`amended`) and tokenizer files are those of the
+    model the engine was loaded from; its README.md is not copied. OSError where a file cannot be written; the caller
+    then deals with the unfinished directory.
     """
-    state = {name: tensor.cpu().contiguous().clone() for name, tensor in hf_tensors(engine)}
-    if dist.get_rank() != 0:
-        return
+    bundles: Iterable[Bundle] = _bundles(engine, FILE_BYTES)
+    write = partial(_write_hf, Path(engine.plan.model.path), directory, list(bundles) if later else bundles, amended)
+    return write if later else partial(list, write())
+
+
+def _bundles(engine: MegatronEngine, size: int) -> Iterator[Bundle]:
+    """Yield the weights on rank 0, copied into the host's memory, `size` bytes or one tensor at a time. Collective."""
+    bundle: Bundle = []
+    held = 0
+    for name, tensor in hf_tensors(engine):
+        if bundle and held + tensor.nbytes > size:
+            yield bundle
+            bundle, held = [], 0
+        bundle.append((name, tensor.to("cpu", copy=True).contiguous()))
+        held += tensor.nbytes
+    if bundle:
+        yield bundle
+
+
+def _write_hf(
+    source: Path, directory: Path, bundles: Iterable[Bundle], amended: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[Path]:
+    """Write a model directory from the one at `source` and other weights; return its files. None without weights."""
+    files: list[Path] = []
+    places: dict[str, int] = {}  # name of a tensor -> number of its file
+    size = 0
+    for bundle in bundles:
+        if not files:
+            _write_beside_weights(source, directory, str(bundle[0][1].dtype), amended)
+        places |= {name: len(files) for name, _ in bundle}
+        size += sum(tensor.nbytes for _, tensor in bundle)
+        file = directory / f"part-{len(files)}.safetensors"
+        files.append(_write_tensors(dict(bundle), file, directory / "config.json"))
+    if not files:
+        return []
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+        index = {"metadata": {"total_size": size}, "weight_map": {name: names[n] for name, n in places.items()}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for file, name in zip(files, names, strict=True):
+        file.rename(directory / name)
+    return [file for file in directory.iterdir() if file.is_file()]
+
+
+def _write_beside_weights(
+    source: Path, directory: Path, dtype: str, amended: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    source = Path(engine.plan.model.path)
     for file in source.iterdir():
         if file.is_file() and not file.name.lower().endswith(_NOT_COPIED):
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
-    dtype_key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[dtype_key] = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    split = split_torch_state_dict_into_shards(state, max_shard_size="5GB")
-    for filename, names in split.filename_to_tensors.items():
-        save_file({name: state[name] for name in names}, directory / filename, metadata={"format": "pt"})
-        shutil.copymode(directory / "config.json", directory / filename)  # safetensors gives the owner alone access
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype.removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(amended(config), indent=2) + "\n")
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: Path, config: Path) -> Path:
+    """Write a safetensors file that may be read by those who may read `config`; by itself it is the owner's alone."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    shutil.copymode(config, file)
+    return file

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.export import save_hf
+from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.source import Files, Given
 
@@ -45,10 +45,10 @@ class MegatronFollower(MegatronEngine):
                 step = (parameter.data - own).mul_(1 - self.plan.decay)
                 parameter.data.copy_(own.add_(step))
 
-    def save(self, directory: Path) -> None:
-        """Write the weights as a Hugging Face model, averages in f32. Collective."""
+    def save(self, directory: Path, *, later: bool = False) -> Written:
+        """Do what `save_hf` does, of averages in f32."""
         with self._in_full():
-            save_hf(self, directory)
+            return save_hf(self, directory, later=later)
 
     def load(self, directory: Path) -> None:
         """Put back what `save` wrote, in this or another layout. Collective."""

@@ -17,6 +17,7 @@ from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 from roll_opd.megatron.rotary import install_rotation
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
+_writers: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.device:
@@ -73,8 +74,18 @@ def context_rank() -> ContextRank:
     return ContextRank(dist.get_rank(group), dist.get_world_size(group), group)
 
 
+def group_of_writers() -> dist.ProcessGroup:
+    """Return a group of all ranks over gloo, for threads that write beside the work. Collective, the first time."""
+    global _writers
+    if _writers is None:
+        _writers = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return _writers
+
+
 def shutdown() -> None:
     """Leave all groups."""
+    global _writers
+    _writers = None
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

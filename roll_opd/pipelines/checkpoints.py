@@ -1,9 +1,11 @@
 """Checkpoints of a run: written aside, made valid by one rename, found again, and thinned out."""
 
+import asyncio
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from roll_opd.config.plan import CheckpointPlan
 from roll_opd.paths import content
 from roll_opd.tracking.run_directory import RunDirectory, write_atomic
+from roll_opd.workers.writing import Writing
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
@@ -52,11 +55,26 @@ class Checkpoint:
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"))
 
 
+Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written already
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that does not count yet."""
+
+    step: int
+    writing: Writing | None
+    is_on_disk: bool = False
+    is_on_record: bool = False  # the run has all its steps on record
+    model_card: str | None = None
+
+
 class Checkpoints:
     """The checkpoints directory of one run."""
 
     def __init__(self, run: RunDirectory, plan: CheckpointPlan, last_step: int) -> None:
         self._run, self._plan, self._last_step = run, plan, last_step
+        self._pending: _Pending | None = None
         for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
             shutil.rmtree(leftover)
 
@@ -70,39 +88,74 @@ class Checkpoints:
         every = self._plan.save_steps
         return step == self._last_step or (every > 0 and step % every == 0)
 
-    async def write(
-        self,
-        step: int,
-        save: Callable[[Path], Awaitable[None]],
-        source_state: dict[str, Any],
-        kl_coef: float | None = None,
-    ) -> None:
-        """Write everything aside; `commit` makes it count. CheckpointError when the disk refuses."""
+    async def write(self, step: int, save: Save, source_state: dict[str, Any], kl_coef: float | None = None) -> None:
+        """Write everything aside, or have it written with `async_save`; an earlier one is settled first.
+
+        CheckpointError when the disk refuses, here or in `settle`.
+        """
+        await self.settle(wait=True)
         partial = self._partial(step)
-        try:
+        with self._failing(step):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            await save(partial)
+            writing = await save(partial)
+            if writing is None and self._plan.async_save:
+                raise TypeError("a pipeline's save returned nothing; return what the student's save did")
             state = {"step": step, "source": source_state, "kl_coef": kl_coef}
             (partial / STATE_FILE).write_text(json.dumps(state))
-            _flush(partial)
-        except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, (TypeError, AttributeError, NameError)):
-                raise  # an error in a pipeline, and not the disk's
-            raise CheckpointError(self._write_failed(step, error)) from error
+        self._pending = _Pending(step, writing)
+        if not self._plan.async_save:
+            await self._end(self._pending, wait=True)
 
-    def commit(self, step: int, model_card: str | None = None) -> None:
-        """Make the checkpoint of `step` valid, its model with a card; then remove those beyond `max_ckpt_to_keep`."""
-        target, model = self._run.checkpoint(step), self._partial(step) / HF
-        if model_card and model.is_dir():
-            write_atomic(model / "README.md", model_card)
+    def put_on_record(self, model_card: str | None = None) -> None:
+        """Let what was written last count, its model with a card, for its step is on record now: see `settle`."""
+        if self._pending:
+            self._pending.is_on_record, self._pending.model_card = True, model_card
+
+    async def settle(self, *, wait: bool) -> None:
+        """Make what was written last valid, once it is on record and, which may be to `wait` for, on the disk.
+
+        Those beyond `max_ckpt_to_keep` then go.
+        """
+        pending = self._pending
+        if pending is None or not pending.is_on_record:
+            return
+        if not pending.is_on_disk:
+            await self._end(pending, wait=wait)
+        if not pending.is_on_disk:
+            return
+        partial = self._partial(pending.step)
+        if pending.model_card and (partial / HF).is_dir():
+            write_atomic(partial / HF / "README.md", pending.model_card)
+        self._pending = None
+        target = self._run.checkpoint(pending.step)
         self._remove(target)
-        os.replace(self._partial(step), target)
+        os.replace(partial, target)
         _flush_directory(self._run.checkpoints)
         if self._plan.max_ckpt_to_keep:
             for old in complete(self._run.path)[self._plan.max_ckpt_to_keep :]:
                 self._remove(old)
+
+    async def _end(self, pending: _Pending, *, wait: bool) -> None:
+        """See that all that was written is on the disk, unless that would be to `wait` for."""
+        with self._failing(pending.step):
+            files = await pending.writing.files(wait=wait) if pending.writing else []
+            if files is not None:
+                _check_all_there(files)
+                await asyncio.to_thread(_flush, self._partial(pending.step))
+                pending.is_on_disk = True
+
+    @contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        """Remove what was written of `step` where that fails, and say so."""
+        try:
+            yield
+        except Exception as error:
+            self._pending = None
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+            if isinstance(error, (TypeError, AttributeError, NameError)):
+                raise  # an error in a pipeline, and not the disk's
+            raise CheckpointError(self._write_failed(step, error)) from error
 
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint so that a kill in the middle leaves no half one that looks whole."""
@@ -146,6 +199,16 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     path = Path(plan.resume)
     newest = complete(path)[:1]
     return Checkpoint.read(newest[0] if newest else path)
+
+
+def _check_all_there(files: Sequence[Path]) -> None:
+    """OSError where a file that a rank has written is not there for this process."""
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise OSError(
+            f"{missing[0]} and {len(missing) - 1} more files were written on another node and are not seen from"
+            " this one; make output_dir a directory of a file system that all nodes share"
+        )
 
 
 def _first_line(error: BaseException) -> str:

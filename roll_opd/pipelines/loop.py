@@ -23,7 +23,7 @@ from roll_opd.data.prompts import Prompt
 from roll_opd.data.rows import DataError
 from roll_opd.data.source import Source
 from roll_opd.failures import os_sentence
-from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints
+from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
 from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_facts import run_facts, write_facts
@@ -94,13 +94,11 @@ class Run:
             return await validate()
 
     @asynccontextmanager
-    async def checkpoint(
-        self, step: int, save: Callable[[Path], Awaitable[None]], kl_coef: float | None = None
-    ) -> AsyncIterator[None]:
+    async def checkpoint(self, step: int, save: Save, kl_coef: float | None = None) -> AsyncIterator[None]:
         """Write a checkpoint, if one is due, before the block, which logs the step; make it valid after the block.
 
-        So a checkpoint's run has all its steps on record. `kl_coef` is that of the next step. Terminated, after a
-        checkpoint, where SIGTERM has come.
+        So a checkpoint's run has all its steps on record. With `async_save`, it becomes valid after a later step, the
+        last one's at once. `kl_coef` is that of the next step. Terminated, after a checkpoint, where SIGTERM has come.
         """
 
         async def write() -> None:
@@ -115,7 +113,9 @@ class Run:
             await write()
             is_written = True
         if is_written:
-            self.checkpoints.commit(step, self.logger.model_card(step))
+            self.checkpoints.put_on_record(self.logger.model_card(step))
+        ends = self.ending.is_asked_for or step == self.plan.max_steps
+        await self.checkpoints.settle(wait=ends or not self.plan.checkpoint.async_save)
         if self.ending.is_asked_for and step < self.plan.max_steps:
             raise self.ending.saved(step)
 

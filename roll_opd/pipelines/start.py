@@ -33,6 +33,7 @@ from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.supervised import SupervisedStudent
 from roll_opd.workers.workflow import WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool
+from roll_opd.workers.writing import Writing
 from roll_opd.workflows.interface import flag
 from roll_opd.workflows.plugins import find_workflow
 
@@ -81,13 +82,13 @@ class RunWorkers:
         )
         await self._send_heads(due)
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> Writing:
         """Write the state of student and critic, and the weights of teachers that follow the student."""
-        await self.student.save(directory)
+        parts = [await self.student.save(directory)]
         if self.critic:
-            await self.critic.save(directory / CRITIC)
-        for follower in self.followers:
-            await follower.save(directory / FOLLOWERS)
+            parts.append(await self.critic.save(directory / CRITIC))
+        parts += [await follower.save(directory / FOLLOWERS) for follower in self.followers]
+        return Writing([group for part in parts for group in part.groups])
 
     async def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""
@@ -277,12 +278,8 @@ def _served(plan: RunPlan) -> list[MegatronPlan]:
 
 
 def _setups(plan: RunPlan, placement: Placement, *groups: WorkerGroup) -> list[Coroutine[Any, Any, Any]]:
-    return [
-        placement.starting.of(
-            f"{group.plan.name} (Megatron)", group.setup(seed=plan.seed, deterministic=plan.deterministic)
-        )
-        for group in groups
-    ]
+    arguments = {"seed": plan.seed, "deterministic": plan.deterministic, "async_save": plan.checkpoint.async_save}
+    return [placement.starting.of(f"{group.plan.name} (Megatron)", group.setup(**arguments)) for group in groups]
 
 
 def _environment(plan: RunPlan) -> dict[str, str]:

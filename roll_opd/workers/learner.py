@@ -13,6 +13,7 @@ from roll_opd.data.compact import Compact
 from roll_opd.data.training import TrainResult
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.errors import SkippedUpdates
+from roll_opd.workers.writing import Writing
 
 SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
 
@@ -33,10 +34,11 @@ class Learner:
     def __post_init__(self) -> None:
         self.updates = Count(f"updates of {self.plan.name}")
 
-    async def save(self, directory: Path) -> None:
-        """Write training state and a Hugging Face model into `directory`."""
+    async def save(self, directory: Path) -> Writing:
+        """Write training state and a Hugging Face model into `directory`, with `async_save` beside what follows."""
         (directory / "state").mkdir(parents=True, exist_ok=True)
         await self.group.call("save", directory)
+        return Writing([self.group])
 
     async def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""

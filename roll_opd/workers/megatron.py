@@ -6,7 +6,8 @@ module to start them, may be a machine without it.
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,15 @@ from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
 
+_WRITER = ThreadPoolExecutor(1, "checkpoint")
+
 
 class _Rank:
     """What every rank of a Megatron role has."""
 
     _engine: Any
+    _async_save: bool
+    _files: Future[list[Path]]  # of what is being saved
     _listening: socket.socket | None = None  # of rank 0, from the moment that its port is named to the others
     _store: Any = None  # where the ranks of a process group meet; of rank 0
 
@@ -33,8 +38,18 @@ class _Rank:
         self._listening = socket.create_server(("", 0), backlog=1024)
         return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
 
-    def setup(self, *, master_addr: str, master_port: int, plan: MegatronPlan, seed: int, deterministic: bool) -> None:
-        """Join the process group and load the model."""
+    def setup(
+        self,
+        *,
+        master_addr: str,
+        master_port: int,
+        plan: MegatronPlan,
+        seed: int,
+        deterministic: bool,
+        async_save: bool = False,
+    ) -> None:
+        """Join the process group and load the model; with `async_save`, saving takes copies and goes on beside work."""
+        self._async_save = async_save
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         # as under torchrun, no rank opens the port: rank 0 has it, and no other run can take it in between
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -70,6 +85,18 @@ class _Rank:
         """Return what `MegatronEngine.compute_targets` does."""
         return Compact(self._engine.compute_targets(sequences, temperature, **wanted))
 
+    def written(self, *, wait: bool) -> list[Path] | None:
+        """Return the files of what was saved last, once they are written; None where that would be to `wait` for."""
+        return self._files.result() if wait or self._files.done() else None
+
+    def _write(self, *parts: Callable[[], list[Path]]) -> None:
+        """Write what saving has left to write: beside the work that follows, or now."""
+        if self._async_save:
+            self._files = _WRITER.submit(_all_files, parts)
+        else:
+            self._files = Future()
+            self._files.set_result(_all_files(parts))
+
     def output_head(self) -> list[ray.ObjectRef] | None:
         """Return a reference to the whole output embedding from one rank; None elsewhere."""
         head = self._engine.output_head()
@@ -99,8 +126,8 @@ class FollowingWorker(_Rank):
         self._engine.follow(weights)
 
     def save(self, directory: Path) -> None:
-        """Write the weights into `directory`."""
-        self._engine.save(directory)
+        """Write the weights into `directory`; see `written`."""
+        self._write(self._engine.save(directory, later=self._async_save))
 
     def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""
@@ -111,15 +138,18 @@ class _LearningRank(_Rank):
     """What every rank of a model that learns has."""
 
     def save(self, directory: Path) -> None:
-        """Write training state into `directory`/state, the Hugging Face model into /hf, an adapter into /adapter."""
+        """Write training state into `directory`/state, the Hugging Face model into /hf, an adapter into /adapter.
+
+        See `written`.
+        """
         from roll_opd.megatron.checkpoint import save_state
+        from roll_opd.megatron.export import save_adapter
 
-        save_state(self._engine, directory / "state")
-        self._save_hf(directory / "hf")
+        later = self._async_save
+        parts = [save_state(self._engine, directory / "state", later=later), self._save_hf(directory / "hf", later)]
         if self._engine.adapters:
-            from roll_opd.megatron.export import save_adapter
-
-            save_adapter(self._engine, directory / "adapter")
+            parts.append(save_adapter(self._engine, directory / "adapter", later=later))
+        self._write(*parts)
 
     def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""
@@ -127,10 +157,10 @@ class _LearningRank(_Rank):
 
         load_state(self._engine, directory / "state")
 
-    def _save_hf(self, directory: Path) -> None:
+    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
         from roll_opd.megatron.export import save_hf
 
-        save_hf(self._engine, directory)
+        return save_hf(self._engine, directory, later=later)
 
 
 @ray.remote
@@ -194,10 +224,14 @@ class CriticWorker(_LearningRank):
         """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
         return Compact(self._engine.update(samples))
 
-    def _save_hf(self, directory: Path) -> None:
+    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
         from roll_opd.megatron.critic import save_critic_hf
 
-        save_critic_hf(self._engine, directory)
+        return save_critic_hf(self._engine, directory, later=later)
+
+
+def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:
+    return [file for part in parts for file in part()]
 
 
 def train_samples(

@@ -16,6 +16,7 @@ from roll_opd.data.training import ROUTER_LOSSES, TrainSample
 from roll_opd.frozen import FrozenDict
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
+from roll_opd.workers.writing import Writing
 
 
 async def gathered(
@@ -104,10 +105,12 @@ class Follower:
         """Take over the student's `weights`, of which the plan's `decay` keeps a part of its own."""
         await self.group.call("follow", weights)
 
-    async def save(self, directory: Path) -> None:
-        """Write the weights; those of the student itself are in its own checkpoint."""
-        if not self.plan.is_live:
-            await self.group.call("save", directory / self.plan.name)
+    async def save(self, directory: Path) -> Writing:
+        """Write the weights, as `Learner.save` does; those of the student itself are in its own checkpoint."""
+        if self.plan.is_live:
+            return Writing([])
+        await self.group.call("save", directory / self.plan.name)
+        return Writing([self.group])
 
     async def load(self, directory: Path, weights: Sequence[Reference]) -> None:
         """Put back what `save` wrote; `weights` are the student's."""

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,8 @@ from roll_opd.megatron.memory import shard_of, train_memory
 from roll_opd.megatron.trainer import MegatronTrainer
 
 Job = dict[str, Any]
+WRITER = ThreadPoolExecutor(1)
+SAVES: list[Future[list[Path]]] = []
 STORES: list[dist.Store] = []  # where this process's groups meet, while it is rank 0 of them
 
 
@@ -116,6 +119,7 @@ def train(job: Job, root: Path) -> None:
             write_arrays(root / f"{job['name']}-first.npz", result.logprobs)
         if step + 1 == job["save_after"]:
             save(trainer, root / f"{job['name']}.ckpt")
+    saved()
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
     held(trainer, job, root)
@@ -140,6 +144,7 @@ def experts(job: Job, root: Path) -> None:
         records.append(record(trainer.update(cases.train_samples(step, "opd"), ObjectivePlan(), cases.TEMPERATURE)))
         if job["save"] and step + 1 == cases.SAVED_AFTER:
             save(trainer, root / f"{job['name']}.ckpt")
+    saved()
     write_json(root / f"{job['name']}.json", records)
     save_hf(trainer, root / f"{job['name']}.hf")
     held(trainer, job, root)
@@ -236,6 +241,7 @@ def lora(job: Job, root: Path) -> None:
         records.append(record(trainer.update(cases.train_samples(step, "opd"), ObjectivePlan(), cases.TEMPERATURE)))
         if job["save"] and step + 1 == cases.SAVED_AFTER:
             save(trainer, root / f"{job['name']}.ckpt")
+    saved()
     write_json(root / f"{job['name']}.json", records)
     write_arrays(root / f"{job['name']}-on.npz", trainer.compute_logprobs(sequences, 1.0))
     save_hf(trainer, root / f"{job['name']}.hf")
@@ -401,10 +407,18 @@ def held(learner: MegatronLearner, job: Job, root: Path) -> None:
 
 
 def save(learner: MegatronLearner, directory: Path) -> None:
+    """Begin to write the state, while the job goes on; see `saved`."""
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
-    checkpoint.save_state(learner, directory)
+    SAVES.append(WRITER.submit(checkpoint.save_state(learner, directory, later=True)))
+
+
+def saved() -> None:
+    """Wait for what is being saved: each rank knows the files of all."""
+    while SAVES:
+        files = SAVES.pop().result()
+        assert files and all(file.is_file() for file in files), files
 
 
 def critic(job: Job, root: Path) -> None:
@@ -430,6 +444,7 @@ def critic(job: Job, root: Path) -> None:
         records.append(record(result))
         if job["save"] and step + 1 == cases.SAVED_AFTER:
             save(model, root / f"{job['name']}.ckpt")
+    saved()
     write_json(root / f"{job['name']}.json", records)
     save_critic_hf(model, root / f"{job['name']}.hf")
 

@@ -59,16 +59,17 @@ def test_dpo_learns_which_of_two_answers_is_chosen(dpo: Run) -> None:
 
 
 def test_killed_in_a_save_and_resumed_equals_uninterrupted(dpo: Run, tmp_path: Path) -> None:
-    """Bit for bit, with two ranks that were writing and a reference policy that is the student as it began."""
+    """Bit for bit; two ranks write while they learn, and the reference policy is the student as it began."""
     experiment, saving = tmp_path / "killed" / "demo", 2 * SAVED
+    settings = (*SETTINGS, "async_save=true")
 
     def in_save() -> bool:
         return any(experiment.glob(f"*/checkpoints/.partial_step_{saving}/state/*.distcp"))
 
-    killed = launch(tmp_path / "killed", *SETTINGS, kill_when=in_save, **DPO)
+    killed = launch(tmp_path / "killed", *settings, kill_when=in_save, **DPO)
     assert killed.code == -9, killed.output[-4000:]
     assert not (killed.path / f"checkpoints/step_{saving}").exists()
-    resumed = launch(tmp_path / "killed", *SETTINGS, "resume_from_checkpoint=true", **DPO)
+    resumed = launch(tmp_path / "killed", *settings, "resume_from_checkpoint=true", **DPO)
     assert resumed.code == 0, resumed.output[-4000:]
     assert resumed.rows("prompts.jsonl") == dpo.rows("prompts.jsonl")
     assert [row["step"] for row in resumed.rows("metrics.jsonl")] == list(range(STEPS + 1))
