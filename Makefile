@@ -4,7 +4,7 @@ PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
 # sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
-SESSIONS := test-rooms test-launches test-megatron test-engines test-config
+SESSIONS := test-rooms test-launches test-megatron test-staged test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
 PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v --durations=30
 LOGS := build/tests
@@ -54,8 +54,11 @@ test-launches:
 test-megatron:
 	@$(PYTEST) tests/megatron_engine $(SHOWN)
 
+test-staged:
+	@$(PYTEST) $(STAGED) $(SHOWN)
+
 test-engines:
-	@$(PYTEST) tests/inference $(STAGED) $(SHOWN)
+	@$(PYTEST) tests/inference $(SHOWN)
 
 test-config:
 	@$(PYTEST) tests/config $(SHOWN)

@@ -189,10 +189,10 @@ CRITIC_LOSS = "value"
 # name -> (sequences a micro-batch, tokens a micro-batch, the batch from its end)
 SPLITS = {
     "whole": (None, None, False, False),
-    "tokens": (None, 140, True, False),
+    "tokens": (None, 200, True, False),
     "sequences": (4, None, True, False),
     "shared": (None, 240, False, True),
-    "observed": (None, 140, True, False),  # as "tokens", with other values where nothing is learned from
+    "observed": (None, 200, True, False),  # as "tokens", with other values where nothing is learned from
 }
 # every factorisation of four ranks, and one rank -> its splits
 INVARIANCE_LAYOUTS = {
@@ -202,11 +202,11 @@ INVARIANCE_LAYOUTS = {
     "dp4": ("tokens", "sequences", "shared"),
     "tp2pp2": ("tokens", "shared", "observed"),
     "tp2dp2": ("sequences",),
-    "pp2dp2": ("tokens",),
+    "pp2dp2": ("sequences",),
     "cp4": ("tokens", "shared"),
     "tp2spcp2": ("sequences",),
     "pp2cp2": ("tokens", "observed"),
-    "pp2vpp2dp2": ("tokens",),
+    "pp2vpp2dp2": ("sequences",),
 }
 # layout -> its adapters: all layers, or some of what Megatron has in one
 LORA_LAYOUTS = {

@@ -1,6 +1,7 @@
 """Rotary embeddings of packs: megatron-core's bits, and its gradient's."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -40,6 +41,9 @@ print(json.dumps(found))
 
 
 def test_bits_and_gradients_are_megatron_cores() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    # one thread, as ranks have: of two that wait for a busy machine, sines have other last bits now and then
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=alone)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [[True] * 4] * 3
