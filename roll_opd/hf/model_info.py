@@ -27,9 +27,12 @@ MODEL_TYPES = {
     "qwen3_moe": True,
     "qwen3_next": False,
     "mixtral": True,
-    "deepseek_v3": False,
+    "deepseek_v2": True,
+    "deepseek_v3": True,
     "glm4_moe": False,
 }
+DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call the number of experts
 RUN = tuple(name for name, runs in MODEL_TYPES.items() if runs)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 LARGEST_SIZE = 2**31 - 1  # of a number in config.json: what engines keep shapes in
@@ -173,7 +176,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         if not isinstance(config.get(name), dict | None):
             raise ModelFilesError(f"{name} in config.json should be an object, got {config[name]!r}")
     layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
-    experts = _size(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+    experts = _size(config, *EXPERT_COUNTS, default=0)
     expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)
     shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
     weights = weight_files(path)

@@ -70,7 +70,8 @@ class PackedAttention(torch.nn.Module):
                 attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
             pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
             places.append(block.asked_BQ[block.answered_BQ])
-        out_nHD = torch.empty_like(query_nHD).index_copy(0, torch.cat(places), torch.cat(pieces))
+        out_nHD = query_nHD.new_empty(*query_nHD.shape[:2], value_nGD.size(-1))
+        out_nHD = out_nHD.index_copy(0, torch.cat(places), torch.cat(pieces))
         return out_nHD.flatten(1)
 
     def _attend(self, query_nHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: "_Block") -> Tensor:
@@ -79,11 +80,13 @@ class PackedAttention(torch.nn.Module):
         k, v = _rows(key_NGD, block.read_BL), _rows(value_NGD, block.read_BL)
         if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
             q, k, v = q.float(), k.float(), v.float()
-        mask, grouped = block.mask(), q.size(1) != k.size(1)
+        mask, grouped, width = block.mask(), q.size(1) != k.size(1), v.size(-1)
+        if width != q.size(-1):  # there are only kernels that write out all scores: zeros change nothing
+            q, k, v = (F.pad(x, (0, max(width, q.size(-1)) - x.size(-1))) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
-        return out.transpose(1, 2)[block.answered_BQ].to(query_nHD.dtype)
+        return out[..., :width].transpose(1, 2)[block.answered_BQ].to(query_nHD.dtype)
 
 
 def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:

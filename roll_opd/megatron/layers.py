@@ -18,21 +18,18 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from roll_opd.megatron.attention import PackedAttention, written_out
 from roll_opd.megatron.exact import ExactRowParallelLinear
+from roll_opd.megatron.latent import latent_attention
+from roll_opd.megatron.norm import LocalRMSNorm
 from roll_opd.megatron.router import PackedRouter
 
 
-class LocalRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight is marked, so that Megatron sums its gradient over tensor ranks (sequence parallelism)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        weight: Any = self.weight
-        weight.sequence_parallel = config.sequence_parallel
-
-
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
-    """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`."""
-    if uses_transformer_engine():
+    """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`.
+
+    Layers with latent attention are local everywhere.
+    """
+    latent = getattr(config, "latent", None)
+    if uses_transformer_engine() and latent is None:
         theirs: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         attention = theirs.submodules.self_attention.submodules
         attention.core_attention = written_out(attention.core_attention)
@@ -68,6 +65,8 @@ def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) ->
     if experts is not None:
         layer.mlp.submodules.router = PackedRouter
     attention.core_attention = PackedAttention
+    if getattr(config, "latent", None) is not None:
+        layer.self_attention = latent_attention(attention.linear_proj)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
     return spec

@@ -18,7 +18,7 @@ from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.model import DTYPES, unwrapped
 from roll_opd.megatron.replay import disagreement
-from roll_opd.megatron.router import RouterLosses, expert_layers, has_losses
+from roll_opd.megatron.router import RouterLosses, begin_counts, expert_layers, has_losses, update_biases
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class MegatronLearner(MegatronEngine):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        begin_counts(self.chunks)
         assigned = self._assigned(samples, self.plan.train_limits, group_size)
         reports = self._run(samples, assigned, temperature, loss, forward_only=False)
         if not assigned:  # no sample here, but the other ranks wait for this one's (zero) gradient
@@ -99,6 +100,8 @@ class MegatronLearner(MegatronEngine):
         if finite:
             applied, norm, _ = self.optimizer.step()
             grad_norm = float(norm) if norm is not None else float("nan")
+        if applied:
+            update_biases(self.chunks, self.weights.config.moe_router_bias_update_rate)
         return Update(
             assigned=assigned,
             reports=reports if parallel.returns_results() else [],

@@ -3,7 +3,6 @@
 Legend: n packed tokens of this context rank, m scored tokens that it predicts, E hidden size.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +21,15 @@ from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roll_opd.config.plan import LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.frozen import thaw
 from roll_opd.hf.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.exact import VECTOR, exact_silu
+from roll_opd.megatron.frequencies import inverse_frequencies, scores_scaled
 from roll_opd.megatron.head import OutputHead
+from roll_opd.megatron.latent import latent_sizes
 from roll_opd.megatron.layers import layer_spec
 from roll_opd.megatron.lora import Adapters
 from roll_opd.megatron.replay import RoutingReplay
@@ -157,6 +157,7 @@ def build_model(
         **scores_scaled(hf_config),
     }
     config = transformer_config(hf_config, dtype, plan.layout, overrides)
+    config.latent = latent_sizes(hf_config)  # type: ignore[attr-defined]
     config.router_losses = RouterLosses()  # type: ignore[attr-defined]
     config.routing_replay = RoutingReplay()  # type: ignore[attr-defined]
     lora = plan.lora if isinstance(plan, TrainPlan) else None
@@ -223,36 +224,3 @@ def unwrapped(module: torch.nn.Module) -> PackedModel:
         inner = inner.module
     assert isinstance(inner, PackedModel)
     return inner
-
-
-def inverse_frequencies(hf_config: PretrainedConfig) -> Tensor:
-    """Return the rotary frequencies, f32 [head width / 2], for the rope types that `supported` lists.
-
-    They are Hugging Face's own, so that every scaling means the same here.
-    """
-    if (scaled := _scaled_rope(hf_config)) is not None:
-        return scaled[0].float()
-    width = _head_width(hf_config)
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
-    return 1.0 / hf_config.rope_parameters["rope_theta"] ** exponents
-
-
-def scores_scaled(hf_config: PretrainedConfig) -> dict[str, float]:
-    """Return Megatron's `softmax_scale` where rotated queries and keys are to be longer than they were (yarn).
-
-    Hugging Face multiplies cosines and sines by that factor, so scores by its square.
-    """
-    scaled = _scaled_rope(hf_config)
-    if scaled is None or scaled[1] == 1.0:
-        return {}
-    return {"softmax_scale": scaled[1] ** 2 / math.sqrt(_head_width(hf_config))}
-
-
-def _scaled_rope(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
-    """Return Hugging Face's rotary frequencies and factor of queries and keys; None where nothing is scaled."""
-    rope_type = hf_config.rope_parameters.get("rope_type", "default")
-    return None if rope_type == "default" else ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
-
-
-def _head_width(hf_config: PretrainedConfig) -> int:
-    return hf_config.__dict__.get("head_dim") or hf_config.hidden_size // hf_config.num_attention_heads

@@ -74,12 +74,27 @@ class Replayed:
 
     replay: RoutingReplay
     layer: int  # from 0
+    best_of_group: int = 1  # scores that a group of experts is judged by, summed
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own: Callable[..., Choice]
     ) -> Choice:
         """Return scores and experts of each token."""
-        return self.replay.choose(self.layer, own(scores, topk, num_groups, group_topk), scores)
+        allowed = in_best_groups(scores, num_groups, group_topk, self.best_of_group) if group_topk else scores
+        return self.replay.choose(self.layer, own(allowed, topk, None, None), scores)
+
+
+def in_best_groups(scores_nE: Tensor, groups: int | None, chosen: int, best: int) -> Tensor:
+    """Return scores [n, E] that are -inf outside of each token's `chosen` best of so many equal groups of experts.
+
+    A group is as good as the sum of its `best` highest scores: one in DeepSeek-V2, two in DeepSeek-V3. Megatron's own
+    sum is over as many as are chosen of a group.
+    """
+    assert groups
+    of_groups = scores_nE.unflatten(1, (groups, -1))
+    kept = of_groups.topk(best, -1).values.sum(-1).topk(chosen, -1).indices
+    is_kept = torch.zeros(of_groups.shape[:2], dtype=torch.bool, device=scores_nE.device).scatter(1, kept, True)
+    return of_groups.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
 
 
 def disagreement(packs: Iterable[PackedSequences], expert_layers: int) -> dict[str, float]:

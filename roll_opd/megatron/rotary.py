@@ -39,10 +39,20 @@ def rotated(
         if config.context_parallel_size > 1:
             raise ValueError("context parallelism has no rotary embeddings of this kind; use context_parallel_size 1")
         return stock(t_NHD, freqs, config, cu_seqlens, **options)
+    return turned(t_NHD, freqs)
+
+
+def turned(t_NHD: Tensor, freqs: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Return `t_NHD` rotated by `freqs` f32 [N, 1, 1, D]; with `interleaved`, each turned pair stands side by side.
+
+    In what is returned the first of all pairs come first: scores do not depend on it.
+    """
+    if interleaved:
+        t_NHD = torch.cat([t_NHD[..., ::2], t_NHD[..., 1::2]], -1)
     if freqs not in _OF_PACK:
         _OF_PACK[freqs] = _turns(freqs[:, 0], t_NHD.dtype)
-    turned: Tensor = _Rotation.apply(t_NHD, *_OF_PACK[freqs])
-    return turned
+    result: Tensor = _Rotation.apply(t_NHD, *_OF_PACK[freqs])
+    return result
 
 
 def install_rotation() -> None:

@@ -6,6 +6,7 @@ of tokens that ranks need not have in common.
 Legend: n tokens of a micro-batch on this rank, E experts.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +55,14 @@ class PackedRouter(TopKRouter):
     together (E · Σ_e f_e · P_e, Fedus et al. 2022, over the number of choices), weighed by its share of the tokens.
     """
 
+    counts_E: Tensor | int = 0  # tokens of each expert in this update, on this rank
+
     def set_layer_number(self, layer_number: int) -> None:
         """Take the layer's number, from 1, by which the router finds its part of routes that are replayed."""
         super().set_layer_number(layer_number)
         shared: Any = self.config
-        self.router_replay: Any = Replayed(shared.routing_replay, layer_number - 1)
+        best = 2 if self.enable_expert_bias else 1  # as DeepSeek-V3 and DeepSeek-V2 choose groups
+        self.router_replay: Any = Replayed(shared.routing_replay, layer_number - 1, best)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., E]."""
@@ -89,7 +93,22 @@ class PackedRouter(TopKRouter):
         return self._with(probs, "load_balancing_loss", value, coefficient)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Leave out what Megatron compiles, on CPUs too: no model here has biases that are updated."""
+        """Count each expert's tokens once an update, without padding; Megatron compiles its own version, on CPUs too.
+
+        A pass whose layers are computed again on the way back has no gradient on the way out.
+        """
+        if not (self.config.moe_router_bias_update_rate and self.enable_expert_bias and torch.is_grad_enabled()):
+            return
+        real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+        self.counts_E = self.counts_E + real.sum(0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedRouter":
+        """Leave the biases in fp32: in another precision updates would be lost, and so would the last bits loaded."""
+        exact = self.expert_bias
+        super()._apply(fn, recurse)
+        if exact is not None:
+            self.expert_bias = exact.to(self.expert_bias.device)
+        return self
 
     def _with(self, output: Tensor, name: str, sum_over_tokens: Tensor, coefficient: float) -> Tensor:
         losses: RouterLosses = self.config.router_losses  # type: ignore[attr-defined]
@@ -97,6 +116,33 @@ class PackedRouter(TopKRouter):
         losses.add(name, value.detach())
         attached: Any = MoEAuxLossAutoScaler.apply(output, coefficient * value)
         return attached
+
+
+def begin_counts(chunks: Iterable[torch.nn.Module]) -> None:
+    """Forget how many tokens each expert had."""
+    for router in _with_biases(chunks):
+        router.counts_E = 0
+
+
+def update_biases(chunks: Iterable[torch.nn.Module], rate: float) -> None:
+    """Move each expert's bias up by `rate` where it had fewer tokens than the mean of a mini-batch, down where more.
+
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2; arXiv 2408.15664). Collective over the ranks of a pipeline stage.
+    """
+    routers = _with_biases(chunks) if rate else []
+    if not routers:
+        return
+    counts_LE = torch.stack([torch.zeros_like(router.expert_bias) + router.counts_E for router in routers]).double()
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(counts_LE, group=group)
+    steps_LE = (counts_LE.mean(1, keepdim=True) - counts_LE).sign().float() * rate
+    for router, step_E in zip(routers, steps_LE, strict=True):
+        router.expert_bias += step_E
+
+
+def _with_biases(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module for module in modules if isinstance(module, PackedRouter) and module.enable_expert_bias]
 
 
 def has_losses(config: Any) -> bool:

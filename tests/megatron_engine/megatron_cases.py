@@ -62,7 +62,7 @@ OVERLAPPED = (
     "lora-dp2",
 )
 BUCKET = 3000  # values
-EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")  # the second has layers without experts
+EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "deepseek_v2")
 EXPERT_LAYOUTS = ("tp1", "tp2sp", "pp2", "ep2", "tp2ep2", "cp2ep2", "ep4", "pp2ep2", "tp2etp2ep2")
 EXPERT_RESUMES = [("ep2", "tp2sp"), ("tp2ep2", "ep2"), ("ep2", "ep2")]  # of the first model
 ROUTER_COEFFICIENTS = {

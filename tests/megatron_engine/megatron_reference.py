@@ -28,6 +28,8 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedModel,
@@ -74,6 +76,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+# every width is another one, and yarn's two factors differ
+LATENT = EXPERTS | {
+    "num_experts": None,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+}
+del LATENT["num_experts"]
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_tied": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True),
@@ -86,6 +104,12 @@ CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **{**EXPERTS, "num_hidden_layers": 4}, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **{**LATENT, "num_hidden_layers": 4}, q_lora_rank=18, norm_topk_prob=True, num_nextn_predict_layers=0
+    ),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **LATENT, q_lora_rank=None, topk_method="group_limited_greedy", norm_topk_prob=False
     ),
     "mixtral": lambda: MixtralConfig(**{**EXPERTS, "intermediate_size": 24}, sliding_window=None),
     "deep": lambda: Qwen3Config(**DEEP),
@@ -102,7 +126,8 @@ def save_models(directory: Path) -> None:
         kind = AutoModelForSequenceClassification if name.endswith("valued") else AutoModelForCausalLM
         model = kind.from_config(config()).float()
         with torch.no_grad():
-            for parameter in model.parameters():
+            biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+            for parameter in (*model.parameters(), *biases):
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory / name)

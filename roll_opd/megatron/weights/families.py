@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from roll_opd.config.plan import Layout
-from roll_opd.hf.model_info import layers_with_experts
+from roll_opd.hf.model_info import DEEPSEEK_TYPES, EXPERT_COUNTS, layers_with_experts
 from roll_opd.hf.weight_files import EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD
 from roll_opd.megatron.weights.cuts import Cut, Gated, Heads, Same, Split, Vocabulary
 
@@ -84,6 +84,23 @@ SHARED_EXPERT = {
     "mlp.shared_experts.linear_fc2.weight": _layer(Split(1), "mlp.shared_expert.down_proj.weight"),
     "mlp.shared_experts.gate_weight": _layer(Same(), "mlp.shared_expert_gate.weight"),
 }
+SHARED_EXPERTS = {
+    "mlp.shared_experts.linear_fc1.weight": _layer(
+        Gated(), "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": _layer(Split(1), "mlp.shared_experts.down_proj.weight"),
+}
+EXPERT_BIAS = {"mlp.router.expert_bias": _layer(Same(), "mlp.gate.e_score_correction_bias")}
+LATENT = {name: entry for name, entry in LLAMA.items() if "linear_qkv" not in name} | {
+    "self_attention.linear_q_proj.weight": _layer(Split(0), "self_attn.q_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": _layer(Same(), "self_attn.q_a_proj.weight"),
+    "self_attention.q_layernorm.weight": _layer(Same(), "self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": _layer(Split(0), "self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": _layer(Same(), "self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.kv_layernorm.weight": _layer(Same(), "self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": _layer(Split(0), "self_attn.kv_b_proj.weight"),
+}
+DEEPSEEK = LATENT | QWEN_EXPERTS | SHARED_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,8 @@ class Family:
 
 
 FAMILIES = {
+    "deepseek_v2": Family(DEEPSEEK, {"moe_router_dtype": "fp32"}),
+    "deepseek_v3": Family(DEEPSEEK | EXPERT_BIAS, {"moe_router_dtype": "fp32"}),
     "llama": Family(),
     "qwen2": Family(LLAMA | QKV_BIAS, {"add_qkv_bias": True}),
     "qwen2_moe": Family(
@@ -152,11 +171,11 @@ def has_experts(hf_config: PretrainedConfig) -> bool:
 
 def _of_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says of experts, in Megatron's words; nothing of a dense model."""
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     has_experts = layers_with_experts(config, config["num_hidden_layers"], experts)
     if not any(has_experts):
         return {}
-    return {
+    settings = {
         "num_moe_experts": experts,
         "moe_layer_freq": [int(has) for has in has_experts],
         "moe_router_topk": config["num_experts_per_tok"],
@@ -165,6 +184,24 @@ def _of_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         # probabilities of the chosen experts sum to 1, or are their shares of all
         "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
+    }
+    return settings | (_of_deepseek_experts(config) if config["model_type"] in DEEPSEEK_TYPES else {})
+
+
+def _of_deepseek_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what DeepSeek's routers do in another way than those of other families, and the experts of all tokens."""
+    is_v3 = config["model_type"] == "deepseek_v3"
+    is_limited = is_v3 or config.get("topk_method") == "group_limited_greedy"
+    return {
+        "moe_shared_expert_intermediate_size": (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
+        or None,
+        "moe_router_num_groups": config["n_group"] if is_limited else None,
+        "moe_router_group_topk": config["topk_group"] if is_limited else None,
+        "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+        "moe_router_pre_softmax": not is_v3,
+        "moe_router_score_function": "sigmoid" if is_v3 else "softmax",
+        "moe_router_enable_expert_bias": is_v3,
+        "moe_router_bias_update_rate": 0.0,  # Megatron's own default would move them
     }
 
 

@@ -42,6 +42,7 @@ class ModelWeights:
     def __init__(self, hf_config: PretrainedConfig, config: TransformerConfig, padded_vocab: int) -> None:
         self.config, self.padded_vocab = config, padded_vocab
         self._family = FAMILIES[hf_config.model_type]
+        self._predicting_layers = getattr(hf_config, "num_nextn_predict_layers", 0) or 0
         self._tied = bool(hf_config.tie_word_embeddings)
         self.sizes = Sizes(
             hf_config.num_attention_heads, hf_config.num_key_value_heads, hf_config.vocab_size, padded_vocab
@@ -111,9 +112,16 @@ class ModelWeights:
             experts = range(self.config.num_moe_experts or 0) if entry.is_of_experts else [None]
             for layer, expert in product(range(self.config.num_layers), experts):
                 known.update(entry.of(layer, expert))
-        in_layers = [name for name in source.names if IN_A_LAYER.match(name) and not name.endswith(BUFFERS)]
+        in_layers = [name for name in source.names if self._is_in_a_layer(name) and not name.endswith(BUFFERS)]
         if unknown := [name for name in in_layers if name not in known]:
             raise ValueError(f"{source}: {', '.join(unknown[:3])} have no place in this model; get its own config.json")
+
+
+    def _is_in_a_layer(self, name: str) -> bool:
+        """Whether a tensor is of a layer, and not of those behind the last, which predict further tokens."""
+        match = IN_A_LAYER.match(name)
+        behind = range(self.config.num_layers, self.config.num_layers + self._predicting_layers)
+        return match is not None and int(match[1]) not in behind
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ def is_lost(name: str, tensor: Tensor) -> bool:
     return 2 * int(looked_at.sum()) <= len(looked_at)
 
 
-def with_adapter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> Tensor:
+def with_adapter(module: torch.nn.Module, parameter: Tensor) -> Tensor:
     """Return a parameter of `module`, with what the adapter beside it adds to it."""
     adapter = module._modules.get(ADAPTER)
     if adapter is None or parameter is not module.weight:
@@ -155,15 +163,21 @@ def with_adapter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> Tens
     return adapter.added_to(parameter)
 
 
-def _parameters(
-    models: Sequence[torch.nn.Module],
-) -> Iterator[tuple[Place, torch.nn.Module, torch.nn.Parameter]]:
+def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own parameters, and the biases of routers, which no gradient moves."""
+    yield from module.named_parameters(path, recurse=False)
+    bias = module._buffers.get("expert_bias")
+    if bias is not None:
+        yield f"{path}.expert_bias", bias
+
+
+def _parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Place, torch.nn.Module, Tensor]]:
     """Yield this rank's parameters, each with the module that has it, in an order that all tensor ranks share."""
     whole: Any
     for whole in models:
         layers, seen = whole.decoder.layers, set()
         for path, module in whole.named_modules():
-            for name, parameter in module.named_parameters(path, recurse=False):
+            for name, parameter in _of_module(module, path):
                 if parameter in seen or ADAPTER in path.split("."):
                     continue
                 seen.add(parameter)
