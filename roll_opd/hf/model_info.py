@@ -45,6 +45,27 @@ class ModelFilesError(Exception):
 
 
 @dataclass(frozen=True)
+class LatentInfo:
+    """Widths of multi-head latent attention."""
+
+    query_rank: int  # 0: queries are made from hidden states
+    rank: int
+    plain: int  # of a query or key, what is not rotated
+    rotated: int
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token and layer that an inference engine keeps, for all heads together."""
+        return self.rank + self.rotated
+
+    @property
+    def narrow(self) -> int:
+        """What is made from hidden states and is the same for all heads."""
+        return self.query_rank + self.rank + self.rotated
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Sizes of a decoder-only model, from config.json and the weight headers."""
 
@@ -54,7 +75,7 @@ class ModelInfo:
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     intermediate: int
     vocab: int
     max_positions: int
@@ -67,11 +88,18 @@ class ModelInfo:
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
     tensors: Mapping[str, "StoredTensor"] = field(default_factory=dict, repr=False)  # of the weight files, by name
+    latent: LatentInfo | None = None  # None: keys and values are made from hidden states
 
     @property
     def expert_layers(self) -> int:
         """How many layers have experts."""
         return sum(self.has_experts)
+
+    def cached_elements(self, tp: int) -> float:
+        """Return what an inference rank of `tp` keeps of a token: more ranks than key/value heads have copies."""
+        if self.latent:
+            return self.layers * self.latent.cached
+        return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -181,6 +209,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
     weights = weight_files(path)
     tensors = _stored_tensors(path, weights)
+    latent = _latent(config) if model_type in DEEPSEEK_TYPES else None
     info = ModelInfo(
         path=path,
         model_type=model_type,
@@ -188,7 +217,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         hidden=hidden,
         heads=heads,
         kv_heads=_size(config, "num_key_value_heads", default=heads),
-        head_dim=_size(config, "head_dim", default=hidden // heads),
+        head_dim=latent.plain + latent.rotated if latent else _size(config, "head_dim", default=hidden // heads),
         intermediate=intermediate,
         vocab=_size(config, "vocab_size"),
         max_positions=_size(config, "max_position_embeddings"),
@@ -198,11 +227,28 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
         shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
         has_experts=layers_with_experts(config, layers, experts),
         tied=bool(config.get("tie_word_embeddings")),
-        parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        parameters=sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not _is_behind(name, layers)),
         weight_files=weights,
         tensors=tensors,
+        latent=latent,
     )
     return info if weights else replace(info, parameters=_parameters_by_size(info))
+
+
+def _latent(config: dict[str, Any]) -> LatentInfo:
+    return LatentInfo(
+        query_rank=_size(config, "q_lora_rank", default=0),
+        rank=_size(config, "kv_lora_rank"),
+        plain=_size(config, "qk_nope_head_dim"),
+        rotated=_size(config, "qk_rope_head_dim"),
+        value=_size(config, "v_head_dim"),
+    )
+
+
+def _is_behind(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the last, which predicts further tokens and is not loaded."""
+    parts = name.split(".")
+    return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) -> tuple[bool, ...]:
@@ -219,6 +265,10 @@ def _parameters_by_size(info: ModelInfo) -> int:
     """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
     embeddings = info.vocab * info.hidden * (1 if info.tied else 2)
     attention = 2 * info.hidden * info.head_dim * (info.heads + info.kv_heads)
+    if latent := info.latent:
+        queries, values = info.heads * info.head_dim, info.heads * latent.value
+        attention = info.hidden * (latent.narrow + values) + latent.rank * (info.heads * latent.plain + values)
+        attention += (latent.query_rank or info.hidden) * queries
     experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # and the router
     mlps = info.expert_layers * experts + (info.layers - info.expert_layers) * 3 * info.intermediate
     return embeddings + info.layers * (attention + 2 * info.hidden) + mlps * info.hidden + info.hidden

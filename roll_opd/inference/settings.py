@@ -60,8 +60,7 @@ def kv_cache_bytes(model: ModelPlan, max_model_len: int, sequences: int, block: 
 
     Never less than one sequence needs. All of it is written to when an engine starts.
     """
-    facts = read_model(Path(model.path))
-    each_token = 2 * facts.layers * max(1, facts.kv_heads // tp) * facts.head_dim * DTYPE_BYTES[model.dtype]
+    each_token = int(read_model(Path(model.path)).cached_elements(tp)) * DTYPE_BYTES[model.dtype]
     each_sequence = (-(-max_model_len // block) + 1) * block * each_token  # one block to spare: vLLM keeps some back
     return max(each_sequence, min(sequences * each_sequence, KV_CACHE_LIMIT))
 

@@ -50,16 +50,25 @@ class Shard:
     def parameters(self, stage: int) -> tuple[int, int]:
         """Return the (dense, expert) parameters of a rank of pipeline stage `stage`.
 
-        Layers are spread evenly over stages; the first also has the embedding, the last the head, which is a copy of
-        the embedding where the two are tied.
+        The first also has the embedding, the last the head, which is a copy of the embedding where the two are tied.
+        Every tensor rank has the whole of a router, and of what makes latent attention's narrow vectors.
         """
         info, layout = self.info, self.layout
-        experts = min(info.expert_layers * info.experts * 3 * info.hidden * info.expert_intermediate, info.parameters)
+        each = info.experts * 3 * info.hidden * info.expert_intermediate
+        experts = min(info.expert_layers * each, info.parameters)
         embedding = info.vocab * info.hidden
         number = 1 if info.tied else 2
         ends = min(embedding * number, info.parameters - experts)
         copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
+        plain, routing = self.layers_of(stage)
         dense = (info.parameters - experts - ends + copied) / layout.pp
+        # layers with experts differ from the others: more of them, or fewer, than are on a stage on average
+        more = routing - info.expert_layers / layout.pp
+        dense += more * info.hidden * (info.experts + 3 * info.shared_intermediate - 3 * info.intermediate)
+        whole = routing * info.experts * info.hidden
+        whole += (plain + routing) * info.hidden * info.latent.narrow if info.latent else 0
+        whole = max(0, min(whole, dense))
+        dense -= whole
         ends += -info.vocab % (PADDED_TO * layout.tp) * info.hidden * number
         if layout.pp == 1:
             dense += ends
@@ -67,7 +76,18 @@ class Shard:
             dense += ends if info.tied else ends // 2
         if not self.has_head and not info.tied and stage == layout.pp - 1:
             dense -= ends // 2
-        return int(dense / layout.tp), int(experts / (layout.ep * layout.expert_tp * layout.pp))
+        share = routing / info.expert_layers if info.expert_layers else 0
+        return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
+
+    def layers_of(self, stage: int) -> tuple[float, float]:
+        """Return how many layers (without, with experts) a stage has; the mean where stages are not equal."""
+        info, pp = self.info, self.layout.pp
+        chunks = pp * (self.layout.vpp or 1)
+        if info.layers % chunks:
+            return (info.layers - info.expert_layers) / pp, info.expert_layers / pp
+        each = info.layers // chunks
+        mine = [has for number, has in enumerate(info.has_experts) if number // each % pp == stage]
+        return mine.count(False), sum(mine)
 
     def adapter_parameters(self, lora: LoraPlan) -> int:
         """Return the parameters of a rank's adapters; of each pair one matrix is cut as its layer is."""
@@ -95,6 +115,9 @@ class Shard:
         routed = info.experts_per_token * layout.expert_tp / layout.tp
         experts = routed * (info.hidden + 3 * info.expert_intermediate / layout.expert_tp)
         experts += 3 * info.shared_intermediate / layout.tp
+        if latent := info.latent:  # queries and keys twice, what keys and values are cut from, values, the output
+            heads = (4 * info.head_dim + latent.plain + 3 * latent.value) * info.heads / layout.tp
+            heads += 2 * latent.narrow / sequence
         mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
         return 4 * info.hidden / sequence + heads + mlp
 
@@ -212,12 +235,13 @@ def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
 def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
     """Return the bytes an inference rank needs: weights, and keys and values of `sequences` full-length sequences.
 
-    kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens. vLLM takes what gpu_memory_utilization
+    kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens, with latent attention layers *
+    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. vLLM takes what gpu_memory_utilization
     allows and queues what does not fit; this is what it would need to run all of them at once.
     """
     size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp))
     tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
-    cache = 2 * info.layers * shard.kv_heads * info.head_dim * size * tokens
+    cache = info.cached_elements(engines.tp) * size * tokens
     return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}
 
 

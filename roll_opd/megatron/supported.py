@@ -1,10 +1,12 @@
 """Which Hugging Face models the Megatron engine runs, and how; read before anything starts. No torch, no Megatron."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from roll_opd.config.plan import MegatronPlan, TrainPlan
-from roll_opd.hf.model_info import MODEL_TYPES, RUN
+from roll_opd.hf.model_info import DEEPSEEK_TYPES, MODEL_TYPES, RUN, read_json
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # a key of config.json -> the only value whose numerics are proven
@@ -15,7 +17,18 @@ PROVEN_VALUES: dict[str, object] = {
     "attention_bias": False,
 }
 # of one model_type alone
-PROVEN_OF_TYPE: dict[str, dict[str, object]] = {"mixtral": {"sliding_window": None}, "qwen2_moe": {"qkv_bias": True}}
+PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"qkv_bias": True},
+    "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+    "deepseek_v3": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+    },
+}
+V2_METHODS = (None, "greedy", "group_limited_greedy")
 _DEPENDS = "what a token is worth would depend on the others of its batch"
 # options of routers -> what they may be (None: not written), and why nothing else
 ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -23,6 +36,7 @@ ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
     "moe_expert_capacity_factor": ((None,), _DEPENDS),
     "moe_pad_expert_input_to_capacity": ((None, False), _DEPENDS),
     "moe_input_jitter_eps": ((None,), "log-probs would be random"),
+    "moe_router_fusion": ((None, False), "experts would be chosen by another kernel, without replay"),
     "moe_router_force_load_balancing": ((None, False), "it is for benchmarks"),
 }
 
@@ -35,6 +49,14 @@ def not_yet(role: MegatronPlan) -> list[str]:
         for key, (allowed, why) in ROUTERS.items()
         if (value := role.megatron_args.get(key)) not in allowed
     ]
+    model_type = read_json(Path(role.model.path) / "config.json").get("model_type")
+    if isinstance(role, TrainPlan) and role.lora and model_type in DEEPSEEK_TYPES:
+        sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
+    if role.megatron_args.get("moe_router_bias_update_rate") and model_type != "deepseek_v3":
+        sentences.append(
+            "moe_router_bias_update_rate moves the biases of routers, which models of type deepseek_v3 alone have;"
+            " remove it"
+        )
     if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
         sentences.append("training in fp16 is not available; use bf16 or fp32")
     return [f"{role.name}: {sentence}" for sentence in sentences]
@@ -51,6 +73,9 @@ def unsupported(path: Path) -> list[str]:
         for key, proven in (PROVEN_VALUES | PROVEN_OF_TYPE.get(str(model_type), {})).items()
         if config.get(key) not in (None, proven)
     ]
+    sentences += [f"{path.name}: {sentence}" for sentence in _of_weights(config)]
+    if model_type in DEEPSEEK_TYPES:
+        sentences += [f"{path.name}: {sentence}" for sentence in _of_deepseek(config)]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; get the file again"]
@@ -59,3 +84,21 @@ def unsupported(path: Path) -> list[str]:
         known = ", ".join(ROPE_TYPES)
         sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
     return sentences
+
+
+def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("quantization_config"):
+        yield (
+            "quantised weights (quantization_config in config.json) are not available; give the release in bf16 or fp16"
+        )
+
+
+def _of_deepseek(config: Mapping[str, Any]) -> Iterator[str]:
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        yield f"num_key_value_heads={kv_heads!r} in config.json is not available yet (expected {heads}, one a head)"
+    if config["model_type"] == "deepseek_v3" and config.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok=1 in config.json is not available yet: one expert is not weighed as several are"
+    if config["model_type"] == "deepseek_v2" and config.get("topk_method") not in V2_METHODS:
+        known = " or ".join(map(repr, V2_METHODS[1:]))
+        yield f"topk_method={config['topk_method']!r} in config.json is not available yet (expected {known})"

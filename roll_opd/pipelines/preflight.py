@@ -41,6 +41,7 @@ from roll_opd.workflows.plugins import find_reward, find_workflow
 
 # head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_LATENT_SIZE = 576  # of a latent vector and the rotated part of a key
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
 # what a model's weights have their shapes from
@@ -130,7 +131,17 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
         for engine in engines(plan)
         if engine.engine_args.get("enable_chunked_prefill")
     ]
-    size = read_model(Path(plan.rollout.model.path)).head_dim
+    info = read_model(Path(plan.rollout.model.path))
+    if info.latent:
+        if info.latent.cached == CPU_LATENT_SIZE:
+            return problems
+        return [
+            *problems,
+            f"{plan.rollout.name}: vLLM's latent attention on CPUs computes kv_lora_rank + qk_rope_head_dim ="
+            f" {CPU_LATENT_SIZE} alone, and {plan.rollout.model.path} has {info.latent.cached}; use another model, or a"
+            " machine with GPUs",
+        ]
+    size = info.head_dim
     if size in CPU_HEAD_SIZES:
         return problems
     known = ", ".join(map(str, CPU_HEAD_SIZES))
