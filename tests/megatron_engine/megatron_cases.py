@@ -54,17 +54,29 @@ LAYOUTS = {
 # jobs whose gradients are reduced, and parameters gathered, while something else is computed, in small buckets
 OVERLAPPED = (
     "few-dp2",
-    "replay-ep2",
-    "replay-cp2ep2",
-    "replay-pp2ep2",
+    "replay-qwen2_moe-ep2",
+    "replay-qwen2_moe-cp2ep2",
+    "replay-qwen2_moe-pp2ep2",
     "train-qwen3_tied-tp2dp2-distributed-70",
     "train-deep-pp2vpp2-distributed-70",
     "lora-dp2",
 )
 BUCKET = 3000  # values
-EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "deepseek_v2")
+EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")
 EXPERT_LAYOUTS = ("tp1", "tp2sp", "pp2", "ep2", "tp2ep2", "cp2ep2", "ep4", "pp2ep2", "tp2etp2ep2")
-EXPERT_RESUMES = [("ep2", "tp2sp"), ("tp2ep2", "ep2"), ("ep2", "ep2")]  # of the first model
+LATENT_LAYOUTS = {
+    "deepseek_v3": ("tp2ep2", "cp2ep2", "pp2ep2", "tp2etp2ep2"),
+    "deepseek_v2": ("tp2sp", "pp2"),
+}
+EXPERT_GRID = [(model, layout) for layout in EXPERT_LAYOUTS for model in EXPERT_MODELS]
+EXPERT_GRID += [(model, layout) for model, layouts in LATENT_LAYOUTS.items() for layout in layouts]
+BIAS_RATES = {"deepseek_v3": 0.03}  # model -> how far biases of routers move in an update
+EXPERT_RESUMES = [  # (model, layout that saved, that loads)
+    ("qwen3_moe", "ep2", "tp2sp"),
+    ("qwen3_moe", "tp2ep2", "ep2"),
+    ("qwen3_moe", "ep2", "ep2"),
+    ("deepseek_v3", "tp2ep2", "ep2"),
+]
 ROUTER_COEFFICIENTS = {
     "z_loss": {"moe_z_loss_coeff": 0.05},
     "load_balancing_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
@@ -77,14 +89,15 @@ ROUTER_LAYOUTS = {
     "cp2ep2": (("z_loss", "load_balancing_loss"), None),
     "pp2ep2": (("z_loss",), 70),
 }
-REPLAY_MODEL = "qwen2_moe"
-REPLAY_LAYOUTS = {  # layout -> whether layers are computed again on the way back
-    "tp1": False,
-    "ep2": True,
-    "tp2ep2": False,
-    "cp2ep2": False,
-    "pp2ep2": True,
-    "pp2vpp2": True,
+REPLAYS = {  # (model, layout) -> whether layers are computed again on the way back
+    ("qwen2_moe", "tp1"): False,
+    ("qwen2_moe", "ep2"): True,
+    ("qwen2_moe", "tp2ep2"): False,
+    ("qwen2_moe", "cp2ep2"): False,
+    ("qwen2_moe", "pp2ep2"): True,
+    ("qwen2_moe", "pp2vpp2"): True,
+    ("deepseek_v3", "ep2"): False,
+    ("deepseek_v3", "pp2vpp2"): True,
 }
 MODELS = ("qwen3", "qwen3_tied", "qwen2_tied", "llama", "llama3")
 DEMO_MODELS = ("demo_student", "demo_teacher")
@@ -566,12 +579,11 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
             jobs.append({**job, "name": f"half-{layout}", "dtype": "bf16", "save_after": None})
         if layout in CRITIC_LAYOUTS:
             jobs.append(_critic_job(layout, "valued"))
-    for layout in (name for name in EXPERT_LAYOUTS if LAYOUTS[name].world_size == world):
-        jobs += [_experts_job(layout, model) for model in EXPERT_MODELS]
+    jobs += [_experts_job(layout, model) for model, layout in EXPERT_GRID if LAYOUTS[layout].world_size == world]
     for layout in (name for name in ROUTER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "routers", "name": f"routers-{layout}", "layout": layout})
-    for layout in (name for name in REPLAY_LAYOUTS if LAYOUTS[name].world_size == world):
-        jobs.append({"op": "replay", "name": f"replay-{layout}", "layout": layout})
+    for model, layout in (pair for pair in REPLAYS if LAYOUTS[pair[1]].world_size == world):
+        jobs.append({"op": "replay", "name": f"replay-{model}-{layout}", "model": model, "layout": layout})
     for layout in (name for name in LORA_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append(lora_job(layout))
     for layout in (name for name in TEACHER_LAYOUTS if LAYOUTS[name].world_size == world):
@@ -657,14 +669,15 @@ def resume_name(saved: str, loads: str, distributed: bool) -> str:
 
 
 def _experts_job(layout: str, model: str, saved: str | None = None) -> dict[str, Any]:
-    saves = model == EXPERT_MODELS[0] and layout in {saved for saved, _ in EXPERT_RESUMES}
+    saves = (model, layout) in {(of, saved) for of, saved, _ in EXPERT_RESUMES}
     return {
         "op": "experts",
-        "name": f"experts-{model}-{layout}" if saved is None else f"experts-resume-{saved}-{layout}",
+        "name": f"experts-{model}-{layout}" if saved is None else f"experts-resume-{model}-{saved}-{layout}",
         "model": model,
         "layout": layout,
         "save": saves and saved is None,
         "load": saved and f"experts-{model}-{saved}.ckpt",
+        "megatron_args": {"moe_router_bias_update_rate": BIAS_RATES[model]} if model in BIAS_RATES else {},
     }
 
 
@@ -690,7 +703,7 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
         for saved, loads in CRITIC_RESUMES
     ]
     adapters = [lora_job(saved, loads) for saved, loads in LORA_RESUMES]
-    adapters += [_experts_job(loads, EXPERT_MODELS[0], saved) for saved, loads in EXPERT_RESUMES]
+    adapters += [_experts_job(loads, model, saved) for model, saved, loads in EXPERT_RESUMES]
     return (
         critics
         + adapters

@@ -222,10 +222,31 @@ def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> 
     return _trained(load(path), objective_name, objective)
 
 
-def naive_experts_training(path: str) -> tuple[list[dict], dict]:
-    """The same of a mixture of experts; the weights under the names that are on disk."""
-    model = load(path)
-    found, _ = _trained(model, "opd", ObjectivePlan())
+def naive_experts_training(path: str, bias_rate: float = 0.0) -> tuple[list[dict], dict]:
+    """The same of a mixture of experts; the weights under the names that are on disk.
+
+    With `bias_rate`, each router's biases move by it after an update, up where an expert had fewer tokens than the mean.
+    """
+    model, routers = load(path), []
+    counts: dict[int, torch.Tensor] = {}
+    for module in model.modules() if bias_rate else ():
+        if hasattr(module, "e_score_correction_bias"):
+            number = len(routers)
+            routers.append(module)
+
+            def count(module: Any, inputs: Any, found: Any, number: int = number) -> None:
+                for expert in found[2].flatten().tolist():
+                    counts.setdefault(number, torch.zeros(len(module.weight)))[expert] += 1
+
+            module.register_forward_hook(count)
+
+    def move() -> None:
+        for number, router in enumerate(routers):
+            for expert, tokens in enumerate(counts[number]):
+                router.e_score_correction_bias[expert] += bias_rate * torch.sign(counts[number].mean() - tokens)
+        counts.clear()
+
+    found, _ = _trained(model, "opd", ObjectivePlan(), move)
     with TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         return found, load_file(Path(directory) / "model.safetensors")
@@ -239,7 +260,7 @@ def forced(model: PreTrainedModel, sample: np.ndarray, differing: np.ndarray | N
     routes = torch.from_numpy(routes_of(sample).astype(np.int64))
     hooks = []
     for layer, block in enumerate(model.model.layers):
-        if not hasattr(block.mlp, "gate") or not block.mlp.gate.__class__.__name__.endswith("TopKRouter"):
+        if not hasattr(block.mlp, "gate") or not block.mlp.gate.__class__.__name__.lower().endswith("topkrouter"):
             continue
 
         def choose(module: Any, inputs: Any, found: Any, layer: int = layer) -> Any:
@@ -247,10 +268,11 @@ def forced(model: PreTrainedModel, sample: np.ndarray, differing: np.ndarray | N
             chosen = torch.cat([routes[:, layer], ids[len(routes) :]])
             if differing is not None:
                 differing[:, layer] = (ids.sort(-1).values != chosen.sort(-1).values).any(-1)[:-1]
-            weights = logits.softmax(-1).gather(1, chosen)
+            scores = logits.sigmoid() if hasattr(module, "e_score_correction_bias") else logits.softmax(-1)
+            weights = scores.gather(1, chosen)
             if module.norm_topk_prob:
                 weights = weights / weights.sum(-1, keepdim=True)
-            return logits, weights, chosen
+            return logits, weights * getattr(module, "routed_scaling_factor", 1.0), chosen
 
         hooks.append(block.mlp.gate.register_forward_hook(choose))
     return hooks
@@ -317,13 +339,15 @@ def naive_lora_training(base: str, adapter: Path) -> tuple[list[dict], dict]:
     return _trained(load_adapted(base, adapter, learns=True), "opd", ObjectivePlan())
 
 
-def _trained(model: PreTrainedModel, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
+def _trained(
+    model: PreTrainedModel, objective_name: str, objective: ObjectivePlan, after: Callable[[], None] = lambda: None
+) -> tuple[list[dict], dict]:
     def loss(step: int) -> torch.Tensor:
         samples = train_samples(step, objective_name)
         logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
         return naive_loss(logprobs, samples, objective)
 
-    return descend(model, loss)
+    return descend(model, loss, after)
 
 
 def naive_distilling(paths: dict[str, str], student: str) -> tuple[list[dict], dict]:
@@ -394,8 +418,13 @@ def naive_critic_training(path: str) -> tuple[list[dict], dict]:
     return descend(model, loss)
 
 
-def descend(model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor]) -> tuple[list[dict], dict]:
-    """Minimise the loss of each step with clipped gradients, the schedule of `optimizer_plan` and torch's AdamW."""
+def descend(
+    model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor], after: Callable[[], None] = lambda: None
+) -> tuple[list[dict], dict]:
+    """Minimise the loss of each step with clipped gradients, the schedule of `optimizer_plan` and torch's AdamW.
+
+    `after` is called after each update.
+    """
     plan = optimizer_plan(False)
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = [parameter for parameter in learning.values() if parameter.ndim > 1]
@@ -417,5 +446,6 @@ def descend(model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor]) -> t
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step + 1)
         optimizer.step()
+        after()
         records.append({"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate(step + 1)})
     return records, {name: tensor.detach() for name, tensor in learning.items()}

@@ -100,7 +100,8 @@ def trainer_of(job: Job, root: Path, optimizer: OptimizerPlan, limits: MicroBatc
     path = cases.model_path(root, job["model"])
     devices = tuple(range(layout.world_size))
     model = ModelPlan(path, job.get("dtype", "fp32"))
-    plan = TrainPlan("train", model, devices, layout, MicroBatchLimits(), train_limits=limits, optimizer=optimizer)
+    args = FrozenDict(job.get("megatron_args", {}))
+    plan = TrainPlan("train", model, devices, layout, MicroBatchLimits(), args, train_limits=limits, optimizer=optimizer)
     return MegatronTrainer(plan, seed=0)
 
 
@@ -156,11 +157,11 @@ def replay(job: Job, root: Path) -> None:
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plan = TrainPlan(
         "train",
-        ModelPlan(cases.model_path(root, cases.REPLAY_MODEL)),
+        ModelPlan(cases.model_path(root, job["model"])),
         tuple(range(layout.world_size)),
         layout,
         MicroBatchLimits(tokens=100),
-        megatron_args=FrozenDict(again if cases.REPLAY_LAYOUTS[job["layout"]] else {}),
+        megatron_args=FrozenDict(again if cases.REPLAYS[job["model"], job["layout"]] else {}),
         train_limits=MicroBatchLimits(tokens=70),
         optimizer=optimizer_of(job, True),
         router_replay="R3",

@@ -15,15 +15,15 @@ from megatron_answers import Answers
 @pytest.fixture(scope="module")
 def naive(answers: Answers) -> Any:
     """(records, final weights) of the naive training."""
-    return cache(lambda: reference.naive_replay_training(cases.model_path(answers.root, cases.REPLAY_MODEL)))
+    return cache(lambda model: reference.naive_replay_training(cases.model_path(answers.root, model)))
 
 
-@pytest.mark.parametrize("layout", cases.REPLAY_LAYOUTS)
+@pytest.mark.parametrize(("model", "layout"), cases.REPLAYS)
 @pytest.mark.parametrize("kind", ["pack", "shared"])
-def test_logprobs_follow_the_routes(answers: Answers, layout: str, kind: str) -> None:
+def test_logprobs_follow_the_routes(answers: Answers, model: str, layout: str, kind: str) -> None:
     """One of the sequences, which shares nothing, has none and goes where its own routers say."""
-    network = reference.load(cases.model_path(answers.root, cases.REPLAY_MODEL))
-    found = answers.arrays(f"replay-{layout}-{kind}")
+    network = reference.load(cases.model_path(answers.root, model))
+    found = answers.arrays(f"replay-{model}-{layout}-{kind}")
     apart = []
     for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
         with torch.no_grad():
@@ -34,10 +34,10 @@ def test_logprobs_follow_the_routes(answers: Answers, layout: str, kind: str) ->
     assert max(apart) > 0.05  # so that to leave the routes alone would show
 
 
-@pytest.mark.parametrize("layout", cases.REPLAY_LAYOUTS)
-def test_training_along_the_routes(answers: Answers, naive: Any, layout: str) -> None:
-    wanted, final = naive()
-    found = json.loads((answers.root / f"replay-{layout}.json").read_text())
+@pytest.mark.parametrize(("model", "layout"), cases.REPLAYS)
+def test_training_along_the_routes(answers: Answers, naive: Any, model: str, layout: str) -> None:
+    wanted, final = naive(model)
+    found = json.loads((answers.root / f"replay-{model}-{layout}.json").read_text())
     for step, (record, plain) in enumerate(zip(found, wanted, strict=True)):
         assert record["weighted_loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
         assert record["grad_norms"] == pytest.approx([plain["grad_norm"]] * len(record["grad_norms"]), rel=1e-5)
@@ -45,6 +45,6 @@ def test_training_along_the_routes(answers: Answers, naive: Any, layout: str) ->
         assert record["routed_tokens"] == tokens and record["routed_choices"] == 3 * tokens  # one layer is dense
         assert record["rerouted_tokens"] == plain["rerouted_tokens"]
         assert record["rerouted_choices"] == plain["rerouted_choices"]
-    weights = answers.weights(f"replay-{layout}")
+    weights = answers.weights(f"replay-{model}-{layout}")
     for name, tensor in final.items():
         assert (weights[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
