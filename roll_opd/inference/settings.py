@@ -46,6 +46,10 @@ DECIDED_BY_PLAN = {
 }
 
 
+# what vLLM looks for in a config.json, and transformers 5 does not write: without, it takes them for DeepSeek-V2's
+DEEPSEEK_V3_ROUTERS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
 def prepare_environment(*, eager_on_cpu: bool) -> None:
     """Set what vLLM needs and the user has not set, in this process and so in the engine's processes."""
     for name, value in (ENVIRONMENT | (EAGER_ENVIRONMENT if eager_on_cpu else {})).items():
@@ -107,6 +111,9 @@ def resolve_engine_args(
     With `routes`, the engine says to which experts it sent each token; on a CPU that is `routes.record_routes`.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
+    info = read_model(Path(model.path))
+    if info.model_type == "deepseek_v3":
+        defaults["hf_overrides"] = dict(DEEPSEEK_V3_ROUTERS)
     if on_cpu:
         defaults["enforce_eager"] = True  # compiling costs minutes and small models gain nothing
         defaults["max_num_seqs"] = 256  # vLLM says 128 here; a step of a small model is mostly overhead
@@ -133,6 +140,19 @@ def resolve_engine_args(
     }
     if on_cpu and engine_args.get("block_size"):
         decided["block_size"] = block
+    if on_cpu and info.latent:
+        decided["compilation_config"] = _without_rotary_kernel(thaw(engine_args.get("compilation_config")))
     if routes and not on_cpu:
         decided["enable_return_routed_experts"] = True
     return {**defaults, **thaw(dict(engine_args)), **decided}
+
+
+def _without_rotary_kernel(config: Any) -> dict[str, Any]:
+    """Return a compilation config without vLLM's rotary kernel for CPUs, which turns a part of a head wrongly.
+
+    Latent attention gives it such parts; what comes out has other log-probs and no error.
+    """
+    if not isinstance(config, Mapping | None):
+        raise ValueError(f"engine_args: 'compilation_config' {config!r} should be a mapping for a model like this one")
+    given = dict(config or {})
+    return given | {"custom_ops": [*given.get("custom_ops", []), "-rotary_embedding"]}

@@ -79,6 +79,10 @@ class Narrowing(torch.nn.Linear):
         weight.sequence_parallel = config.sequence_parallel
 
 
+def _widening(options: dict[str, Any], inputs: int, outputs: int) -> ColumnParallelLinear:
+    return ColumnParallelLinear(inputs, outputs, **options, gather_output=False, skip_bias_add=False)
+
+
 class LatentSelfAttention(MegatronModule):
     """Megatron's `self_attention` of a layer, with the sizes in `config.latent`."""
 
@@ -91,7 +95,7 @@ class LatentSelfAttention(MegatronModule):
         self.local_heads = heads // config.tensor_model_parallel_size
         width = sizes.plain + sizes.rotated
         options: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
-        widening = partial(ColumnParallelLinear, gather_output=False, skip_bias_add=False, **options)
+        widening = partial(_widening, options)
         if sizes.query_rank:
             self.linear_q_down_proj = Narrowing(config, config.hidden_size, sizes.query_rank)
             self.q_layernorm = LocalRMSNorm(config, sizes.query_rank, NORM_EPSILON)

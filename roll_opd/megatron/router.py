@@ -132,12 +132,17 @@ def update_biases(chunks: Iterable[torch.nn.Module], rate: float) -> None:
     routers = _with_biases(chunks) if rate else []
     if not routers:
         return
-    counts_LE = torch.stack([torch.zeros_like(router.expert_bias) + router.counts_E for router in routers]).double()
+    biases: list[Any] = [router.expert_bias for router in routers]
+    counts = [
+        torch.zeros_like(bias_E, dtype=torch.float64) + router.counts_E
+        for bias_E, router in zip(biases, routers, strict=True)
+    ]
+    counts_LE = torch.stack(counts)
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(counts_LE, group=group)
     steps_LE = (counts_LE.mean(1, keepdim=True) - counts_LE).sign().float() * rate
-    for router, step_E in zip(routers, steps_LE, strict=True):
-        router.expert_bias += step_E
+    for bias_E, step_E in zip(biases, steps_LE, strict=True):
+        bias_E += step_E
 
 
 def _with_biases(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:

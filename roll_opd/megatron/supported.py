@@ -9,6 +9,7 @@ from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.hf.model_info import DEEPSEEK_TYPES, MODEL_TYPES, RUN, read_json
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DEEPSEEK_ROPE_TYPES = ("default", "yarn")  # vLLM takes every other one for yarn
 # a key of config.json -> the only value whose numerics are proven
 PROVEN_VALUES: dict[str, object] = {
     "mlp_bias": False,
@@ -80,8 +81,9 @@ def unsupported(path: Path) -> list[str]:
     if not isinstance(rope, dict):
         return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; get the file again"]
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
+    rope_types = DEEPSEEK_ROPE_TYPES if model_type in DEEPSEEK_TYPES else ROPE_TYPES
+    if rope_type not in rope_types:
+        known = ", ".join(rope_types)
         sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
     return sentences
 

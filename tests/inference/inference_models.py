@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -51,6 +53,20 @@ def make_mixture(seed: int) -> Qwen3MoeForCausalLM:
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     return _all_random(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)))
+
+
+def make_latent(seed: int) -> DeepseekV3ForCausalLM:
+    """A mixture of experts with latent attention, of the one width that the CPU's kernels compute."""
+    torch.manual_seed(seed)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1}
+    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 24}
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    config = DeepseekV3Config(**sizes, **experts, **groups, **widths, num_nextn_predict_layers=0)
+    model: DeepseekV3ForCausalLM = _all_random(DeepseekV3ForCausalLM(config))
+    gate: Any = model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias.copy_(0.3 * torch.randn_like(gate.e_score_correction_bias))
+    return model
 
 
 def _all_random(model: Any) -> Any:

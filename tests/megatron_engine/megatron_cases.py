@@ -65,8 +65,8 @@ BUCKET = 3000  # values
 EXPERT_MODELS = ("qwen3_moe", "qwen2_moe", "mixtral")
 EXPERT_LAYOUTS = ("tp1", "tp2sp", "pp2", "ep2", "tp2ep2", "cp2ep2", "ep4", "pp2ep2", "tp2etp2ep2")
 LATENT_LAYOUTS = {
-    "deepseek_v3": ("tp2ep2", "cp2ep2", "pp2ep2", "tp2etp2ep2"),
-    "deepseek_v2": ("tp2sp", "pp2"),
+    "deepseek_v3": ("cp2ep2", "pp2ep2", "tp2etp2ep2"),
+    "deepseek_v2": ("tp2sp",),
 }
 EXPERT_GRID = [(model, layout) for layout in EXPERT_LAYOUTS for model in EXPERT_MODELS]
 EXPERT_GRID += [(model, layout) for model, layouts in LATENT_LAYOUTS.items() for layout in layouts]
@@ -75,7 +75,7 @@ EXPERT_RESUMES = [  # (model, layout that saved, that loads)
     ("qwen3_moe", "ep2", "tp2sp"),
     ("qwen3_moe", "tp2ep2", "ep2"),
     ("qwen3_moe", "ep2", "ep2"),
-    ("deepseek_v3", "tp2ep2", "ep2"),
+    ("deepseek_v3", "cp2ep2", "tp2ep2"),
 ]
 ROUTER_COEFFICIENTS = {
     "z_loss": {"moe_z_loss_coeff": 0.05},

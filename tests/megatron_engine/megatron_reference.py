@@ -225,7 +225,7 @@ def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> 
 def naive_experts_training(path: str, bias_rate: float = 0.0) -> tuple[list[dict], dict]:
     """The same of a mixture of experts; the weights under the names that are on disk.
 
-    With `bias_rate`, each router's biases move by it after an update, up where an expert had fewer tokens than the mean.
+    With `bias_rate`, each router's biases move by it after an update, up where an expert had less than the mean.
     """
     model, routers = load(path), []
     counts: dict[int, torch.Tensor] = {}

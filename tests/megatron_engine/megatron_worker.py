@@ -101,7 +101,9 @@ def trainer_of(job: Job, root: Path, optimizer: OptimizerPlan, limits: MicroBatc
     devices = tuple(range(layout.world_size))
     model = ModelPlan(path, job.get("dtype", "fp32"))
     args = FrozenDict(job.get("megatron_args", {}))
-    plan = TrainPlan("train", model, devices, layout, MicroBatchLimits(), args, train_limits=limits, optimizer=optimizer)
+    plan = TrainPlan(
+        "train", model, devices, layout, MicroBatchLimits(), args, train_limits=limits, optimizer=optimizer
+    )
     return MegatronTrainer(plan, seed=0)
 
 

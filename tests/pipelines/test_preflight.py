@@ -66,6 +66,15 @@ def test_heads_that_cpus_cannot_compute(plan: RunPlan, tmp_path: Path) -> None:
     assert machine_problems(small, gpus=2) == machine_problems(plan, gpus=0) == []
 
 
+def test_latent_vectors_that_cpus_cannot_compute(plan: RunPlan, tmp_path: Path) -> None:
+    widths = {"kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    path = _student(tmp_path / "latent", model_type="deepseek_v3", **widths)
+    latent = replace(plan, rollout=replace(plan.rollout, model=replace(plan.rollout.model, path=str(path))))
+    (text,) = machine_problems(latent, gpus=0)
+    assert "576" in text and "has 32" in text
+    assert machine_problems(latent, gpus=2) == []
+
+
 def test_bf16_without_instructions_for_it(tmp_path: Path) -> None:
     keys = [f"{role}.model_args.dtype=bf16" for role in ("student_train", "teacher")]
     rounded = load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path}", *keys], pure=True)

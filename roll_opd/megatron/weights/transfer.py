@@ -116,7 +116,6 @@ class ModelWeights:
         if unknown := [name for name in in_layers if name not in known]:
             raise ValueError(f"{source}: {', '.join(unknown[:3])} have no place in this model; get its own config.json")
 
-
     def _is_in_a_layer(self, name: str) -> bool:
         """Whether a tensor is of a layer, and not of those behind the last, which predict further tokens."""
         match = IN_A_LAYER.match(name)
