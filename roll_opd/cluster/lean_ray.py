@@ -1,25 +1,29 @@
 """Ray for one run on one machine, without the processes that such a run never asks anything."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
 
-from roll_opd.cluster import warm_start, warm_worker
+from roll_opd.cluster import absent_agent, warm_start, warm_worker
 
 # of Node: the autoscaler; the server of the dashboard, which is waited for even where no dashboard is wanted
 NEVER_ASKED = ("start_monitor", "start_api_server")
 LOGS = "start_log_monitor"  # what sends the workers' output to the driver
 SETUP = "SETUP_WORKER_FILENAME"  # joined to a directory: an absolute path stays what it is
+PROGRAM = "_build_python_executable_command_memory_profileable"  # of services: how a Python program of Ray's begins
+AGENT = "dashboard_agent"  # as PROGRAM is told of it
 
 
 @contextmanager
 def lean(*, shows_logs: bool) -> Iterator[None]:
-    """Have a Ray that starts inside the block do without them, and ask `warm_worker` for its workers, if they are to be
-    forks.
+    """Have a Ray that starts inside the block do without them, and without the dashboard's agent.
+
+    It asks `warm_worker` for its workers, if they are to be forks.
 
     These are names of Ray's own inside: where a release has others, its start is an ordinary one.
     """
@@ -35,6 +39,7 @@ def lean(*, shows_logs: bool) -> Iterator[None]:
     setup = Path(ray_constants.__file__).parent / "workers" / getattr(ray_constants, SETUP, "")
     if warm_start.is_open() and setup.is_file():
         change(ray_constants, SETUP, str(Path(warm_worker.__file__).resolve()))
+    change(services, PROGRAM, _without_agent(getattr(services, PROGRAM, None)))
     try:
         yield
     finally:
@@ -47,3 +52,14 @@ def _nothing() -> Callable[..., None]:
         node._webui_url = ""
 
     return start
+
+
+def _without_agent(begun: Any) -> Callable[..., list[str]]:
+    """Return what `PROGRAM` is, but for the dashboard's agent: in its place begins `absent_agent`, with its options."""
+
+    def command(component: str, *args: Any, **options: Any) -> list[str]:
+        if component == AGENT:
+            return [sys.executable, "-I", "-S", str(Path(absent_agent.__file__).resolve())]
+        return begun(component, *args, **options)
+
+    return command
