@@ -221,7 +221,16 @@ class RoleReader:
                 f"{OPTIONS}.{from_strategy}",
                 f"true contradicts {worker.tell.path}.model_args.dtype {written}; keep one of them",
             )
-        return Role(job, worker, strategy, info, written or from_strategy or "bf16")
+        return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
+
+    def _precision(self, job: Job, worker: Worker, asked: Dtype) -> Dtype:
+        """Return the precision that is computed in."""
+        if job == "frozen" or asked != "fp16" or self._strict:
+            return asked
+        key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
+        text = "training in fp16 is not available, since its gradients need a scaled loss; bf16, which needs none,"
+        worker.tell.remark(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
+        return "bf16"
 
     def _check_adapters(self) -> None:
         """Refuse adapters of what does not learn, and what would train something else than was asked for."""

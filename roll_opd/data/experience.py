@@ -68,6 +68,11 @@ class Experience:
         return not self.excluded and (self.loss_mask is None or bool(self.loss_mask.any()))
 
     @property
+    def is_of_a_kind(self) -> bool:
+        """Whether its workflow makes several kinds; `group_id` then names this one behind the number of the draw."""
+        return ":" in self.group_id.rpartition("#")[2]
+
+    @property
     def difficulty(self) -> float | None:
         """The row's own `difficulty`; None where it has none that is a number."""
         value = self.extra.get("difficulty")

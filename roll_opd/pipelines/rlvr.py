@@ -91,7 +91,12 @@ async def train(run: Run) -> None:
         if not plan.rewards_are_monitored:
             made_by = plan.workflow.workflow if plan.workflow else None
             experiences = external_advantages(
-                experiences, objective, kl_coef, taught=bool(plan.teachers), workflow=made_by
+                experiences,
+                objective,
+                kl_coef,
+                taught=bool(plan.teachers),
+                workflow=made_by,
+                runs=plan.rollout.sampling.n,
             )
             *_, kl_coef = kl_coefs(experiences, objective, kl_coef)
             if not compared:

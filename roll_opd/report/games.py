@@ -1,13 +1,15 @@
 """A held-out game before and after training, side by side: what a run in environments ends with."""
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from roll_opd.report.text import visible
 
-WIDTH, MOST_LINES = 35, 40  # of one side
+WIDTH, MOST_LINES = 35, 40  # of one side, in columns of a terminal and in lines
+WIDE, NO_WIDTH = {"W", "F"}, {"Mn", "Me"}  # two columns: Chinese, Japanese, emoji; none: accents by themselves
 MARKUP = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:start|end)_of_turn>")  # what chat templates write around messages
 ROLES = {"system", "user", "assistant", "tool", "model"}
 NEEDED = {"step", "id", "reward", "prompt", "response", "token_ends", "action_mask"}
@@ -32,7 +34,8 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> str:
     better = (name for name in both if (after[name]["reward"] or 0) > (before[name]["reward"] or 0))
     name = next(better, both[0])
     sides = [_lines(one[name], f"step {step}") for one, step in ((before, first_step), (after, last_step))]
-    lines = [f"{left:<{WIDTH}} | {right}".rstrip() for left, right in zip_longest(*sides, fillvalue="")]
+    padded = ((left + " " * (WIDTH - _columns(left)), right) for left, right in zip_longest(*sides, fillvalue=""))
+    lines = [f"{left} | {right}".rstrip() for left, right in padded]
     return "\n".join([f"{name}, a held-out game before and after", *lines])
 
 
@@ -53,9 +56,26 @@ def _lines(row: Mapping[str, Any], when: str) -> list[str]:
             begun = start
         acted = acts
     cut = lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], f"... {len(lines) - MOST_LINES + 1} lines"]
-    return [f"{when}{reward}", *(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in cut)]
+    return [f"{when}{reward}", *map(_cut, cut)]
 
 
 def _said(text: str, mark: str = "") -> list[str]:
     lines = [line.rstrip() for line in MARKUP.sub("\n", text).split("\n")]
     return [mark + visible(line) for line in lines if line and line not in ROLES]
+
+
+def _columns(text: str) -> int:
+    """Return how many columns of a terminal `text` takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(character) in WIDE for character in text)
+    return len(text) + wide - sum(unicodedata.category(character) in NO_WIDTH for character in text)
+
+
+def _cut(line: str) -> str:
+    """Return `line`, or what of it fits beside three dots."""
+    if _columns(line) <= WIDTH:
+        return line
+    while _columns(line) > WIDTH - 3:
+        line = line[:-1]
+    return f"{line}..."

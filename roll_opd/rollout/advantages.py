@@ -35,20 +35,22 @@ def external_advantages(
     *,
     taught: bool = False,
     workflow: str | None = None,
+    runs: int = 1,
 ) -> list[Experience]:
     """Fill in `advantages`, with a critic's `values` also `returns`, and in `metrics` what computes them again.
 
     That is `reward_mean` and `reward_scale` of the normalisation, of the two whitenings `token_reward_mean`,
     `token_reward_scale`, `advantage_mean` and `advantage_scale`, and `kl_coef`, which is `init_kl_coef` where it has
     not adapted. What is excluded counts in no mean, and its `loss_mask` is empty; where a prompt's samples are compared
-    and all but one are excluded, that one's reward is 0 before the whitening. What the advantage function drops is left
-    out like that, after it was compared, unless there are teachers to learn from it (`taught`). RunError for a sample
-    that neither a reward worker nor the `workflow` that made it has scored.
+    and all but one are excluded, or all but one of its `runs` have made nothing, that one's reward is 0 before the
+    whitening. What the advantage function drops is left out like that, after it was compared, unless there are teachers
+    to learn from it (`taught`). RunError for a sample that neither a reward worker nor the `workflow` that made it has
+    scored.
     """
     for experience in experiences:
         if not experience.excluded:
             _reward(experience, workflow)
-    uncompared = _reduced_to_one(experiences, objective)
+    uncompared = _reduced_to_one(experiences, objective, runs)
     coefficients = kl_coefs(experiences, objective, kl_coef)
     filled: dict[int, Experience] = {}
     for members, coefficient in zip(_by_domain(experiences), coefficients, strict=False):
@@ -68,15 +70,20 @@ def _by_domain(experiences: Sequence[Experience]) -> list[list[int]]:
     return list(members.values())
 
 
-def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan) -> set[str]:
-    """Return the groups in which exclusions have left one sample with nothing to compare it with."""
+def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan, runs: int) -> set[str]:
+    """Return the groups in which exclusions, or runs that failed, have left one run with nothing to compare it with.
+
+    A kind of experiences that a workflow makes besides, and that one run alone has made, is compared with nothing by
+    the workflow's own choice: its rewards stay as they are.
+    """
     compares = ADVANTAGES.facts(objective.adv_estimator).baseline
     if objective.advantage_args.get("mean_cal_level", "group" if compares else None) != "group":
         return set()
     groups, numbers = compared_in(experiences, objective), run_numbers(experiences)
     every = list(zip(experiences, groups, numbers, strict=True))
     counted = Counter(group for group, _ in {(group, run) for e, group, run in every if not e.excluded})
-    return {group for e, group, _ in every if e.excluded and counted[group] == 1}
+    had_others = {group for e, group, _ in every if e.excluded or (runs > 1 and not e.is_of_a_kind)}
+    return {group for group in had_others if counted[group] == 1}
 
 
 def _without_advantage(experience: Experience, kl_coef: float) -> Experience:

@@ -105,7 +105,10 @@ def test_unused_critic_is_not_loaded(ppo: dict[str, Any], plan: Plan, root: Path
         ({"critic.strategy_args.strategy_name": "vllm"}, "critic.strategy_args.strategy_name: 'vllm' cannot do"),
         ({"critic.training_args.learning_rat": 1}, "critic.training_args.learning_rat: unknown key"),
         ({"value_clip": 0}, "value_clip: should be greater than 0"),
-        ({"critic.model_args.dtype": "fp16"}, "critic: training in fp16 is not available"),
+        (
+            {"critic.model_args.dtype": "fp16", "strict_strategies": True},
+            "critic: training in fp16 is not available",
+        ),
     ],
 )
 def test_mistakes(ppo: dict[str, Any], problems: Problems, changes: dict[str, Any], message: str) -> None:

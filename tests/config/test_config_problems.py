@@ -444,9 +444,22 @@ def test_strict_strategies(problems: Problems) -> None:
 def test_what_cannot_be_run_yet_is_refused_for_a_run_and_planned_with_a_warning(
     problems: Problems, plan: Callable[..., Any]
 ) -> None:
-    changes = {"student_train.model_args.dtype": "fp16"}
+    changes = {"student_train.model_args.dtype": "fp16", "strict_strategies": True}
     assert "training in fp16 is not available" in problems(changes)[0]
     assert any("training in fp16 is not available" in text for text in plan(changes, runnable=False).warnings)
+
+
+def test_what_is_trained_in_fp16_is_trained_in_bf16_with_a_warning(plan: Callable[..., Any]) -> None:
+    """Frozen models and engines compute in fp16, as they are asked to."""
+    changes = {f"{role}.model_args.dtype": "fp16" for role in ("student_train", "student_infer", "teacher")}
+    run = plan(changes)
+    assert (run.student.model.dtype, run.rollout.model.dtype, run.teachers[0].worker.model.dtype) == (
+        "bf16",
+        "fp16",
+        "fp16",
+    )
+    (told,) = [text for text in run.warnings if "fp16" in text]
+    assert told.startswith("student_train.model_args.dtype: training in fp16 is not available") and "bf16" in told
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from roll_opd.report.games import before_and_after
 
 
@@ -54,3 +56,16 @@ def test_long_games_and_lines_are_cut() -> None:
     lines = before_and_after(rows).split("\n")
     assert len(lines) == 42 and all(len(line) < 80 for line in lines)
     assert lines[1] == f"{'step 0':<35} | step 1" and lines[-1].endswith("... 22 lines")
+
+
+@pytest.mark.parametrize(
+    ("said", "columns"), [("你好", 4), ("√ 🎮", 4), ("a\u0301", 1), ("ﾊ", 1), ("向右走" * 6 + "x", 37), ("字" * 16, 32)]
+)
+def test_characters_of_two_columns_leave_the_other_side_where_it_is(said: str, columns: int) -> None:
+    """Chinese and emoji take two columns of a terminal, an accent by itself none; a root and half-width kana one."""
+    line = before_and_after([row(0, 1, 0.0, [said]), row(1, 1, 1.0, [said])]).split("\n")[3]
+    left, right = line.split(" | ")
+    if columns + 2 <= 35:  # behind the mark of what the model did
+        assert right == f"> {said}" and left == right + " " * (35 - 2 - columns)
+    else:
+        assert right == f"> {'向右走' * 5}..." and left == right + " " * (35 - 2 - 30 - 3)

@@ -59,11 +59,11 @@ def games(seed: int) -> list[Trajectory]:
 
 
 def found(
-    trajectories: list[Trajectory], name: str, plan: ObjectivePlan | None = None, **arguments
+    trajectories: list[Trajectory], name: str, plan: ObjectivePlan | None = None, runs: int = 1, **arguments
 ) -> dict[str, float]:
     """The advantage of each step by its id; all its tokens have the same."""
     plan = replace(plan or ObjectivePlan(), adv_estimator=name, advantage_args=arguments)
-    made = external_advantages([e for steps in trajectories for e in steps], plan)
+    made = external_advantages([e for steps in trajectories for e in steps], plan, runs=runs)
     assert all(np.ptp(e.advantages) < 1e-12 for e in made)
     return {e.id: float(e.advantages[0]) for e in made}
 
@@ -187,6 +187,25 @@ def test_a_group_that_exclusions_leave_alone_teaches_nothing() -> None:
     one, other = [step("a", 0, 0, 1.0, "x"), step("a", 0, 1, 2.0, "x")], [step("a", 1, 0, 5.0, "x")]
     gone = [replace(other[0], excluded=True, reward=None)]
     assert set(found([one, gone], "gigpo").values()) == {0.0}
+
+
+@pytest.mark.parametrize("by_tag", [False, True])
+@pytest.mark.parametrize("name", ["grpo", "gigpo", "step_reinforce", "step_wise_grpo", "rloo", "reinforce"])
+def test_the_only_trajectory_that_did_not_fail_teaches_nothing(name: str, by_tag: bool) -> None:
+    """Of three runs at prompt a one is left, of those at b two, which are compared as ever."""
+    left = [step("a", 2, 0, 1.0, "x", "boxes"), step("a", 2, 1, 2.0, "x", "boxes")]
+    others = [[step("b", run, 0, float(run), "x")] for run in range(2)]
+    levels = {"mean_cal_level": "group"} if name in ("gigpo", "step_reinforce", "reinforce") else {}
+    plan = ObjectivePlan(reward_groups="tag" if by_tag else "prompt")
+    worth = found([left, *others], name, plan, runs=3, **levels)
+    assert worth == {**found(others, name, plan, **levels), "a/2.0": 0.0, "a/2.1": 0.0}
+    assert worth["b/1.0"] > 0
+
+
+def test_a_kind_that_one_run_alone_made_keeps_its_reward() -> None:
+    answers = [replace(step("a", run, 0, float(run), None), group_id="a#7") for run in range(2)]
+    judged = replace(step("a", 1, 1, 5.0, None), group_id="a#7:judge")
+    assert found([[*answers, judged]], "grpo", runs=2)["a/1.1"] == 5.0
 
 
 def test_bounds_hold_the_normalised_reward() -> None:
