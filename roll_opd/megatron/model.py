@@ -30,8 +30,9 @@ from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.frequencies import inverse_frequencies, scores_scaled
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.latent import latent_sizes
-from roll_opd.megatron.layers import layer_spec
+from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
+from roll_opd.megatron.options import usable
 from roll_opd.megatron.replay import RoutingReplay
 from roll_opd.megatron.router import RouterLosses
 from roll_opd.megatron.supported import unsupported
@@ -145,7 +146,7 @@ def build_model(
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
     overrides = {
-        **thaw(plan.megatron_args),
+        **usable(thaw(plan.megatron_args), has_kernels=uses_transformer_engine() and not exact),
         # the log-probs and the one global denominator of the losses rest on these: no user may change them
         "sequence_parallel": plan.layout.tp > 1 and (plan.layout.sequence_parallel or has_experts(hf_config)),
         "attention_dropout": 0.0,
