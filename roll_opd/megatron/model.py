@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -213,6 +214,11 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
+    if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        # with one expert rank Megatron takes experts to be cut as all else is, and leaves gradients of copies apart
+        for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
     model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
     return model
