@@ -48,16 +48,21 @@ def check_devices(roles: list[Role], top: Run) -> None:
 
 
 def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
-    """Warn of the devices whose roles together need more than a device has."""
+    """Refuse devices that cannot hold what stays in their memory; warn of those that activations would fill."""
     if plan.device_memory_gb is None:
         return
-    needs = device_memory(plan, int(plan.device_memory_gb * 2**30))
-    full = [device for device, size in needs.items() if size > plan.device_memory_gb * 2**30]
-    if full:
-        most = max(full, key=needs.__getitem__)
-        names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
-        tell.warn(
-            f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
-            f" {readable_bytes(needs[most])} for {names}, all of which stay in memory; give roles devices of their own,"
-            " split them further, or lower gpu_memory_utilization or the tokens of a micro-batch"
-        )
+    limit = int(plan.device_memory_gb * 2**30)
+    for computing in (False, True):
+        needs = device_memory(plan, limit, computing=computing)
+        full = [device for device, size in needs.items() if size > limit]
+        if full:
+            most = max(full, key=needs.__getitem__)
+            names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
+            what = "all of which stay in memory" if computing else "even without what they compute with"
+            text = (
+                f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
+                f" {readable_bytes(needs[most])} for {names}, {what}; give roles devices of their own, split them"
+                f" further, or lower gpu_memory_utilization{' or the tokens of a micro-batch' if computing else ''}"
+            )
+            return tell.warn(text) if computing else tell.block("device_memory_gb", text)
+    return None

@@ -444,7 +444,9 @@ class RunKeys(Section):
     deterministic: bool = key(False, "the same bits in every run, at some cost", OURS)
     logging_steps: Positive = key(1, "steps between lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
-    device_memory_gb: AboveZero | None = key(None, "GiB of a device, to warn of what does not fit; else its own", OURS)
+    device_memory_gb: AboveZero | None = key(
+        None, "GiB of a device: what cannot fit is refused, what hardly can is warned of; else its own", OURS
+    )
     startup_seconds: AboveZero = key(
         1800.0, "how long any part of a run may take to start, until the run gives up", OURS
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll_opd.config import machine
 from roll_opd.config.device_mapping import parse_device_mapping, short_devices
 from roll_opd.config.errors import Diagnostics
 from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
@@ -15,6 +16,7 @@ from roll_opd.config.plan import Layout
 from roll_opd.config.read import ignore
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
 from roll_opd.engine_options import no_effect, option_problem
+from roll_opd.megatron import options
 
 OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
 SIZES = {
@@ -185,7 +187,18 @@ def _counts(engine: str, key: str, value: Any, tell: Diagnostics, also_known: Se
         tell.remark(key, remark)
     elif problem := option_problem(engine, key, value, also_known):
         tell.problem(key, problem)
+    elif engine == "Megatron":
+        return _is_taken(key, value, tell)
     return not remark
+
+
+def _is_taken(key: str, value: Any, tell: Diagnostics) -> bool:
+    """Whether an option of Megatron's goes to the engine; says why it does not, or does nothing there."""
+    if refusal := options.refusal(key, value):
+        tell.block(key, refusal)
+    elif remark := options.remark(key, has_gpus=machine.gpu_memory_gb() is not None):
+        tell.remark(key, remark)
+    return refusal is None and key not in options.WITHOUT_EFFECT
 
 
 def _is_positive(key: str, value: Any, tell: Diagnostics) -> bool:

@@ -1,7 +1,7 @@
 """Which sequence goes to which rank and micro-batch: balanced by tokens, deterministic, nothing padded."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,16 +122,31 @@ def micro_batches(
     sequences, tokens = [len(unit.numbers) for unit in units], [unit.tokens for unit in units]
     most_sequences = max(limits.sequences or sum(sequences), max(sequences))
     most_tokens = max(limits.tokens or sum(tokens), max(tokens))
-    fewest = max(-(-sum(sequences) // most_sequences), -(-sum(tokens) // most_tokens))
-    count = -(-max(fewest, at_least) // multiple) * multiple
-    while True:
-        parts = split_balanced(tokens, count)
-        if all(
+    fewest = max(-(-sum(sequences) // most_sequences), -(-sum(tokens) // most_tokens), at_least)
+    splits: dict[int, list[list[int]]] = {}
+
+    def fits(times: int) -> bool:
+        splits[times] = parts = split_balanced(tokens, times * multiple)
+        return all(
             sum(sequences[n] for n in part) <= most_sequences and sum(tokens[n] for n in part) <= most_tokens
             for part in parts
-        ):
-            return [[units[n] for n in part] for part in parts]
-        count += multiple
+        )
+
+    return [[units[n] for n in part] for part in splits[_first(fits, -(-fewest // multiple))]]
+
+
+def _first(fits: Callable[[int], bool], start: int) -> int:
+    """Return a number from `start` on that fits, before which, if it is not `start`, is one that does not.
+
+    It is found with few questions, whose distances double and are then halved.
+    """
+    step, failing = 1, start - 1
+    while not fits(number := failing + step):
+        failing, step = number, 2 * step
+    while number - failing > 1:
+        middle = (failing + number) // 2
+        failing, number = (failing, middle) if fits(middle) else (middle, number)
+    return number
 
 
 def assign(

@@ -21,6 +21,7 @@ from roll_opd.paths import PathError, content, find_path, hub_hint, places
 # model_type in config.json -> whether the Megatron engine runs it; a run of the others can be planned, not started
 MODEL_TYPES = {
     "llama": True,
+    "mistral": True,
     "qwen2": True,
     "qwen2_moe": True,
     "qwen3": True,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
 
 # The decoders whose tensors are known by name. Of the others, layers and the ends of the model are compared.
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"

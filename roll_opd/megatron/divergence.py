@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
 from roll_opd.megatron.memory import CHUNK_BYTES
-from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of
+from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, raw_logits
 
 BLOCK_COLUMNS = 4096  # of a chunk at a time in forward: bounds what the column function stores on the way
 
@@ -124,7 +124,7 @@ class _VocabParallelSum(torch.autograd.Function):
         def logits_grad(logits_CV: Tensor, rows: slice, part: slice) -> Tensor:
             logprobs = [Columns.logprobs(logits_CV, log_normalisers_SM[0, rows])]
             if teacher_MF is not None:
-                teacher_CV = (teacher_MF[rows] @ teacher_VF[part].T).float().mul_(columns.inverse_temperature)
+                teacher_CV = raw_logits(teacher_MF[rows], teacher_VF[part]).mul_(columns.inverse_temperature)
                 logprobs.append(Columns.logprobs(teacher_CV, log_normalisers_SM[1, rows]))
             grad_CV = ctx.measure.slope(*logprobs) - logprobs[0].exp() * slope_M[rows, None]
             return grad_CV.mul_(grad_M[rows, None])

@@ -250,11 +250,11 @@ def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
     return max(stages, key=lambda parts: sum(parts.values()), default={})
 
 
-def device_memory(plan: RunPlan, device_bytes: int | None = None) -> dict[int, int]:
+def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
     """Return device -> bytes that its roles need together.
 
-    Weights, optimizer and caches of all roles stay; of activations there are those of one role at a time. An engine on
-    a device of known size takes the share of it that gpu_memory_utilization says.
+    Weights, optimizer and caches of all roles stay; of activations there are those of one role at a time, and none
+    without `computing`. An engine on a device of known size takes the share of it that gpu_memory_utilization says.
     """
     stays: dict[int, int] = {}
     passes: dict[int, int] = {}
@@ -268,7 +268,7 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None) -> dict[int, i
                 staying = int(role.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION) * device_bytes)
             stays[device] = stays.get(device, 0) + staying
             passes[device] = max(passes.get(device, 0), passing)
-    return {device: stays[device] + passes[device] for device in sorted(stays)}
+    return {device: stays[device] + computing * passes[device] for device in sorted(stays)}
 
 
 def _of_devices(

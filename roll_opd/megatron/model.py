@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -30,8 +31,9 @@ from roll_opd.megatron.exact import VECTOR, exact_silu
 from roll_opd.megatron.frequencies import inverse_frequencies, scores_scaled
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.latent import latent_sizes
-from roll_opd.megatron.layers import layer_spec
+from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
+from roll_opd.megatron.options import usable
 from roll_opd.megatron.replay import RoutingReplay
 from roll_opd.megatron.router import RouterLosses
 from roll_opd.megatron.supported import unsupported
@@ -145,7 +147,7 @@ def build_model(
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
     overrides = {
-        **thaw(plan.megatron_args),
+        **usable(thaw(plan.megatron_args), has_kernels=uses_transformer_engine() and not exact),
         # the log-probs and the one global denominator of the losses rest on these: no user may change them
         "sequence_parallel": plan.layout.tp > 1 and (plan.layout.sequence_parallel or has_experts(hf_config)),
         "attention_dropout": 0.0,
@@ -212,6 +214,11 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
+    if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        # with one expert rank Megatron takes experts to be cut as all else is, and leaves gradients of copies apart
+        for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
     model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
     return model

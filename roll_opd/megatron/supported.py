@@ -19,6 +19,7 @@ PROVEN_VALUES: dict[str, object] = {
 }
 # of one model_type alone
 PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
     "qwen2_moe": {"qkv_bias": True},
     "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
@@ -29,6 +30,7 @@ PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
         "moe_layer_freq": 1,
     },
 }
+NORMALISED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose chosen experts may be weighed to a sum of 1
 V2_METHODS = (None, "greedy", "group_limited_greedy")
 _DEPENDS = "what a token is worth would depend on the others of its batch"
 # options of routers -> what they may be (None: not written), and why nothing else
@@ -74,7 +76,8 @@ def unsupported(path: Path) -> list[str]:
         for key, proven in (PROVEN_VALUES | PROVEN_OF_TYPE.get(str(model_type), {})).items()
         if config.get(key) not in (None, proven)
     ]
-    sentences += [f"{path.name}: {sentence}" for sentence in _of_weights(config)]
+    for part in (_of_weights, _of_attention, _of_experts):
+        sentences += [f"{path.name}: {sentence}" for sentence in part(config)]
     if model_type in DEEPSEEK_TYPES:
         sentences += [f"{path.name}: {sentence}" for sentence in _of_deepseek(config)]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -86,6 +89,21 @@ def unsupported(path: Path) -> list[str]:
         known = ", ".join(rope_types)
         sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
     return sentences
+
+
+def _of_attention(config: Mapping[str, Any]) -> Iterator[str]:
+    if config["model_type"] == "mistral" and "sliding_window" not in config:
+        yield "sliding_window is not in config.json, which then means 4096; write null if the model has none"
+    kinds = config.get("layer_types")
+    other = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else []
+    if other:
+        yield f"layers of the types {', '.join(other)} (layer_types in config.json) are not available yet"
+
+
+def _of_experts(config: Mapping[str, Any]) -> Iterator[str]:
+    is_normalised = config.get("norm_topk_prob", config["model_type"] == "mixtral")
+    if config["model_type"] in NORMALISED and is_normalised and config.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok=1 in config.json is not available: its router, which always says 1, cannot learn"
 
 
 def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:

@@ -34,7 +34,7 @@ class Columns:
 
     def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
         """Return logits divided by the temperature, f32 [C, V], -inf in padding."""
-        logits_CV = (hidden_CE @ weight_VE.T).float()
+        logits_CV = raw_logits(hidden_CE, weight_VE)
         if self.inverse_temperature != 1.0:
             logits_CV *= self.inverse_temperature
         if self.real < logits_CV.size(1):
@@ -78,6 +78,17 @@ class Columns:
         """Yield ranges of rows whose logits fit into a chunk; without rows one empty range, for the collectives."""
         step = max(1, self.chunk_bytes // (4 * columns))
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
+
+
+def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return the product of hidden states and an output embedding, f32 [C, V].
+
+    Of bf16 factors a GPU has the sums in f32, and gives them as they are: rounded to bf16, a logit of 16 may be wrong by
+    0.06, as much as a student and its teacher differ by in the end. torch's kernels for CPUs know rounded ones alone.
+    """
+    if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
+        return torch.mm(hidden_CE, weight_VE.T, out_dtype=torch.float32)
+    return (hidden_CE @ weight_VE.T).float()
 
 
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
@@ -124,7 +135,7 @@ def backward_through_logits(
         hidden_CE = hidden_ME[rows]
         for left in range(0, columns.real, width):
             part = slice(left, min(left + width, columns.real))
-            logits_CV = (hidden_CE @ weight_VE[part].T).float()
+            logits_CV = raw_logits(hidden_CE, weight_VE[part])
             if columns.inverse_temperature != 1.0:
                 logits_CV *= columns.inverse_temperature
             grad_CV = logits_grad(logits_CV, rows, part)

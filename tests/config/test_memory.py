@@ -197,7 +197,23 @@ def test_devices_sum_what_stays_and_the_largest_of_what_passes(plan: Callable[..
     }
 
 
-def test_devices_that_are_too_small_are_warned_of(plan: Callable[..., RunPlan]) -> None:
-    assert not any("GiB each" in text for text in plan({"device_memory_gb": 4}).warnings)
-    (warning,) = (text for text in plan({"device_memory_gb": 1e-5}).warnings if "GiB each" in text)
-    assert "student_train" in warning
+def test_devices_that_are_too_small_are_refused_or_warned_of(
+    plan: Callable[..., RunPlan], problems: Callable[..., list[str]]
+) -> None:
+    """Refused where weights and states alone are too much, warned of where activations are."""
+    run = plan({"device_memory_gb": 4})
+    assert not any("GiB each" in text for text in run.warnings)
+    (refused,) = problems({"device_memory_gb": 1e-5})
+    assert refused.startswith("device_memory_gb: devices") and "student_train" in refused and "GiB each" in refused
+    assert any("GiB each" in text for text in plan({"device_memory_gb": 1e-5}, runnable=False).warnings)
+    alone = {
+        "student_train.device_mapping": "[0]",
+        "teacher.device_mapping": "[2,3]",
+        "student_infer.device_mapping": "[1]",
+    }
+    spread = {**alone, "num_gpus_per_node": 4, "device_memory_gb": 4}
+    run = plan(spread)
+    stays, needs = (device_memory(run, computing=computing)[0] for computing in (False, True))
+    assert stays == sum(run.memory["student_train"][0][part] for part in ("weights", "gradients", "optimizer")) < needs
+    (warning,) = (t for t in plan({"device_memory_gb": (stays + needs) / 2**31}).warnings if "GiB each" in t)
+    assert "student_train" in warning and "even without" not in warning

@@ -1,6 +1,8 @@
 """Properties of the split of sequences over ranks and micro-batches, for many random batches."""
 
+import math
 import random
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -204,3 +206,73 @@ def test_relatives_part_where_a_rank_would_idle() -> None:
     assert relatives(same, 1, MicroBatchLimits()) == [Unit((0, 1, 2, 3), 2 + 4 * 10)]
     assert relatives(same, 2, MicroBatchLimits()) == [Unit((0, 1), 22), Unit((2, 3), 22)]
     assert relatives(same, 4, MicroBatchLimits()) == singles([12] * 4)
+
+
+@pytest.mark.parametrize("limits", LIMITS[1:])
+def test_one_micro_batch_less_would_not_do(limits: MicroBatchLimits) -> None:
+    """Or, of equal parts as here, one of them would be beyond the limits."""
+    for lengths in batches():
+        found = len(micro_batches(singles(lengths), limits))
+        tokens = max(limits.tokens or sum(lengths), max(lengths, default=0))
+        at_least = max(-(-len(lengths) // (limits.sequences or len(lengths) or 1)), -(-sum(lengths) // max(tokens, 1)))
+        assert found >= at_least
+        if found > at_least:
+            parts = split_balanced(lengths, found - 1)
+            too_many = any(len(part) > (limits.sequences or len(part)) for part in parts)
+            assert too_many or any(sum(lengths[n] for n in part) > tokens for part in parts)
+
+
+LONG = MicroBatchLimits(tokens=16384)
+
+
+def long_tailed(count: int, *, shortest: int = 16, longest: int = 16384) -> list[int]:
+    """Responses as reasoning models write them: half below 1,800 tokens, one in a hundred beyond 16,000."""
+    drawn = np.random.default_rng(0).lognormal(7.5, 1.0, count)
+    return np.clip(drawn, shortest, longest).astype(int).tolist()
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("kind", ["long-tailed", "more than half a micro-batch", "more than a third"])
+def test_a_large_batch_is_planned_in_no_time(kind: str, equal: bool) -> None:
+    """8,192 sequences for 64 ranks; the last two kinds fill micro-batches so badly that many numbers are tried."""
+    rng = np.random.default_rng(1)
+    lengths = {
+        "long-tailed": long_tailed(8192),
+        "more than half a micro-batch": rng.integers(8300, 10200, 8192).tolist(),
+        "more than a third": rng.integers(5500, 6000, 8192).tolist(),
+    }[kind]
+    began = time.process_time()
+    assigned = assign(singles(lengths), 64, LONG, multiple=4, equal=equal)
+    assert time.process_time() - began < 1.0
+    loads = [sum(lengths[n] for part in rank for n in part) for rank in assigned]
+    assert max(loads) <= 1.03 * sum(loads) / len(loads)
+
+
+def test_a_large_batch_of_families_is_planned_in_no_time() -> None:
+    """8,192 answers to 1,024 prompts."""
+    rng = np.random.default_rng(2)
+    sequences = []
+    for prompt in rng.integers(100, 400, 1024).tolist():
+        shared = rng.integers(0, 150_000, prompt)
+        for length in np.clip(rng.lognormal(6.0, 1.0, 8), 16, 8192).astype(int).tolist():
+            sequences.append((np.concatenate([shared, rng.integers(0, 150_000, length)]), prompt))
+    began = time.process_time()
+    assigned = assign(relatives(sequences, 64, LONG), 64, LONG)
+    assert time.process_time() - began < 1.0
+    assert sum(len(part) for rank in assigned for part in rank) == len(sequences)
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (8, 1), (2, 4)])
+def test_little_of_a_long_tailed_batch_is_padding_or_waiting(tensor: int, context: int) -> None:
+    """Padding of packs and, for context ranks, of sequences; and what ranks that meet in each micro-batch wait for."""
+    lengths = long_tailed(8192)
+    pieces = 2 * context if context > 1 else 1
+    whole = [-(-length // pieces) * pieces for length in lengths]
+    multiple = math.lcm(tensor, 32) * context
+    ranks = 64 // (tensor * context)
+    assigned = assign(singles(lengths), ranks, LONG, equal=True)
+    packs = [[-(-sum(whole[n] for n in part) // multiple) * multiple for part in rank] for rank in assigned]
+    computed = sum(map(sum, packs))
+    assert computed - sum(lengths) < 0.01 * computed
+    waited_for = sum(max(packs_of_a_turn) for packs_of_a_turn in zip(*packs, strict=True)) * ranks
+    assert waited_for - sum(lengths) < 0.03 * waited_for

@@ -44,12 +44,17 @@ LAYOUTS = {
     "cp2dp2": Layout(cp=2, dp=2),
     "pp2vpp2": Layout(pp=2, vpp=2),
     "pp2vpp2dp2": Layout(pp=2, vpp=2, dp=2),
+    "tp2pp2vpp2": Layout(tp=2, pp=2, vpp=2),
+    "pp2vpp2cp2": Layout(pp=2, vpp=2, cp=2),
     "ep2": Layout(dp=2, ep=2),
     "ep4": Layout(dp=4, ep=4),
     "tp2ep2": Layout(tp=2, ep=2, etp=1),
     "cp2ep2": Layout(cp=2, ep=2),
     "pp2ep2": Layout(pp=2, dp=2, ep=2),
     "tp2etp2ep2": Layout(tp=2, dp=2, ep=2),
+    "tp2etp1": Layout(tp=2, etp=1),
+    "tp2cp2ep2": Layout(tp=2, cp=2, ep=2, etp=1),
+    "pp2vpp2ep2": Layout(pp=2, vpp=2, dp=2, ep=2),
 }
 # jobs whose gradients are reduced, and parameters gathered, while something else is computed, in small buckets
 OVERLAPPED = (
@@ -69,6 +74,7 @@ LATENT_LAYOUTS = {
     "deepseek_v2": ("tp2sp",),
 }
 EXPERT_GRID = [(model, layout) for layout in EXPERT_LAYOUTS for model in EXPERT_MODELS]
+EXPERT_GRID += [("qwen3_moe", "tp2etp1")]  # each tensor rank has all experts
 EXPERT_GRID += [(model, layout) for model, layouts in LATENT_LAYOUTS.items() for layout in layouts]
 BIAS_RATES = {"deepseek_v3": 0.03}  # model -> how far biases of routers move in an update
 EXPERT_RESUMES = [  # (model, layout that saved, that loads)
@@ -84,7 +90,7 @@ ROUTER_COEFFICIENTS = {
 # layout -> (losses of routers, tokens a micro-batch): the balancing loss is one of micro-batches
 ROUTER_LAYOUTS = {
     "tp1": (("z_loss", "load_balancing_loss"), None),
-    "ep2": (("z_loss",), 70),
+    "ep2": (("z_loss", "load_balancing_loss"), 70),
     "tp2ep2": (("z_loss", "load_balancing_loss"), None),
     "cp2ep2": (("z_loss", "load_balancing_loss"), None),
     "pp2ep2": (("z_loss",), 70),
@@ -220,8 +226,17 @@ INVARIANCE_LAYOUTS = {
     "tp2spcp2": ("sequences",),
     "pp2cp2": ("tokens", "observed"),
     "pp2vpp2dp2": ("sequences",),
+    "cp2dp2": ("sequences",),
+    "tp2pp2vpp2": ("tokens",),
+    "pp2vpp2cp2": ("tokens",),
 }
-# layout -> its adapters: all layers, or some of what Megatron has in one
+# the same of a mixture of experts, whose ranks meet in every micro-batch: layout -> its split, and losses
+EXPERT_INVARIANCE = {
+    "tp1": ("whole", INVARIANT),
+    "tp2cp2ep2": ("tokens", INVARIANT[::2]),
+    "pp2vpp2ep2": ("sequences", INVARIANT[1::2]),
+}
+# layout -> its adapters: all layers, some of what Megatron has in one, or those of attention between experts
 LORA_LAYOUTS = {
     "tp1": "all",
     "tp2": "all",
@@ -233,14 +248,39 @@ LORA_LAYOUTS = {
     "tp2dp2": "all",
     "tp2sppp2": "some",
     "tp2spcp2": "some",
+    "ep2": "attention",
+    "tp2ep2": "attention",
 }
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 LORA_TARGETS = {
     "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "some": ("q_proj", "v_proj", "down_proj"),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
+LORA_MODELS = {"all": "deep", "some": "deep", "attention": "qwen3_moe"}
 LORA = {"rank": 3, "alpha": 5.0}
 LORA_RESUMES = [("tp2", "pp2"), ("dp2", "tp2"), ("cp2", "tp2"), ("tp2", "tp2")]  # (layout that saved, that loads)
+LOADED = [("large", "tp2"), ("large", "pp2"), ("large_moe", "ep2")]  # (model, layout)
 POISON = {"dp2": "nan", "pp2": "inf", "tp2": "nan"}  # layout -> what stands where a number should
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm")
+# name -> (model, layout, options of Megatron's that change neither loss nor gradient)
+OPTIONS = {
+    "none": ("deep", "tp1", {}),
+    "none_experts": ("qwen2_moe", "tp1", {}),
+    "uniform": ("qwen2_moe", "tp1", FULL),
+    "block": ("deep", "tp1", FULL | {"recompute_method": "block", "recompute_num_layers": 3}),
+    "selective": ("deep", "tp1", {"recompute_granularity": "selective", "recompute_modules": SELECTIVE[:2]}),
+    "selective_experts": ("qwen2_moe", "ep2", {"recompute_granularity": "selective", "recompute_modules": SELECTIVE}),
+    "layers_with_experts": ("qwen2_moe", "tp1", {"moe_layer_recompute": True}),
+    "overlap": ("qwen2_moe", "ep2", {"moe_shared_expert_overlap": True}),
+    "routers": ("qwen2_moe", "tp1", {"moe_router_dtype": "fp64"}),
+    "first": ("deep", "pp2", {"num_layers_in_first_pipeline_stage": 1}),
+    "last": ("qwen2_moe", "pp2", {"num_layers_in_last_pipeline_stage": 3}),
+    "counted": ("deep", "pp2", dict.fromkeys(COUNTED, True)),
+    "written": ("deep", "pp2", {"pipeline_model_parallel_layout": "Et|tttL"}),
+    "kernels": ("deep", "tp1", {"bias_activation_fusion": True, "apply_rope_fusion": True}),
+}
 UPDATES = 4
 SAVED_AFTER = 2
 
@@ -521,8 +561,8 @@ def model_path(root: Path, name: str) -> str:
 
 def models(layout: str) -> tuple[str, ...]:
     """The random models that fit a layout: one has as many layers as two stages of two parts need."""
-    scaled = ("yarn",) if layout in ("tp1", "cp2") else ()
-    return ("deep",) if LAYOUTS[layout].vpp else (*MODELS, *scaled)
+    more = {"tp1": ("yarn", "mistral"), "cp2": ("yarn",), "tp2pp2": ("mistral",)}
+    return ("deep",) if LAYOUTS[layout].vpp else (*MODELS, *more.get(layout, ()))
 
 
 def demo_models(layout: str) -> tuple[str, ...]:
@@ -560,6 +600,10 @@ def rounds(root: Path) -> list[tuple[int, list[dict[str, Any]]]]:
         for layout in INVARIANCE_LAYOUTS
         for op in ("invariance", "critic_invariance")
     ]
+    invariance += [
+        {"op": "experts_invariance", "name": f"experts_invariance-{layout}", "layout": layout}
+        for layout in EXPERT_INVARIANCE
+    ]
     alone, together = ([job for job in invariance if LAYOUTS[job["layout"]].world_size == world] for world in (1, 4))
     return [(4, together), (1, alone), *((world, _jobs_of(world)) for world in (1, 2, 4)), (2, _resume_jobs(root))]
 
@@ -582,6 +626,9 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
     jobs += [_experts_job(layout, model) for model, layout in EXPERT_GRID if LAYOUTS[layout].world_size == world]
     for layout in (name for name in ROUTER_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "routers", "name": f"routers-{layout}", "layout": layout})
+    for name, (model, layout, _) in OPTIONS.items():
+        if LAYOUTS[layout].world_size == world:
+            jobs.append({"op": "options", "name": f"options-{name}", "option": name, "model": model, "layout": layout})
     for model, layout in (pair for pair in REPLAYS if LAYOUTS[pair[1]].world_size == world):
         jobs.append({"op": "replay", "name": f"replay-{model}-{layout}", "model": model, "layout": layout})
     for layout in (name for name in LORA_LAYOUTS if LAYOUTS[name].world_size == world):
@@ -600,6 +647,8 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
         layout = f"tp{world}"
         jobs += [{"op": op, "name": f"{op}-{layout}", "layout": layout} for op in ("vocab", "columns", "topk")]
     if world == 2:
+        for model, layout in LOADED:
+            jobs.append({"op": "loading", "name": f"loading-{model}-{layout}", "model": model, "layout": layout})
         for layout, value in POISON.items():
             jobs.append({"op": "poison", "name": f"poison-{layout}", "layout": layout, "value": value})
     return jobs
@@ -686,6 +735,7 @@ def lora_job(layout: str, loads: str | None = None) -> dict[str, Any]:
         "op": "lora",
         "name": f"lora-{layout}" + (f"-resumed-{loads}" if loads else ""),
         "layout": loads or layout,
+        "model": LORA_MODELS[LORA_LAYOUTS[layout]],
         "targets": LORA_TARGETS[LORA_LAYOUTS[layout]],
         "load": f"lora-{layout}.ckpt" if loads else None,
         "save": not loads and layout in {saved for saved, _ in LORA_RESUMES},

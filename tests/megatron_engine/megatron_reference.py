@@ -11,6 +11,7 @@ import torch
 from megatron_cases import (
     DISTILLING,
     LORA,
+    LORA_MODELS,
     LORA_TARGETS,
     TEACHERS,
     TEMPERATURE,
@@ -31,6 +32,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -67,6 +69,14 @@ EXPERTS = COMMON | {
     "moe_intermediate_size": 24,
     "tie_word_embeddings": False,
 }
+LARGE = {  # enough for a process's memory to tell
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -100,6 +110,7 @@ CONFIGS = {
     "wide": lambda: LlamaConfig(
         **{**COMMON, "vocab_size": VOCABULARY + 30, "hidden_size": 48}, head_dim=16, tie_word_embeddings=False
     ),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=24, tie_word_embeddings=False, sliding_window=None),
     "llama3": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False, rope_parameters=LLAMA3),
     "qwen3_moe": lambda: Qwen3MoeConfig(**EXPERTS, head_dim=16, norm_topk_prob=True),
     "qwen2_moe": lambda: Qwen2MoeConfig(
@@ -115,6 +126,8 @@ CONFIGS = {
     "deep": lambda: Qwen3Config(**DEEP),
     "deep_valued": lambda: Qwen3Config(**DEEP, num_labels=1),
     "valued": lambda: Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True, num_labels=1),
+    "large": lambda: Qwen3Config(**LARGE, head_dim=64, intermediate_size=1536),
+    "large_moe": lambda: Qwen3MoeConfig(**LARGE, head_dim=64, num_experts=16, moe_intermediate_size=128),
     "yarn": lambda: Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN),
 }
 
@@ -131,8 +144,8 @@ def save_models(directory: Path) -> None:
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         model.save_pretrained(directory / name)
-    for targets in LORA_TARGETS.values():
-        save_adapter(directory / f"adapter-{len(targets)}", str(directory / "deep"), targets, **LORA)
+    for kind, targets in LORA_TARGETS.items():
+        save_adapter(directory / f"adapter-{len(targets)}", str(directory / LORA_MODELS[kind]), targets, **LORA)
 
 
 def save_adapter(path: Path, base: str, targets: Sequence[str], rank: int, alpha: float) -> None:
@@ -309,8 +322,13 @@ def naive_replay_training(path: str) -> tuple[list[dict], dict]:
     return [record | counted for record, counted in zip(records, counts, strict=True)], final
 
 
-def naive_router_loss(path: str, name: str, samples: Sequence[TrainSample]) -> tuple[float, dict]:
-    """A loss of the routers, summed over layers, of all tokens as one batch; and its gradient, by name."""
+def naive_router_loss(
+    path: str, name: str, samples: Sequence[TrainSample], packs: Sequence[Sequence[int]]
+) -> tuple[float, dict]:
+    """A loss of the routers, summed over layers, of all tokens; and its gradient, by name.
+
+    The balancing loss is one of each of `packs`, sample numbers, weighed by its share of the tokens.
+    """
     model, logits = load(path), []
     for _, module in model.named_modules():
         if module.__class__.__name__.endswith("TopKRouter"):
@@ -327,9 +345,11 @@ def naive_router_loss(path: str, name: str, samples: Sequence[TrainSample]) -> t
         if name == "z_loss":
             total = total + table.logsumexp(-1).square().mean()
             continue
-        probabilities = table.softmax(-1)
-        chosen = torch.zeros_like(table).scatter(1, table.topk(2).indices, 1.0)
-        total = total + table.size(1) * (chosen.mean(0) / 2 * probabilities.mean(0)).sum()
+        for pack in packs:
+            own = torch.cat([pieces[number] for number in pack])
+            chosen = torch.zeros_like(own).scatter(1, own.topk(2).indices, 1.0)
+            balance = own.size(1) * (chosen.mean(0) / 2 * own.softmax(-1).mean(0)).sum()
+            total = total + balance * len(own) / len(table)
     total.backward()
     return total.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 

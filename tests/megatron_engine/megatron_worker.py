@@ -5,10 +5,13 @@
 Importing Megatron's engine patches torch on a CPU, so this never runs inside the test process.
 """
 
+import ctypes
+import gc
 import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,6 +54,7 @@ from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
 from roll_opd.megatron.memory import shard_of, train_memory
+from roll_opd.megatron.model import build_model
 from roll_opd.megatron.trainer import MegatronTrainer
 
 Job = dict[str, Any]
@@ -220,7 +224,7 @@ def routers(job: Job, root: Path) -> None:
 
 def lora(job: Job, root: Path) -> None:
     """Train adapters, which begin as they are on disk; save and export them."""
-    layout, path = cases.LAYOUTS[job["layout"]], cases.model_path(root, "deep")
+    layout, path = cases.LAYOUTS[job["layout"]], cases.model_path(root, job["model"])
     adapter = str(root / "models" / f"adapter-{len(job['targets'])}")
     devices = tuple(range(layout.world_size))
     plan = TrainPlan(
@@ -265,8 +269,15 @@ def invariance(job: Job, root: Path) -> None:
     """Loss and gradient of every policy loss for splits of its batch."""
     trainer = trainer_of({**job, "model": "deep"}, root, STILL, MicroBatchLimits())
     trainer.load_teacher_head("random", cases.teacher_inputs(1)[1])
+    write_results(
+        root / f"{job['name']}.npz", over_losses(trainer, cases.INVARIANCE_LAYOUTS[job["layout"]], cases.INVARIANT)
+    )
+
+
+def over_losses(trainer: MegatronTrainer, splits: tuple[str, ...], losses: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Loss and gradient of some policy losses for some splits of their batches."""
     found: dict[str, np.ndarray] = {}
-    for name in cases.INVARIANT:
+    for name in losses:
         objective, samples = cases.invariance_objective(name), cases.invariance_samples(name)
         size = 2 if objective.paired else 1
         units = [samples[first : first + size] for first in range(0, len(samples), size)]
@@ -274,8 +285,26 @@ def invariance(job: Job, root: Path) -> None:
         def update(batch: list, objective: ObjectivePlan = objective) -> TrainResult:
             return trainer.update(batch, objective, cases.TEMPERATURE, cases.SUPERVISED_STEP)
 
-        found |= over_splits(job, trainer, name, units, update)
-    write_results(root / f"{job['name']}.npz", found)
+        found |= over_splits(splits, trainer, name, units, update)
+    return found
+
+
+def experts_invariance(job: Job, root: Path) -> None:
+    """The same of a mixture of experts."""
+    split, losses = cases.EXPERT_INVARIANCE[job["layout"]]
+    trainer = trainer_of({**job, "model": "qwen2_moe"}, root, STILL, MicroBatchLimits())
+    trainer.load_teacher_head("random", cases.teacher_inputs(1)[1])
+    write_results(root / f"{job['name']}.npz", over_losses(trainer, (split,), losses))
+
+
+def options(job: Job, root: Path) -> None:
+    """Loss and gradient of an update with options of Megatron's."""
+    _, _, args = cases.OPTIONS[job["option"]]
+    trainer = trainer_of({**job, "megatron_args": args}, root, STILL, MicroBatchLimits(tokens=70))
+    result = record(trainer.update(cases.train_samples(3, "opd"), ObjectivePlan(), 1.0))
+    write_results(
+        root / f"{job['name']}.npz", {"loss": np.array(result["weighted_loss"]), "gradient": gradient(trainer)}
+    )
 
 
 def critic_invariance(job: Job, root: Path) -> None:
@@ -283,19 +312,23 @@ def critic_invariance(job: Job, root: Path) -> None:
     layout, model = cases.LAYOUTS[job["layout"]], ModelPlan(cases.model_path(root, "deep_valued"))
     plan = CriticPlan("critic", model, tuple(range(layout.world_size)), layout, MicroBatchLimits(), optimizer=STILL)
     critic = MegatronCritic(replace(plan, value_clip=cases.VALUE_CLIP), seed=0)
-    units = [[sample] for sample in cases.value_samples(0)]
-    write_results(root / f"{job['name']}.npz", over_splits(job, critic, cases.CRITIC_LOSS, units, critic.update))
+    units, splits = [[sample] for sample in cases.value_samples(0)], cases.INVARIANCE_LAYOUTS[job["layout"]]
+    write_results(root / f"{job['name']}.npz", over_splits(splits, critic, cases.CRITIC_LOSS, units, critic.update))
 
 
 STILL = OptimizerPlan(learning_rate=0.0, max_grad_norm=1e9, use_distributed_optimizer=False)  # weights stay as they are
 
 
 def over_splits(
-    job: Job, learner: MegatronLearner, name: str, units: list[list], update: Callable[[list], TrainResult]
+    splits: tuple[str, ...],
+    learner: MegatronLearner,
+    name: str,
+    units: list[list],
+    update: Callable[[list], TrainResult],
 ) -> dict[str, np.ndarray]:
-    """Loss and gradient of one batch, split in the ways of the job's layout; a unit is never torn apart."""
+    """Loss and gradient of one batch, split in these ways; a unit is never torn apart."""
     found = {}
-    for split in cases.INVARIANCE_LAYOUTS[job["layout"]]:
+    for split in splits:
         sequences, tokens, backwards, learner.share_prefixes = cases.SPLITS[split]
         learner.plan = replace(learner.plan, train_limits=MicroBatchLimits(sequences=sequences, tokens=tokens))
         batch = [sample for unit in (reversed(units) if backwards else units) for sample in unit]
@@ -714,14 +747,54 @@ def memory(job: Job, root: Path) -> None:
     write_json(root / "memory.json", sizes)
 
 
+def loading(job: Job, root: Path) -> None:
+    """Write how far this rank's memory grows at most while a model is loaded, and how much the model's own part is.
+
+    Memory that is no file's: what was freed before is given back first, so that all that is taken shows.
+    """
+    layout = cases.LAYOUTS[job["layout"]]
+    plan = MegatronPlan(
+        "loaded",
+        ModelPlan(cases.model_path(root, job["model"])),
+        tuple(range(layout.world_size)),
+        layout,
+        MicroBatchLimits(),
+    )
+    parallel.initialize(layout, 0)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, sizes, ended = own_memory(), [], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            sizes.append(own_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    built = build_model(plan, seed=0, trainable=False, exact=True)
+    ended.set()
+    watcher.join()
+    share = sum(p.numel() * p.element_size() for chunk in built.chunks for p in chunk.parameters())
+    (root / f"{job['name']}-{dist.get_rank()}.json").write_text(json.dumps([max(sizes) - before, share]))
+
+
+def own_memory() -> int:
+    """Bytes of this process that no file has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
 OPERATIONS = {
+    "loading": loading,
     "experts": experts,
     "lora": lora,
     "routers": routers,
     "replay": replay,
     "frozen": frozen,
     "train": train,
+    "options": options,
     "invariance": invariance,
+    "experts_invariance": experts_invariance,
     "critic_invariance": critic_invariance,
     "distil": distil,
     "supervised": supervised,

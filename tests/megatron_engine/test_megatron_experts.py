@@ -12,6 +12,9 @@ import torch
 from megatron_answers import Answers
 from safetensors.torch import load_file
 
+from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.data.packing import assign, singles
+
 GRID = cases.EXPERT_GRID
 
 
@@ -67,6 +70,13 @@ def test_training_equals_the_naive_one(answers: Answers, naive: Any, model: str,
 def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, loads: str) -> None:
     straight = answers.weights(f"experts-{model}-{saved}")
     resumed = answers.weights(f"experts-resume-{model}-{saved}-{loads}")
+    whole, rest = (
+        json.loads((answers.root / f"experts-{name}.json").read_text())
+        for name in (f"{model}-{saved}", f"resume-{model}-{saved}-{loads}")
+    )
+    for left, right in zip(whole[cases.SAVED_AFTER :], rest, strict=True):
+        assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)
+        assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
     for name, tensor in straight.items():
         if saved == loads:
             assert torch.equal(resumed[name], tensor), name
@@ -78,9 +88,19 @@ def test_resumed_equals_uninterrupted(answers: Answers, model: str, saved: str, 
     ("layout", "name"), [(layout, name) for layout, (names, _) in cases.ROUTER_LAYOUTS.items() for name in names]
 )
 def test_losses_of_routers_are_means_over_all_tokens(answers: Answers, layout: str, name: str) -> None:
-    """Whatever ranks and micro-batches a batch is split over; padding does not count."""
-    path = cases.model_path(answers.root, cases.EXPERT_MODELS[0])
-    value, gradients = reference.naive_router_loss(path, name, cases.train_samples(3, "opd"))
+    """Whatever ranks and micro-batches a batch is split over; padding does not count.
+
+    What is balanced is a micro-batch, so that of its loss there is a mean over micro-batches.
+    """
+    path, samples = cases.model_path(answers.root, cases.EXPERT_MODELS[0]), cases.train_samples(3, "opd")
+    units, limits = (
+        singles([len(sample.tokens) for sample in samples]),
+        MicroBatchLimits(tokens=cases.ROUTER_LAYOUTS[layout][1]),
+    )
+    of_ranks = assign(units, cases.LAYOUTS[layout].dp, limits, equal=True)
+    packs = [pack for rank in of_ranks for pack in rank if pack]
+    assert len(packs) > 2 or cases.ROUTER_LAYOUTS[layout][1] is None
+    value, gradients = reference.naive_router_loss(path, name, samples, packs)
     found = answers.arrays(f"routers-{layout}")
     assert float(found[name]) == pytest.approx(value, rel=1e-5)
     coefficient = next(v for v in cases.ROUTER_COEFFICIENTS[name].values() if isinstance(v, float))

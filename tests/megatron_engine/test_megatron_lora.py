@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 Trained = dict[str, tuple[list[dict], dict[str, torch.Tensor]]]
 
 
-def base(answers: Answers) -> str:
-    return cases.model_path(answers.root, "deep")
+def base(answers: Answers, kind: str) -> str:
+    return cases.model_path(answers.root, cases.LORA_MODELS[kind])
 
 
 def beginning(answers: Answers, layout: str) -> Any:
@@ -29,7 +29,7 @@ def beginning(answers: Answers, layout: str) -> Any:
 def naive(answers: Answers) -> Trained:
     """Of each kind of adapter: what peft and torch make of the same updates."""
     return {
-        kind: reference.naive_lora_training(base(answers), answers.root / "models" / f"adapter-{len(targets)}")
+        kind: reference.naive_lora_training(base(answers, kind), answers.root / "models" / f"adapter-{len(targets)}")
         for kind, targets in cases.LORA_TARGETS.items()
     }
 
@@ -55,7 +55,7 @@ def test_training_equals_pefts(answers: Answers, naive: Trained, layout: str) ->
 @pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
 def test_peft_loads_the_adapter_and_the_merged_model_is_both(answers: Answers, layout: str) -> None:
     name = f"lora-{layout}"
-    adapted = reference.load_adapted(base(answers), answers.root / f"{name}.adapter")
+    adapted = reference.load_adapted(base(answers, cases.LORA_LAYOUTS[layout]), answers.root / f"{name}.adapter")
     merged, found = reference.load(answers.root / f"{name}.hf"), answers.arrays(f"{name}-on")
     for number, (tokens, prompt) in enumerate(cases.sequences(cases.VOCABULARY)):
         with torch.no_grad():
@@ -79,7 +79,8 @@ def test_switched_off_or_zero_an_adapter_changes_no_bit(answers: Answers, layout
 @pytest.mark.parametrize("layout", cases.LORA_LAYOUTS)
 def test_adapters_begin_with_the_same_numbers_in_every_layout(answers: Answers, layout: str) -> None:
     """B is zero; A is uniform within 1 / sqrt(inputs), as peft draws it."""
-    first = load_file(answers.root / "lora-tp1-zero.adapter" / "adapter_model.safetensors")
+    alone = "ep2" if cases.LORA_LAYOUTS[layout] == "attention" else "tp1"
+    first = load_file(answers.root / f"lora-{alone}-zero.adapter" / "adapter_model.safetensors")
     found = load_file(answers.root / f"lora-{layout}-zero.adapter" / "adapter_model.safetensors")
     for name, tensor in found.items():
         assert torch.equal(tensor, first[name]), name
@@ -96,6 +97,13 @@ def test_resumed_equals_uninterrupted(answers: Answers, saved: str, loads: str) 
         load_file(answers.root / f"{name}.adapter" / "adapter_model.safetensors")
         for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}")
     )
+    whole, rest = (
+        json.loads((answers.root / f"{name}.json").read_text())
+        for name in (f"lora-{saved}", f"lora-{saved}-resumed-{loads}")
+    )
+    for left, right in zip(whole[cases.SAVED_AFTER :], rest, strict=True):
+        assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)
+        assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
     for name, tensor in straight.items():
         if saved == loads:
             assert torch.equal(resumed[name], tensor), name

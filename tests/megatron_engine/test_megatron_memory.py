@@ -2,6 +2,7 @@
 
 import json
 
+import megatron_cases as cases
 import pytest
 from megatron_answers import Answers
 
@@ -22,6 +23,13 @@ def test_a_rank_holds_what_was_planned(answers: Answers, kind: str, part: str) -
     for file in files:
         held, planned = json.loads(file.read_text())[part]
         assert held == pytest.approx(planned, rel=share, abs=PIECE), file.stem
+
+
+@pytest.mark.parametrize(("model", "layout"), cases.LOADED)
+def test_loading_takes_little_more_than_the_ranks_own_part(answers: Answers, model: str, layout: str) -> None:
+    for rank in range(2):
+        peak, share = json.loads((answers.root / f"loading-{model}-{layout}-{rank}.json").read_text())
+        assert 48 * 2**20 < share <= peak < 1.3 * share
 
 
 def test_the_vocabulary_is_padded_as_the_engine_pads_it() -> None:

@@ -136,6 +136,9 @@ def test_resumed_equals_uninterrupted(
             assert (resumed[key] - tensor).abs().max() <= 1e-6, key
     if saved == loads:
         assert after == before
+    for left, right in zip(before, after, strict=True):
+        assert right["weighted_loss"] == pytest.approx(left["weighted_loss"], rel=1e-5)
+        assert right["grad_norms"][0] == pytest.approx(left["grad_norms"][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", cases.POISON)

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 from megatron_answers import Answers
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from roll_opd.megatron.vocabulary import raw_logits
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -118,3 +121,21 @@ def test_topk(answers: Answers, k: int) -> None:
         np.testing.assert_allclose(found[f"{k}-logprobs"][:, -1], others_MV.logsumexp(1).numpy(), rtol=0, atol=1e-5)
         np.testing.assert_array_equal(found[f"{k}-again"], found[f"{k}-logprobs"])
         assert_gradients(found, str(k), hidden_ME, weight_VE, within=2e-5)  # log-ratios of up to 20 in f32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_are_f32_whatever_the_model_is(device: str, dtype: torch.dtype) -> None:
+    """On a GPU by another way; without one, tensors that have no numbers tell shapes and dtypes."""
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(rows, 8, dtype=dtype, device=device) for rows in (3, 5))
+        logits = raw_logits(hidden, weight)
+    assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (3, 5), device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_does_not_round_logits(dtype: torch.dtype) -> None:
+    hidden, weight = (torch.randn(rows, 256, device="cuda").to(dtype) for rows in (64, 4096))
+    wanted = hidden.double() @ weight.double().T
+    assert (raw_logits(hidden, weight) - wanted).abs().max() < 1e-4 * wanted.abs().max()

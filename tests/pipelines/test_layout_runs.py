@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 
 START = REPOSITORY / "examples/demo/models/student"
 STEPS = 3
+LEARNING_RATE = "student_train.training_args.learning_rate"
 SETTINGS = (
     "exp_name=demo",
     f"max_steps={STEPS}",
@@ -25,7 +26,7 @@ SETTINGS = (
     "rollout_batch_size=16",
     "student_train.training_args.gradient_accumulation_steps=1",
     "student_train.training_args.per_device_train_batch_size=64",
-    "student_train.training_args.learning_rate=3.0e-4",
+    f"{LEARNING_RATE}=3.0e-4",
     "student_train.training_args.warmup_steps=0",
 )
 STUDENT = "student_train.strategy_args.strategy_config"
@@ -126,6 +127,16 @@ def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, dee
     teacher = (f"{TEACHER}.tensor_model_parallel_size=2", f"+{TEACHER}.context_parallel_size=2")
     slots = ("num_gpus_per_node=4", "teacher.device_mapping='[0,1,2,3]'")
     run = run_of(tmp_path / "output", *student, *teacher, *slots, model=deep)
+    assert apart(run) <= 1e-4
+    agrees_with_hugging_face(run)
+
+
+def test_a_student_that_learns_adapters_alone(tmp_path: Path) -> None:
+    """The checkpoint's model is base and adapter together, which is what the engines have."""
+    keys = ("lora_target=all-linear", "lora_rank=8")
+    adapters = (*(f"+student_train.model_args.{key}" for key in keys), f"{LEARNING_RATE}=1.0e-2")
+    run = run_of(tmp_path / "output", *adapters, f"{STUDENT}.tensor_model_parallel_size=2")
+    assert (run.path / "checkpoints/step_2/adapter/adapter_model.safetensors").is_file()
     assert apart(run) <= 1e-4
     agrees_with_hugging_face(run)
 

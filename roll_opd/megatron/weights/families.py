@@ -115,6 +115,7 @@ FAMILIES = {
     "deepseek_v2": Family(DEEPSEEK, {"moe_router_dtype": "fp32"}),
     "deepseek_v3": Family(DEEPSEEK | EXPERT_BIAS, {"moe_router_dtype": "fp32"}),
     "llama": Family(),
+    "mistral": Family(),
     "qwen2": Family(LLAMA | QKV_BIAS, {"add_qkv_bias": True}),
     "qwen2_moe": Family(
         LLAMA | QKV_BIAS | QWEN_EXPERTS | SHARED_EXPERT, {"add_qkv_bias": True, "moe_shared_expert_gate": True}
