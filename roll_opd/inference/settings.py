@@ -111,6 +111,9 @@ def resolve_engine_args(
     With `routes`, the engine says to which experts it sent each token; on a CPU that is `routes.record_routes`.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
+    if tensor_parallel_size > 1:
+        # in an actor of a placement group vLLM would take Ray's executor, whose ranks wait for devices of their own
+        defaults["distributed_executor_backend"] = "mp"
     info = read_model(Path(model.path))
     if info.model_type == "deepseek_v3":
         defaults["hf_overrides"] = dict(DEEPSEEK_V3_ROUTERS)
