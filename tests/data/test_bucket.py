@@ -1,5 +1,6 @@
 """Shared-memory buckets: what is mapped is what was written, and nothing is left behind."""
 
+import mmap
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -90,6 +91,9 @@ def test_buckets_keep_to_their_limit_and_their_order(limit: int) -> None:
     assert lasts == [False] * (len(lasts) - 1) + [True] and (len(lasts) == 1) == (limit == 10**6)
     assert used == [number % 2 for number in range(len(used))]  # while one is read, the other one is written
     assert not list(bucketed([], memories, torch.float32, limit))
+    pages = max(limit, *(tensor.nbytes for _, tensor in tensors)) // mmap.PAGESIZE + 1
+    written = [os.fstat(memory._descriptor).st_blocks * 512 for memory in memories]
+    assert limit == 10**6 or sum(written) <= 2 * pages * mmap.PAGESIZE
     for memory in memories:
         memory.close()
 
