@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+BUCKET_BYTES = 64 * 2**20  # of a model on its way
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 SAMPLED_ROWS = 4  # rows of a matrix that enter its fingerprint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_opd.data.bucket import BucketMemory, bucketed
+from roll_opd.data.bucket import BUCKET_BYTES, BucketMemory, bucketed
 from roll_opd.hf import adapter_files
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
@@ -19,7 +19,6 @@ from roll_opd.megatron.weights.stream import Shapes
 
 Bundle = list[tuple[str, Tensor]]  # some weights, by name
 Written = Callable[[], list[Path]]  # ends a save: writes what is left to write, and returns all files
-BUCKET_BYTES = 64 * 2**20
 FILE_BYTES = 5 * 10**9
 # old weights, of any framework, and what describes the old model
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
