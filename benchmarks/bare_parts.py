@@ -235,7 +235,6 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
     import torch.distributed as dist
 
     from roll_opd.megatron.engine import MegatronEngine
-    from roll_opd.megatron.export import weight_buckets
     from roll_opd.megatron.trainer import MegatronTrainer
 
     engine: Any
@@ -246,7 +245,7 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
     calls = {
         "ready": lambda: None,
         "compute_logprobs": engine.compute_logprobs,
-        "weights": lambda: list(weight_buckets(engine)),
+        "weights": lambda: _buckets(engine),
     }
     if isinstance(worker, TrainPlan):
         calls["update"] = engine.update
@@ -259,12 +258,27 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
         pipe.send((time.perf_counter() - began, answer))
 
 
+def _buckets(engine: Any) -> list:
+    import torch
+
+    from roll_opd.data.bucket import BucketMemory, map_bucket
+    from roll_opd.data.tensors import as_array
+    from roll_opd.megatron.export import weight_buckets
+
+    memory = BucketMemory()
+    written = weight_buckets(engine, [memory], torch.float32)
+    found = [{name: as_array(t).copy() for name, t in map_bucket(**memory.describe())[1]} for memory, _ in written]
+    memory.close()
+    return found
+
+
 def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
     """One inference engine."""
     asyncio.run(_serve_engine(pipe, rollout, plan))
 
 
 async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
+    from roll_opd.data.tensors import as_tensor
     from roll_opd.inference.engine import InferenceEngine
 
     engine = await InferenceEngine.start(
@@ -289,7 +303,9 @@ async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
         return [done[place] for place in range(len(requests))]
 
     async def load(buckets: list, version: int) -> None:
-        await engine.update_weights((bucket.tensors() for bucket in buckets), version)
+        await engine.update_weights(
+            ({name: as_tensor(array) for name, array in bucket.items()} for bucket in buckets), version
+        )
 
     async def ready() -> None:
         return None

@@ -24,7 +24,7 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self._root = 0
-        self._seen: dict[int, Seen] = {}
+        self.seen: dict[int, Seen] = {}
 
     def look(self, root: int) -> None:
         """Note the processes that `root` started, and itself."""
@@ -38,18 +38,22 @@ class PeakMemory:
             try:
                 title = Path(f"/proc/{one.pid}/cmdline").read_text().replace("\0", " ").strip()
                 peak = high_water(Path(f"/proc/{one.pid}/status").read_text())
-                seen = self._seen.setdefault(one.pid, Seen(one.ppid(), title, 0))
+                seen = self.seen.setdefault(one.pid, Seen(one.ppid(), title, 0))
             except (OSError, psutil.Error):
                 continue  # it has ended meanwhile
             seen.peak = max(seen.peak, peak)
             if title.startswith(tuple(TITLES)):  # the title of a worker is that of its actor only while it is one
                 seen.title = title
 
+    def roles(self) -> dict[int, str]:
+        """Return the role of every process that belongs to one."""
+        return role_of(self.seen, self._root)
+
     def by_role(self) -> dict[str, int]:
         """Return the peak of the largest process of every role, in bytes."""
-        roles = role_of(self._seen, self._root)
+        roles = self.roles()
         names = [DRIVER, *TITLES.values(), ENGINE]
-        peaks = {name: [self._seen[pid].peak for pid, role in roles.items() if role == name] for name in names}
+        peaks = {name: [self.seen[pid].peak for pid, role in roles.items() if role == name] for name in names}
         return {name: max(found) for name, found in peaks.items() if found}
 
 

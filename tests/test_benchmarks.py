@@ -35,6 +35,23 @@ def in_turns(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
+def test_memory_of_a_transfer_is_told_beside_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    weight_sync = importlib.import_module("weight_sync")
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
+    assert weight_sync.kilobytes(str(tmp_path / "status"), "VmHWM:") == 2 * 2**20
+    found = {
+        "model_bytes": 300 * 2**20,
+        "bucket_bytes": 64 * 2**20,
+        "seconds": [0.2, 0.3, 0.4],
+        "gigabytes_a_second": 1,
+    }
+    told = weight_sync.table(found | {"growth_bytes": {"student": 130 * 2**20}, "together_bytes": 140 * 2**20})
+    assert "median 0.300" in told and "student 130" in told and "140 MiB; two buckets and the model are 428" in told
+    for name in ("weight_sync", "process_memory", "models", "pipeline_run"):
+        sys.modules.pop(name, None)
+
+
 def metrics(train: float, checkpoint: float) -> dict[str, float]:
     lap = {"generate": 0.5, "teacher": 0.25, "train": train, "validate": 1.0, "checkpoint": checkpoint, "other": 0.0}
     row = {f"time/{name}": seconds for name, seconds in lap.items()}

@@ -18,6 +18,16 @@ class ActorGroup:
 
     def __init__(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
         self.actors = tuple(actors)
+        self._hosts: list[str] = []
+
+    async def hosts(self) -> list[str]:
+        """Return on which of Ray's nodes each actor lives, which its method `host` says."""
+        self._hosts = self._hosts or await self.call("host")
+        return self._hosts
+
+    async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` on one actor and return its answer."""
+        return await getattr(self.actors[actor], method).remote(*args, **kwargs)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return what each answered, in their order.

@@ -568,6 +568,9 @@ class RolloutKeys(Section):
     async_generation_ratio: NotNegative = key(
         0.0, "accepted: steps that generation may run ahead of training, which it never does"
     )
+    weight_sync: Literal["auto", "shared_memory"] = key(
+        "auto", "how new weights reach the engines: as the devices allow, or through the hosts' memory", OURS
+    )
     teacher_preflight: bool | Literal["warn"] = key(
         True, "check every teacher on the first samples, before anything is learned; warn: never stop", OURS
     )

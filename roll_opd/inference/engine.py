@@ -8,8 +8,8 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from roll_opd.config.plan import ModelPlan, SamplingPlan
-from roll_opd.inference.bucket import DTYPES, shared_bucket
+from roll_opd.data.bucket import DTYPES, BucketMemory
 from roll_opd.inference.completion import (
     Completion,
     completion_of,
@@ -27,6 +27,7 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
@@ -58,6 +59,7 @@ class InferenceEngine:
         self._request_ids = itertools.count()
         self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
         self._broken: str | None = None
+        self._incoming = 0  # version of the weights that are on their way
 
     @classmethod
     async def start(
@@ -70,13 +72,15 @@ class InferenceEngine:
         engine_args: Mapping[str, Any] | None = None,
         deterministic: bool = False,
         routes: bool = False,
+        weight_transfer: str = SHARED_MEMORY,
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
         `max_model_len` counts prompt and response tokens. `engine_args` are vLLM's own and go through
         untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
         is run from the same weights: batches then run one after another, each from an empty prefix cache. With
-        `routes`, responses say to which experts each token was sent.
+        `routes`, responses say to which experts each token was sent. `weight_transfer` is the backend through which
+        weights arrive.
         """
         arguments = _vllm_arguments(
             model,
@@ -85,6 +89,7 @@ class InferenceEngine:
             tensor_parallel_size=tensor_parallel_size,
             engine_args=dict(engine_args or {}),
             routes=routes,
+            weight_transfer=weight_transfer,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
         # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
@@ -182,40 +187,81 @@ class InferenceEngine:
             return completion
         return cut_at_stop(completion, sampling.stop, self._llm.get_tokenizer())
 
-    async def update_weights(self, buckets: Iterable[Mapping[str, np.ndarray | torch.Tensor]], version: int) -> None:
+    async def update_weights(self, buckets: Iterable[Mapping[str, torch.Tensor]], version: int) -> None:
         """Replace all weights by `buckets` of Hugging Face names -> full tensors, as `version`.
 
-        Running requests finish on the old weights first; waiting requests run on the new ones. Buckets are consumed
-        one at a time, and all of them must hold every weight once. WeightUpdateError when weights did not arrive; the
-        engine is then unusable.
+        Buckets are consumed one at a time, and all of them must hold every weight once. For the rest see
+        `begin_update`.
         """
-        async with self._turn:
-            self._check_usable()
+        await self.begin_update(version)
+        memory = BucketMemory()
+        try:
+            with self._breaking():
+                for bucket in buckets:
+                    memory.clear()
+                    for name, tensor in bucket.items():
+                        memory.add(name, tensor, self._dtype)
+                    await self.load_weights({**memory.describe(), "version": version})
+            await self.finish_update()
+        finally:
+            memory.close()
+
+    async def begin_update(self, version: int) -> None:
+        """Begin to replace all weights: `load_weights` brings them, `finish_update` ends it.
+
+        Running requests finish on the old weights first; waiting requests run on the new ones. WeightUpdateError, also
+        of what follows, when weights did not arrive; the engine is then unusable.
+        """
+        await self._turn.acquire()
+        if self._broken:
+            self._turn.release()
+        self._check_usable()
+        self._incoming = version
+        with self._breaking():
             await self._pause("wait")
-            try:
-                await self._transfer(buckets, version)
-            except BaseException as error:  # also when cancelled: the weights may be half old, half new
-                self._broken = f"update to weights version {version} failed: {error or type(error).__name__}"
-                if not isinstance(error, Exception):
-                    raise
-                raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
-            self.weights_version = version
+            await self._llm.start_weight_update()
+
+    async def load_weights(self, info: Mapping[str, Any]) -> None:
+        """Load a part of them; `info` is what the backend of this engine takes."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._check_usable()
+        with self._breaking():
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+
+    async def finish_update(self) -> None:
+        """Check, in the engine core, that all weights arrived, and go on with requests."""
+        self._check_usable()
+        with self._breaking():
+            await self._llm.finish_weight_update()
+            await self._llm.reset_prefix_cache()
+            self.weights_version = self._incoming
             await self._llm.resume_generation()
+        self._turn.release()
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Meet the sender of weights, of a backend that has one to meet."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Have the engine refuse to work after an error inside: the weights may be half old, half new."""
+        try:
+            yield
+        except BaseException as error:  # also when cancelled
+            if isinstance(error, WeightUpdateError):  # of a part of this update
+                raise
+            self._turn.release()
+            self._broken = f"update to weights version {self._incoming} failed: {error or type(error).__name__}"
+            if not isinstance(error, Exception):
+                raise
+            raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
 
     async def _pause(self, mode: Literal["keep", "wait"]) -> None:
         # as `pause_generation` does, which sleeps for 20 ms afterwards
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
-
-    async def _transfer(self, buckets: Iterable[Mapping[str, np.ndarray | torch.Tensor]], version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.start_weight_update()
-        for bucket in buckets:
-            with shared_bucket(bucket, self._dtype) as description:
-                info = {**description, "version": version}
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._llm.finish_weight_update()  # checks, in the engine core, that they arrived
-        await self._llm.reset_prefix_cache()
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Return log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
@@ -267,7 +313,7 @@ class InferenceEngine:
 
 
 def _vllm_arguments(
-    model: ModelPlan, *, engine_args: Mapping[str, Any], routes: bool, **plan: int
+    model: ModelPlan, *, engine_args: Mapping[str, Any], routes: bool, weight_transfer: str, **plan: int
 ) -> "AsyncEngineArgs":
     # not is_available(), which would start CUDA in this process, and vLLM may fork it
     on_cpu = torch.cuda.device_count() == 0
@@ -281,6 +327,7 @@ def _vllm_arguments(
     check_engine_args(engine_args, {field.name for field in fields(AsyncEngineArgs)})
     on_cpu = current_platform.is_cpu()
     arguments = resolve_engine_args(model, on_cpu=on_cpu, engine_args=engine_args, routes=routes, **plan)
+    arguments["weight_transfer_config"] = {"backend": weight_transfer}
     # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
 """Entry point `vllm.general_plugins`: what vLLM runs in each of its processes before it builds an engine.
 
-It makes the "shared_memory" weight transfer known by name (nothing is imported until an engine asks for it), and
+It makes our ways to transfer weights known by name (nothing is imported until an engine asks for one), and
 makes vLLM's child processes end with their parent. Other vLLM processes see no change.
 """
 
@@ -15,7 +15,13 @@ from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE
 from roll_opd.inference.whole_outputs import sends_whole_outputs
 
 PLUGIN_NAME = "roll_opd"
-BACKEND = "shared_memory"
+# ways to transfer weights; the latter two are vLLM's own, with a check that all arrived
+SHARED_MEMORY, CUDA_IPC, NCCL = "shared_memory", "checked_ipc", "checked_nccl"
+BACKENDS = {
+    SHARED_MEMORY: ("roll_opd.inference.shared_memory", "SharedMemoryWeightTransferEngine"),
+    CUDA_IPC: ("roll_opd.inference.cuda_transfer", "CheckedIpcEngine"),
+    NCCL: ("roll_opd.inference.cuda_transfer", "CheckedNcclEngine"),
+}
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
 _THREAD_NAME = "roll_opd-follow-parent"
 
@@ -26,7 +32,7 @@ def register() -> None:
     Idempotent.
     """
     listen()
-    _register_backend()
+    _register_backends()
     if os.environ.get(DIE_WITH_PARENT) == "1":
         _follow_parent()
         _leave_no_semaphore()
@@ -35,15 +41,14 @@ def register() -> None:
         _send_whole_outputs()
 
 
-def _register_backend() -> None:
+def _register_backends() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:  # a vLLM without weight transfer: leave it as it is
         return
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "roll_opd.inference.shared_memory", "SharedMemoryWeightTransferEngine"
-        )
+    for name, place in BACKENDS.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, *place)
 
 
 def _leave_no_semaphore() -> None:

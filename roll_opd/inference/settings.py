@@ -13,7 +13,7 @@ from typing import Any
 from roll_opd.config.plan import ModelPlan
 from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
-from roll_opd.inference.plugin import BACKEND, DIE_WITH_PARENT, PLUGIN_NAME
+from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -111,6 +111,9 @@ def resolve_engine_args(
     With `routes`, the engine says to which experts it sent each token; on a CPU that is `routes.record_routes`.
     """
     defaults: dict[str, Any] = {"disable_log_stats": True}
+    if tensor_parallel_size > 1:
+        # in an actor of a placement group vLLM would take Ray's executor, whose ranks wait for devices of their own
+        defaults["distributed_executor_backend"] = "mp"
     info = read_model(Path(model.path))
     if info.model_type == "deepseek_v3":
         defaults["hf_overrides"] = dict(DEEPSEEK_V3_ROUTERS)
@@ -136,7 +139,6 @@ def resolve_engine_args(
         "seed": seed,
         "tensor_parallel_size": tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": BACKEND},
     }
     if on_cpu and engine_args.get("block_size"):
         decided["block_size"] = block

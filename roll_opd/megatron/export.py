@@ -2,22 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_opd.data.tensors import WeightBucket
+from roll_opd.data.bucket import BUCKET_BYTES, BucketMemory, bucketed
 from roll_opd.hf import adapter_files
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
+from roll_opd.megatron.weights.stream import Shapes
 
 Bundle = list[tuple[str, Tensor]]  # some weights, by name
 Written = Callable[[], list[Path]]  # ends a save: writes what is left to write, and returns all files
-BUCKET_BYTES = 512 * 2**20
 FILE_BYTES = 5 * 10**9
 # old weights, of any framework, and what describes the old model
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", "readme.md")
@@ -32,9 +33,17 @@ def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
 
 
-def weight_buckets(engine: MegatronEngine, bucket_bytes: int = BUCKET_BYTES) -> Iterator[WeightBucket]:
-    """Yield the weights in buckets on rank 0 and nothing on the others. Collective."""
-    return (WeightBucket.of(bundle) for bundle in _bundles(engine, bucket_bytes))
+def hf_tensors_everywhere(engine: MegatronEngine, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `hf_tensors` does on every rank; `shapes` are those of all."""
+    engine.settle()
+    return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks], shapes)
+
+
+def weight_buckets(
+    engine: MegatronEngine, memories: Sequence[BucketMemory], model_dtype: torch.dtype, limit: int = BUCKET_BYTES
+) -> Iterator[tuple[BucketMemory, bool]]:
+    """Yield the weights on rank 0 as `bucketed` does, and nothing on the others. Collective: iterate to the end."""
+    return bucketed(hf_tensors(engine), memories, model_dtype, limit)
 
 
 def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False) -> Written:

@@ -15,7 +15,8 @@ from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
-from roll_opd.megatron.weights.source import Files, Given
+from roll_opd.megatron.weights.arriving import Arriving
+from roll_opd.megatron.weights.source import Files
 
 
 class MegatronFollower(MegatronEngine):
@@ -27,23 +28,34 @@ class MegatronFollower(MegatronEngine):
         super().__init__(plan, seed=seed, deterministic=deterministic)
         self._models: list[torch.nn.Module] = [unwrapped(chunk) for chunk in self.chunks]
         self._parameters = list(dict.fromkeys(p for model in self._models for p in model.parameters()))
-        self._averages: list[Tensor] | None = None
+        self._average_of: dict[Tensor, Tensor] = {}  # of each parameter, where it is another than the parameter
+        self._arriving: Arriving | None = None
         if plan.decay and plan.model.dtype != "fp32":
-            self._averages = [torch.empty_like(p, dtype=torch.float32) for p in self._parameters]
+            self._average_of = {p: torch.empty_like(p, dtype=torch.float32) for p in self._parameters}
             self.load(Path(plan.model.path))
 
-    def follow(self, weights: Mapping[str, Tensor]) -> None:
+    def follow(self, weights: Mapping[str, Tensor], *, last: bool) -> None:
         """Make each weight `decay` times itself and for the rest that of `weights`, whole and by Hugging Face's names.
 
-        Collective; a model that is equal to `weights` already stays it, to the bit.
+        They come in parts, of which one is the `last`. A model that is equal to `weights` already stays it, to the bit.
         """
-        with self._in_full():
-            before = [p.detach().clone() for p in self._parameters] if self.plan.decay else []
-            self.weights.load(self._models, Given(weights))
-            for parameter, own in zip(self._parameters, before, strict=False):
-                # three roundings of each number, and no fused one, which vectors have and what is left of them has not
-                step = (parameter.data - own).mul_(1 - self.plan.decay)
-                parameter.data.copy_(own.add_(step))
+        self._arriving = self._arriving or Arriving(self.weights, self._models, self._take_over)
+        self._arriving.take(weights)
+        if last:
+            self._arriving.end()
+            self._arriving = None
+
+    def _take_over(self, parameter: Tensor, theirs: Tensor) -> None:
+        average = self._average_of.get(parameter)
+        own = parameter.data if average is None else average
+        theirs = theirs.to(own)
+        if self.plan.decay and isinstance(parameter, torch.nn.Parameter):  # biases of routers are copied
+            # three roundings of each number, and no fused one, which vectors have and what is left of them has not
+            own.add_((theirs - own).mul_(1 - self.plan.decay))
+        else:
+            own.copy_(theirs)
+        if average is not None:
+            parameter.data.copy_(average)
 
     def save(self, directory: Path, *, later: bool = False) -> Written:
         """Do what `save_hf` does, of averages in f32."""
@@ -60,12 +72,12 @@ class MegatronFollower(MegatronEngine):
     def _in_full(self) -> Iterator[None]:
         """Have averages, where they are apart, stand in for the weights; afterwards these are the averages, rounded."""
         rounded = [parameter.data for parameter in self._parameters]
-        for parameter, average in zip(self._parameters, self._averages or rounded, strict=True):
-            parameter.data = average
+        for parameter, own in zip(self._parameters, rounded, strict=True):
+            parameter.data = self._average_of.get(parameter, own)
         try:
             yield
         finally:
             for parameter, own in zip(self._parameters, rounded, strict=True):
-                if self._averages is not None:
+                if self._average_of:
                     own.copy_(parameter.data)
                 parameter.data = own

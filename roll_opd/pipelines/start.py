@@ -21,6 +21,7 @@ from roll_opd.config.plan import (
 )
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
@@ -31,6 +32,7 @@ from roll_opd.workers.roles import Follower, FrozenModel, FrozenModels, Student,
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.supervised import SupervisedStudent
+from roll_opd.workers.weight_sync import stream, sync_of, way_of
 from roll_opd.workers.workflow import WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workers.writing import Writing
@@ -75,11 +77,9 @@ class RunWorkers:
 
         `has_learned` False: these have them already, as a run begins.
         """
-        weights = await self.student.weights()
         due = [follower for follower in self.followers if has_learned and follower.is_due(version)]
-        await asyncio.gather(
-            self.sampler.update_weights(weights, version), *[follower.follow(weights) for follower in due]
-        )
+        assert self.sampler.sync
+        await self.sampler.sync.push(version, [follower.group for follower in due])
         await self._send_heads(due)
 
     async def save(self, directory: Path) -> Writing:
@@ -96,7 +96,10 @@ class RunWorkers:
         if self.critic:
             await self.critic.load(directory / CRITIC)
         for follower in self.followers:
-            await follower.load(directory / FOLLOWERS, await self.student.weights())
+            await follower.load(directory / FOLLOWERS)
+        if live := [follower for follower in self.followers if follower.plan.is_live]:
+            dtype = self.student.plan.model.dtype
+            await stream(self.student.group, [follower.group for follower in live], dtype, version=0)
         await self._send_heads(self.followers)
 
     async def _send_heads(self, followers: Sequence[Follower]) -> None:
@@ -123,7 +126,10 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
 async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     """Start every role but the rewards, all at once, and wait until all are up."""
     assert plan.rollout is not None
-    sampler = asyncio.ensure_future(start_sampler(plan, plan.rollout, placement))
+    rollout = plan.rollout
+    over_gpus = placement.on_gpu and plan.weight_sync == "auto"
+    way = way_of(plan.student.devices, rollout.devices, on_gpu=over_gpus)
+    sampler = asyncio.ensure_future(start_sampler(plan, rollout, placement, way))
     await asyncio.sleep(0)  # its engines start first: they take longest
     student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
     own = {worker.name: _frozen(plan, worker, placement) for worker in _served(plan)}
@@ -141,7 +147,9 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     learners = [role.group for role in (student, critic) if role]
     await asyncio.gather(sampler, *_setups(plan, placement, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
-    return RunWorkers(student, sampler.result(), FrozenModels(teachers, reference=reference), critic, followers)
+    engines = sampler.result().engines
+    synced = Sampler(engines, sync_of(way, student.group, engines, rollout.model.dtype, rollout.tp))
+    return RunWorkers(student, synced, FrozenModels(teachers, reference=reference), critic, followers)
 
 
 async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
@@ -168,8 +176,10 @@ async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[Supervi
     return student, reference
 
 
-async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placement) -> Sampler:
-    """Start the engines of `rollout`."""
+async def start_sampler(
+    plan: RunPlan, rollout: RolloutPlan, placement: Placement, weight_transfer: str = SHARED_MEMORY
+) -> Sampler:
+    """Start the engines of `rollout`; new weights can reach them through `weight_transfer`."""
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []
     for engine in range(rollout.engines):
@@ -177,7 +187,8 @@ async def start_sampler(plan: RunPlan, rollout: RolloutPlan, placement: Placemen
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
-    setups = asyncio.gather(*[actor.setup.remote(rollout, plan.seed, plan.deterministic) for actor in actors])
+    arguments = (rollout, plan.seed, plan.deterministic, weight_transfer)
+    setups = asyncio.gather(*[actor.setup.remote(*arguments) for actor in actors])
     await placement.starting.of(f"{rollout.name} (vLLM)", setups)
     return Sampler(ActorGroup(actors))
 

@@ -17,14 +17,17 @@ import ray
 from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.cluster.progress import MicroBatches
 from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.data.bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
+from roll_opd.inference.settings import DTYPE_NAMES
+from roll_opd.workers.weight_buckets import OnHost, WritesBuckets, Written
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
 
-class _Rank:
+class _Rank(OnHost):
     """What every rank of a Megatron role has."""
 
     _engine: Any
@@ -118,12 +121,14 @@ class FollowingWorker(_Rank):
         assert isinstance(plan, FollowingPlan)
         return MegatronFollower(plan, seed=seed, deterministic=deterministic)
 
-    def follow(self, buckets: Sequence[ray.ObjectRef]) -> None:
-        """Do what `MegatronFollower.follow` does with what the student's `weights` returned."""
-        weights: dict[str, Any] = {}
-        for bucket in ray.get(list(buckets)):
-            weights |= bucket.tensors()
-        self._engine.follow(weights)
+    def load_weights(self, bucket: Description, *, last: bool) -> None:
+        """Take over a bucket of the student's weights: see `MegatronFollower.follow`."""
+        _, weights = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
+        self._engine.follow(dict(weights), last=last)
+
+    def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
+        """Bring a bucket to this host; return where it is here."""
+        return self.hold(ray.get(content[0]), bucket)
 
     def save(self, directory: Path) -> None:
         """Write the weights into `directory`; see `written`."""
@@ -164,8 +169,10 @@ class _LearningRank(_Rank):
 
 
 @ray.remote
-class TrainWorker(_LearningRank):
+class TrainWorker(_LearningRank, WritesBuckets):
     """A rank of the student that learns."""
+
+    _sender: Any = None  # of weights, from GPU to GPU
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.trainer import MegatronTrainer
@@ -198,12 +205,21 @@ class TrainWorker(_LearningRank):
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
 
-    def weights(self) -> list[ray.ObjectRef] | None:
-        """Return references to `WeightBucket`s, all weights under Hugging Face names, from rank 0; None elsewhere."""
+    def send_weights(
+        self, way: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
+    ) -> None:
+        """Replace the weights of `engines` from GPU to GPU (see `cuda_weights.CudaSender`)."""
+        if self._sender is None:
+            from roll_opd.workers.cuda_weights import CudaSender
+
+            self._sender = CudaSender(way, self._engine, engines, engine_ranks, dtype)
+        self._sender.send(version)
+
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
+        """Do what `weight_buckets` does."""
         from roll_opd.megatron.export import weight_buckets
 
-        references = [ray.put(bucket) for bucket in weight_buckets(self._engine)]
-        return references or None
+        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
 
 
 @ray.remote

@@ -101,10 +101,6 @@ class Follower:
         """Whether the weights after `step` are taken over."""
         return step % self.plan.every == 0
 
-    async def follow(self, weights: Sequence[Reference]) -> None:
-        """Take over the student's `weights`, of which the plan's `decay` keeps a part of its own."""
-        await self.group.call("follow", weights)
-
     async def save(self, directory: Path) -> Writing:
         """Write the weights, as `Learner.save` does; those of the student itself are in its own checkpoint."""
         if self.plan.is_live:
@@ -112,11 +108,9 @@ class Follower:
         await self.group.call("save", directory / self.plan.name)
         return Writing([self.group])
 
-    async def load(self, directory: Path, weights: Sequence[Reference]) -> None:
-        """Put back what `save` wrote; `weights` are the student's."""
-        if self.plan.is_live:
-            await self.follow(weights)
-        else:
+    async def load(self, directory: Path) -> None:
+        """Put back what `save` wrote; one that is the student itself is sent its weights."""
+        if not self.plan.is_live:
             await self.group.call("load", directory / self.plan.name)
 
 
@@ -167,11 +161,6 @@ class Student(Learner):
                         learned[start + number] = replace(learned[start + number], old_logprobs=values)
                 self._check_applied(update, learned[start : start + size])
         return learned, _actor_metrics(updates)
-
-    async def weights(self) -> list[Reference]:
-        """Return references to buckets that together hold all weights."""
-        answers = await self.group.call("weights")
-        return next(references for references in answers if references)
 
 
 def _routes(experiences: Sequence[Experience]) -> dict[str, Any]:

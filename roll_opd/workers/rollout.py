@@ -1,6 +1,6 @@
 """Ray actor around one vLLM engine."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -8,19 +8,24 @@ import numpy as np
 import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
+from roll_opd.data.bucket import Description
 from roll_opd.data.compact import Compact
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request
+from roll_opd.workers.weight_buckets import OnHost
 
 
 @ray.remote
-class RolloutWorker:
+class RolloutWorker(OnHost):
     """One inference engine with the student's weights."""
 
     _engine: Any
 
-    async def setup(self, plan: RolloutPlan, seed: int, deterministic: bool) -> None:
-        """Start the engine."""
+    async def setup(
+        self, plan: RolloutPlan, seed: int, deterministic: bool, weight_transfer: str = SHARED_MEMORY
+    ) -> None:
+        """Start the engine; weights will arrive through the backend `weight_transfer`."""
         from roll_opd.inference.engine import InferenceEngine  # in the actor's process alone: it starts vLLM
 
         self._engine = await InferenceEngine.start(
@@ -31,6 +36,7 @@ class RolloutWorker:
             engine_args=plan.engine_args,
             deterministic=deterministic,
             routes=plan.returns_routes,
+            weight_transfer=weight_transfer,
         )
 
     async def generate(
@@ -54,9 +60,23 @@ class RolloutWorker:
         """Return which weights the engine has."""
         return self._engine.weights_version
 
-    async def update_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> None:
-        """Load new weights and check that they arrived; `buckets` refer to `WeightBucket`s."""
-        await self._engine.update_weights([(await bucket).tensors() for bucket in buckets], version)
+    async def begin_update(self, version: int) -> None:
+        """Do what `InferenceEngine.begin_update` does."""
+        await self._engine.begin_update(version)
+
+    async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
+        """Load a part of the weights; after the `last` one, check that all arrived, and go on."""
+        await self._engine.load_weights(info)
+        if last:
+            await self._engine.finish_update()
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Meet the sender of weights."""
+        await self._engine.init_weight_transfer(info)
+
+    async def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
+        """Bring a bucket to this host; return where it is here."""
+        return self.hold(await content[0], bucket)
 
     async def close(self) -> None:
         """End the engine; this process is to be killed next."""

@@ -2,18 +2,19 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.cluster.group import ActorGroup, Reference
+from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.compact import Compact
 from roll_opd.inference.completion import Completion
 from roll_opd.workers.batched import BatchedCalls
 from roll_opd.workers.errors import RunError
+from roll_opd.workers.weight_sync import WeightSync
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Sampler:
     """Inference engines that sample."""
 
     engines: ActorGroup
+    sync: WeightSync | None = None  # of the student's engines: how its weights get there
 
     def engine_of(self, group: int) -> int:
         """Return the number of the engine that answers the requests of `group`: groups are spread evenly."""
@@ -43,10 +45,6 @@ class Sampler:
             yield session
         finally:
             await session.end()
-
-    async def update_weights(self, buckets: Sequence[Reference], version: int) -> None:
-        """Load new weights into every engine; each checks that they arrived."""
-        await self.engines.call("update_weights", buckets, version)
 
     async def end(self) -> None:
         """End the engines and their processes."""

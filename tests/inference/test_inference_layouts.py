@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from inference_models import Running, buckets_of, hf_logprobs, make_mixture, make_model, save_model
+from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_mixture, make_model, save_model
+
+from roll_opd.config.plan import SamplingPlan
 
 
 def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
@@ -16,6 +18,12 @@ def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
         found = running.run(running.engine.prompt_logprobs(tokens))
         np.testing.assert_allclose(found, hf_logprobs(model, tokens), atol=1e-5, rtol=0)
     assert running.engine.weights_version == 2
+    prompts = [[first, first + 1] for first in range(2, 18)]
+    completions = running.batch(prompts, SamplingPlan(max_new_tokens=12, temperature=0), range(16))
+    for prompt, completion in zip(prompts, completions, strict=True):  # as one rank answers: test_inference_engine.py
+        answered = completion.tokens.tolist()
+        greedy = hf_logits(model, [*prompt, *answered]).argmax(dim=-1)[len(prompt) - 1 :]
+        assert answered == greedy.tolist()
     running.close()
 
 

@@ -8,7 +8,7 @@ import torch
 from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.inference import bucket
+from roll_opd.data import bucket
 from roll_opd.inference.engine import WeightUpdateError
 
 Buckets = list[dict[str, torch.Tensor]]

@@ -26,6 +26,16 @@ def resolve(on_cpu: bool = True, **engine_args: object) -> dict:
     )
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_several_ranks_are_processes_of_the_engine_itself(on_cpu: bool) -> None:
+    """In a placement group vLLM would leave them to Ray, which waits for devices that the run has taken."""
+    arguments: dict = {"max_model_len": 32, "seed": 3, "tensor_parallel_size": 2, "on_cpu": on_cpu}
+    model = ModelPlan(str(STUDENT), "bf16")
+    assert settings.resolve_engine_args(model, engine_args={}, **arguments)["distributed_executor_backend"] == "mp"
+    own = {"distributed_executor_backend": "ray"}
+    assert settings.resolve_engine_args(model, engine_args=own, **arguments)["distributed_executor_backend"] == "ray"
+
+
 def test_an_unknown_argument_names_its_nearest_and_all_are_reported() -> None:
     wrong = {"gpu_memory_utilisation": 0.5, "seed": 1, "block_size": 16}
     with pytest.raises(ValueError) as caught:
@@ -78,7 +88,7 @@ def test_the_entry_point_is_installed_and_registering_twice_is_harmless() -> Non
 
     plugin.register()
     plugin.register()
-    assert plugin.BACKEND in WeightTransferEngineFactory._registry
+    assert plugin.BACKENDS.keys() <= WeightTransferEngineFactory._registry.keys()
 
 
 def test_a_core_that_ends_leaves_no_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,7 @@ from roll_opd.config.plan import (
     OptimizerPlan,
     TrainPlan,
 )
+from roll_opd.data.bucket import BucketMemory, map_bucket
 from roll_opd.data.training import TeacherTargets, TrainResult
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import read_model
@@ -49,7 +50,7 @@ from roll_opd.megatron import learner as learner_module
 from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
 from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.export import hf_tensors, save_adapter, save_hf
+from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere, save_adapter, save_hf, weight_buckets
 from roll_opd.megatron.follower import MegatronFollower
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -540,6 +541,40 @@ def poison(job: Job, root: Path) -> None:
     write_json(root / f"{job['name']}.json", everyone)
 
 
+def in_parts(follower: MegatronFollower, weights: Mapping[str, torch.Tensor], parts: int = 3) -> None:
+    """Have it follow weights that come in parts, those of one parameter in different ones."""
+    names = list(weights)
+    for part in range(parts):
+        sent = {name: weights[name].clone() for name in names[part::parts]}
+        follower.follow(sent, last=part == parts - 1)
+        for tensor in sent.values():  # of memory that the next part is written to
+            tensor.fill_(torch.nan)
+
+
+def check_ways_out(engine: MegatronEngine, limit: int = 60_000) -> None:
+    """Weights in buckets, and on every rank, are the whole tensors that rank 0 has."""
+    whole = {name: tensor.clone() for name, tensor in hf_tensors(engine)}
+    box: list[Any] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}]
+    dist.broadcast_object_list(box, 0)
+    everywhere = {name: tensor.clone() for name, tensor in hf_tensors_everywhere(engine, box[0])}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, everywhere)
+    memories, arrived, lasts = [BucketMemory(), BucketMemory()], {}, []
+    for memory, last in weight_buckets(engine, memories, torch.float32, limit):
+        _, tensors = map_bucket(**memory.describe())
+        assert memory.size <= limit or len(tensors) == 1
+        arrived |= {name: tensor.clone() for name, tensor in tensors}
+        lasts.append(last)
+    for memory in memories:
+        memory.close()
+    if dist.get_rank() == 0:
+        assert list(everywhere) == list(arrived) == list(whole)
+        assert all(identical(whole, other) for other in (arrived, *everyone))
+        assert len(lasts) > 2 and lasts == [False] * (len(lasts) - 1) + [True]
+    else:
+        assert not whole and not arrived
+
+
 def follow(job: Job, root: Path) -> None:
     """Follow a student that learns; and again from a checkpoint before the last time, in a new model."""
     layout = cases.LAYOUTS[job["layout"]]
@@ -554,14 +589,15 @@ def follow(job: Job, root: Path) -> None:
             plan = FollowingPlan(name, ModelPlan(path, dtype), devices, layout, limits, decay=decay)
             follower = MegatronFollower(plan, seed=0)
             untouched = weights(follower)
-            follower.follow(start)
+            in_parts(follower, start)
             if not identical(untouched, weights(follower)):
                 raise RuntimeError("a model that follows what it is has changed")
             for student in students[:-1]:
-                follower.follow(student)
+                in_parts(follower, student)
             follower.save(saved)
-            follower.follow(students[-1])
+            in_parts(follower, students[-1])
             once = weights(follower)
+            check_ways_out(follower)
             write_arrays(root / f"{name}.npz", follower.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0))
             follower.save(root / f"{name}.hf")
             parallel.shutdown()
@@ -569,7 +605,7 @@ def follow(job: Job, root: Path) -> None:
             follower = MegatronFollower(plan, seed=0)
             dist.barrier()
             follower.load(saved)
-            follower.follow(students[-1])
+            in_parts(follower, students[-1])
             if not identical(once, weights(follower)):
                 raise RuntimeError("a resumed follower is another one")
             parallel.shutdown()

@@ -121,6 +121,14 @@ def test_a_student_under_context_parallelism(tmp_path: Path) -> None:
     agrees_with_hugging_face(run)
 
 
+def test_engines_of_two_ranks_inside_ray(tmp_path: Path) -> None:
+    """What they sample with is the student's weights after every update, and so is what they answer."""
+    ranks = "+student_infer.strategy_args.strategy_config.tensor_parallel_size=2"
+    run = run_of(tmp_path / "output", ranks, "student_train.device_mapping=[0]", "deterministic=true")
+    assert apart(run) <= 1e-4
+    agrees_with_hugging_face(run)
+
+
 def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, deep: Path) -> None:
     """The teacher has four slots: tensor and context parallelism of two."""
     student = (f"{STUDENT}.pipeline_model_parallel_size=2", f"+{STUDENT}.virtual_pipeline_model_parallel_size=2")

@@ -1,6 +1,6 @@
 """Parameters out of a Megatron model: whole tensors, one after the other, on rank 0."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,37 @@ class Shard:
     is_of_experts: bool = False
 
 
-def streamed(mine: Sequence[tuple[Shard, Callable[[], Tensor]]], sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+Mine = Sequence[tuple[Shard, Callable[[], Tensor]]]  # a rank's parameters
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of whole tensors, by name
+
+
+def streamed(mine: Mine, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of all ranks' shards, by its name, on rank 0, and nothing on the others. Collective.
 
     Stage after stage, parameter after parameter, so that rank 0 has room for little more than a tensor, or that of each
     expert rank. The ranks of a stage have parameters of the same shapes in the same order.
     """
+    for shard, parts in _gathered(mine):
+        if parts is not None:
+            yield from _joined(shard, parts, sizes)
+
+
+def streamed_everywhere(mine: Mine, sizes: Sizes, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `streamed` does, in its order, on every rank. Collective; `shapes` are those of what is yielded."""
+    for shard, parts in _gathered(mine):
+        whole = dict(_joined(shard, parts, sizes)) if parts is not None else {}
+        for name in (name for names in shard.names for name in names):
+            if whole:
+                tensor = whole.pop(name).contiguous()
+            else:
+                dtype, shape = shapes[name]
+                tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+            dist.broadcast(tensor, 0)
+            yield name, tensor
+
+
+def _gathered(mine: Mine) -> Iterator[tuple[Shard, list[Tensor] | None]]:
+    """Yield each parameter's shard on every rank, with the parts of all ranks on rank 0 and None on the others."""
     stage, group = parallel_state.get_pipeline_model_parallel_rank(), _pipeline_group()
     listed: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(listed, [shard for shard, _ in mine], group=group)
@@ -43,16 +68,16 @@ def streamed(mine: Sequence[tuple[Shard, Callable[[], Tensor]]], sizes: Sizes) -
                 continue
             seen.add(shard.names[0][0])
             parts = _of_all_ranks(mine[number][1], shard) if owner == stage else None
-            if not _is_first_of_stage():
-                continue
-            if owner:
+            if _is_first_of_stage() and owner:
                 parts = _to_first_stage(parts, owner, shard)
-            if stage == 0:
-                assert parts is not None
-                each = len(parts) // len(shard.names)
-                for expert_rank, names in enumerate(shard.names):
-                    of_one = parts[expert_rank * each : (expert_rank + 1) * each]
-                    yield from zip(names, shard.cut.join(of_one, sizes), strict=True)
+            yield shard, parts if _is_first_of_stage() and stage == 0 else None
+
+
+def _joined(shard: Shard, parts: list[Tensor], sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+    each = len(parts) // len(shard.names)
+    for expert_rank, names in enumerate(shard.names):
+        of_one = parts[expert_rank * each : (expert_rank + 1) * each]
+        yield from zip(names, shard.cut.join(of_one, sizes), strict=True)
 
 
 def tensor_rank(*, of_experts: bool = False) -> tuple[int, int]:

@@ -14,10 +14,17 @@ from transformers import PretrainedConfig
 
 from roll_opd.hf.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
 from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, last_part
-from roll_opd.megatron.weights.cuts import Sizes
+from roll_opd.megatron.weights.cuts import Sizes, Source
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import Files, Given
-from roll_opd.megatron.weights.stream import Shard, of_all_expert_ranks, streamed, tensor_rank
+from roll_opd.megatron.weights.stream import (
+    Shapes,
+    Shard,
+    of_all_expert_ranks,
+    streamed,
+    streamed_everywhere,
+    tensor_rank,
+)
 
 ROWS_LOOKED_AT = 64  # of a matrix, spread over it
 IN_DECODER = "decoder.layers."
@@ -57,11 +64,9 @@ class ModelWeights:
         """
         self._check_names(source)
         read_from = LookedAt(source) if isinstance(source, Files) else source
-        for place, _, parameter in _parameters(models):
-            entry = self._entry(place)
-            names = entry.of(place.layer, place.expert)
-            rank, ranks = tensor_rank(of_experts=entry.is_of_experts)
-            part = entry.cut.read(read_from, names, rank, ranks, self.sizes)
+        for place, _, parameter in parameters_of(models):
+            names = self.names_at(place)
+            part = self.part_at(place, read_from)
             if part.shape != parameter.shape:
                 raise ValueError(
                     f"{source}: {' and '.join(names)} give {list(part.shape)} on this rank, config.json makes it"
@@ -70,26 +75,39 @@ class ModelWeights:
             with torch.no_grad():
                 parameter.copy_(part)
 
-    def whole_tensors(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    def names_at(self, place: Place) -> Sequence[str]:
+        """Return Hugging Face's names of what a parameter is made of."""
+        return self._entry(place).of(place.layer, place.expert)
+
+    def part_at(self, place: Place, source: Source) -> Tensor:
+        """Return what this rank's parameter is to hold."""
+        entry = self._entry(place)
+        rank, ranks = tensor_rank(of_experts=entry.is_of_experts)
+        return entry.cut.read(source, self.names_at(place), rank, ranks, self.sizes)
+
+    def whole_tensors(
+        self, models: Sequence[torch.nn.Module], everywhere: Shapes | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor, by its name, on rank 0, and nothing on the others. Collective: iterate to the end.
 
-        Adapters are added to what they stand beside. What is yielded may be the parameter's own memory.
+        Given the shapes of all, yield them on every rank. Adapters are added to what they stand beside. What is yielded
+        may be the parameter's own memory.
         """
         shards = []
-        for place, module, parameter in _parameters(models):
+        for place, module, parameter in parameters_of(models):
             entry = self._entry(place)
             experts = [None] if place.expert is None else of_all_expert_ranks(place.expert, self.config)
             names = tuple(entry.of(place.layer, expert) for expert in experts)
             shard = Shard(names, entry.cut, parameter.shape, parameter.dtype, entry.is_of_experts)
             shards.append((shard, partial(with_adapter, module, parameter)))
-        return streamed(shards, self.sizes)
+        return streamed_everywhere(shards, self.sizes, everywhere) if everywhere else streamed(shards, self.sizes)
 
     def linear_layers(
         self, models: Sequence[torch.nn.Module], targets: Collection[str], source: Files
     ) -> list[LinearLayer]:
         """Return this rank's linear layers that hold one of Hugging Face's modules which are called as in `targets`."""
         found = []
-        for place, module, parameter in _parameters(models):
+        for place, module, parameter in parameters_of(models):
             entry = self._entry(place)
             tensors = entry.of(place.layer, place.expert)
             names = tuple(name.removesuffix(".weight") for name in tensors)
@@ -170,7 +188,7 @@ def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Tensor
         yield f"{path}.expert_bias", bias
 
 
-def _parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Place, torch.nn.Module, Tensor]]:
+def parameters_of(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Place, torch.nn.Module, Tensor]]:
     """Yield this rank's parameters, each with the module that has it, in an order that all tensor ranks share."""
     whole: Any
     for whole in models:

@@ -1,0 +1,147 @@
+"""What it takes to give the student's weights to the inference engines: seconds, GB/s, and memory process by process.
+
+Starts the real roles (a student and engines, of a model with random weights) on Ray and sends the weights again and
+again. README.md says how memory is counted.
+
+    python benchmarks/weight_sync.py [--megabytes 300] [--times 6] [--json OUT] [key=value ...]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from models import made_models
+from pipeline_run import machine
+from process_memory import PeakMemory
+
+from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.runtime import ray_cluster
+from roll_opd.cluster.warm_start import warm_server
+from roll_opd.config.build import load_plan
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.bucket import BUCKET_BYTES
+from roll_opd.hf.model_info import read_model
+from roll_opd.pipelines.start import RunWorkers, start_unconfigured
+
+APART = ("student_train.device_mapping=[0]", "student_infer.device_mapping=[1]")
+SECONDS_BETWEEN_LOOKS = 0.02
+STORE = "object store"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write down."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=300, metavar="N", help="of the model's weights in float32")
+    parser.add_argument("--times", type=int, default=6, metavar="N", help="timed, and as often with memory watched")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the demo's configuration")
+    options = parser.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as directory:
+        models = made_models(Path(directory), options.megabytes * 1e6 / 4, 2e6)
+        settings = [*APART, *models, f"output_dir={directory}", *options.overrides]
+        plan = load_plan("demo", "onpolicy_distill", settings, pure=True)
+        with warm_server() as server, ray_cluster(plan.devices_per_node):
+            server.serve(plan)
+            found = asyncio.run(measure(plan, options.times))
+    print(table(found))
+    if options.json:
+        asked = {"megabytes": options.megabytes, "times": options.times, "overrides": options.overrides}
+        text = json.dumps({**found, "settings": asked, "machine": machine()}, indent=1)
+        options.json.write_text(text + "\n")
+    return 0
+
+
+async def measure(plan: RunPlan, times: int) -> dict[str, Any]:
+    """Start the roles; return seconds of each transfer, and bytes by which processes grew at the most."""
+    workers = await start_unconfigured(
+        replace(plan, teachers=()), Placement(plan.num_nodes, plan.devices_per_node, deterministic=plan.deterministic)
+    )
+    seconds = []
+    for version in range(1, times + 2):
+        began = time.perf_counter()
+        await workers.send_weights(version)
+        seconds.append(time.perf_counter() - began)
+    growth: dict[str, int] = {}
+    together = []
+    for version in range(times + 2, 2 * times + 2):
+        by_role, total = await watched(workers, version)
+        together.append(total)
+        growth = {role: max(size, growth.get(role, 0)) for role, size in by_role.items()}
+    await workers.end()
+    model = 4 * read_model(Path(plan.student.model.path)).parameters
+    return {
+        "model_bytes": model,
+        "bucket_bytes": BUCKET_BYTES,
+        "seconds": seconds[1:],  # the first one pays for what is done once
+        "gigabytes_a_second": model / median(seconds[1:]) / 1e9,
+        "growth_bytes": growth,
+        "together_bytes": max(together),
+    }
+
+
+async def watched(workers: RunWorkers, version: int) -> tuple[dict[str, int], int]:
+    """Send weights once; return the largest growth of a process of each role, and of all processes together."""
+    memory = PeakMemory()
+    memory.look(os.getpid())
+    processes = memory.roles() | {pid: STORE for pid, seen in memory.seen.items() if "raylet" in seen.title[:200]}
+    before = {pid: begin_anew(pid) for pid in processes}
+    resting = sum(map(proportional, processes))
+    most, is_over = [resting], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(SECONDS_BETWEEN_LOOKS):
+            most[0] = max(most[0], sum(map(proportional, processes)))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    await workers.send_weights(version)
+    is_over.set()
+    watcher.join()
+    growth: dict[str, int] = {}
+    for pid, role in processes.items():
+        growth[role] = max(growth.get(role, 0), kilobytes(f"/proc/{pid}/status", "VmHWM:") - before[pid])
+    return growth, most[0] - resting
+
+
+def begin_anew(pid: int) -> int:
+    """Have the kernel forget how large a process has been; return how large it is, in bytes."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return kilobytes(f"/proc/{pid}/status", "VmRSS:")
+
+
+def proportional(pid: int) -> int:
+    """Return a process's memory in bytes, of shared pages its share: summed over processes, each page counts once."""
+    return kilobytes(f"/proc/{pid}/smaps_rollup", "Pss:")
+
+
+def kilobytes(path: str, name: str) -> int:
+    """Return the bytes of the line that begins with `name`."""
+    line = next(line for line in Path(path).read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the figures as text."""
+    mib = {role: f"{size / 2**20:.0f}" for role, size in found["growth_bytes"].items()}
+    bound = (2 * found["bucket_bytes"] + found["model_bytes"]) / 2**20
+    return (
+        f"model of {found['model_bytes'] / 1e6:.0f} MB, buckets of {found['bucket_bytes'] / 2**20:.0f} MiB\n"
+        f"seconds: median {median(found['seconds']):.3f}, {min(found['seconds']):.3f} to {max(found['seconds']):.3f}\n"
+        f"{found['gigabytes_a_second']:.2f} GB/s\n"
+        f"growth in MiB at the most, by process: {', '.join(f'{role} {size}' for role, size in mib.items())}\n"
+        f"growth of all together: {found['together_bytes'] / 2**20:.0f} MiB; two buckets and the model are {bound:.0f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

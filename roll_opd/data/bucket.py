@@ -1,0 +1,169 @@
+"""Buckets of named tensors in anonymous shared memory, and fingerprints by which a reader checks that they arrived.
+
+The writer puts a bucket into a memfd, which has no name in any file system: the memory is freed when its last user
+ends, by whatever signal. Readers on the same machine map it through `/proc/<pid>/fd/<fd>`.
+"""
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+
+BUCKET_BYTES = 64 * 2**20  # of a model on its way
+ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
+SAMPLED_ROWS = 4  # rows of a matrix that enter its fingerprint
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# where a bucket is (`path`, `size`), and of each of its `tensors` name, dtype, shape, offset and fingerprint; of
+# builtins only, for it travels as a message
+Description = dict[str, Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for `torch.bfloat16`; ValueError for a dtype that weights cannot have."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"weights of dtype {name} cannot be transferred; convert them to one of {', '.join(DTYPES)}")
+    return name
+
+
+def sampled_rows(rows: int) -> list[int]:
+    """Return the rows that a fingerprint reads: first, last and evenly spread between; sorted, unique."""
+    return sorted({round(i * (rows - 1) / (SAMPLED_ROWS - 1)) for i in range(SAMPLED_ROWS)})
+
+
+def row_checksums(tensor: torch.Tensor, rows: list[int]) -> list[int]:
+    """Return the CRC-32 of the bytes of each of the given rows of a [rows, ...] tensor."""
+    picked = tensor.detach()[rows].cpu().contiguous()
+    return [zlib.crc32(row.reshape(-1).view(torch.uint8).numpy()) for row in picked]
+
+
+def fingerprint(tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, list[int]]:
+    """Return checksums as sent and, in another dtype, as the model will hold it: dtype name -> CRC-32 of each row read.
+
+    A vector is one row. To be cheap, at most `SAMPLED_ROWS` rows of a matrix are read.
+    """
+    rows = tensor.detach().reshape(1, -1) if tensor.ndim == 1 else tensor.detach()
+    picked = rows[sampled_rows(rows.shape[0])]
+    everything = list(range(picked.shape[0]))
+    return {dtype_name(d): row_checksums(picked.to(d), everything) for d in {tensor.dtype, model_dtype}}
+
+
+def entry_of(name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a reader is told of a tensor, wherever it lies; ValueError for one that weights cannot be."""
+    if tensor.numel() == 0 or tensor.ndim == 0:
+        raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: expected at least one dimension, none 0")
+    shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
+    return {"name": name, "dtype": dtype, "shape": shape, "fingerprint": fingerprint(tensor, model_dtype)}
+
+
+class BucketMemory:
+    """Memory for one bucket after another. It grows to the largest; pages are taken as they are first written.
+
+    A reader has to be done with a bucket, or to have copied what it still needs, before the next one is written.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("roll_opd-weights")
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._entries: list[dict[str, Any]] = []
+        self.size = 0  # bytes of the bucket
+
+    def clear(self) -> None:
+        """Begin another bucket."""
+        self._entries, self.size = [], 0
+
+    def has_room(self, tensor: torch.Tensor, limit: int) -> bool:
+        """Whether a bucket of at most `limit` bytes holds `tensor` as well; an empty bucket takes any."""
+        return not self._entries or self.size + tensor.nbytes <= limit
+
+    def add(self, name: str, tensor: torch.Tensor, model_dtype: torch.dtype) -> None:
+        """Copy a tensor (fp32, bf16 or fp16; any device) into the bucket: from where it is, in one copy."""
+        entry = entry_of(name, tensor, model_dtype)
+        end = self.size + tensor.nbytes
+        if end > self._memory.numel():
+            self._grow(end)
+        self._memory[self.size : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        self._entries.append({**entry, "offset": self.size})
+        self.size = -(-end // ALIGNMENT) * ALIGNMENT
+
+    def fill(self, content: np.ndarray, description: Description) -> None:
+        """Take over a bucket that another `BucketMemory` describes; `content` is its bytes, uint8 [size]."""
+        if len(content) > self._memory.numel():
+            self._grow(len(content))
+        self._memory.numpy()[: len(content)] = content
+        self._entries, self.size = description["tensors"], len(content)
+
+    def content(self) -> np.ndarray:
+        """Return the bucket's bytes, uint8 [size]: a view, until the next bucket."""
+        return self._memory.numpy()[: self.size]
+
+    def describe(self) -> Description:
+        """Return what `map_bucket` takes; ValueError of an empty bucket."""
+        if not self._entries:
+            raise ValueError("an empty weight bucket: every bucket of an update must hold at least one tensor")
+        return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "size": self.size, "tensors": self._entries}
+
+    def close(self) -> None:
+        """Give the memory back; a process that has mapped it keeps it."""
+        if self._descriptor >= 0:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _grow(self, needed: int) -> None:
+        size = -(-max(needed, 2 * self._memory.numel()) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self._descriptor, size)  # what is written stays
+        self._memory = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+
+
+def bucketed(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    memories: Sequence[BucketMemory],
+    model_dtype: torch.dtype,
+    limit: int,
+) -> Iterator[tuple[BucketMemory, bool]]:
+    """Yield named tensors bucket by bucket, each with whether it is the last; nothing where there are no tensors.
+
+    A bucket has at most `limit` bytes, or one tensor. It is written into the next of `memories`, taken in turns, when
+    it is asked for. `model_dtype` is that of the models which will hold the tensors.
+    """
+    turns = cycle(memories)
+    memory = None
+    for name, tensor in tensors:
+        if memory is not None and not memory.has_room(tensor, limit):
+            yield memory, False
+            memory = None
+        if memory is None:
+            memory = next(turns)
+            memory.clear()
+        memory.add(name, tensor, model_dtype)
+    if memory is not None:
+        yield memory, True
+
+
+def map_bucket(
+    path: str, size: int, tensors: Iterable[dict[str, Any]]
+) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+    """Return a bucket's memory, uint8 [size], and its tensors, without a copy; it lives as long as one of them does.
+
+    The mapping is private: writing to a tensor changes no other process's view. FileNotFoundError or
+    PermissionError where the writer is not on this machine, is gone, or belongs to another user.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        memory = torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+    return memory, [(entry["name"], _view(memory, entry)) for entry in tensors]
+
+
+def _view(memory: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return memory[entry["offset"] : entry["offset"] + size].view(dtype).view(shape)
