@@ -58,8 +58,8 @@ class ActorGroup:
     async def _answer(self, actor: int, coming: Any) -> Any:
         try:
             return await coming
-        except ray.exceptions.RayActorError as error:
-            if not self.names:
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            if not (self.names and _is_of_a_death(error)):
                 raise
             raise ProcessDied(self.names[actor], error) from error
 
@@ -104,6 +104,12 @@ class WithoutAdapter:
 
 
 FrozenGroup = WorkerGroup | WithoutAdapter
+
+
+def _is_of_a_death(error: ray.exceptions.RayError) -> bool:
+    """Whether an actor has ended, or, of one that lives, its engine core: vLLM's error for that."""
+    cause = type(getattr(error, "cause", None)).__name__
+    return isinstance(error, ray.exceptions.RayActorError) or cause == "EngineDeadError"
 
 
 def _shared(value: Any) -> Any:

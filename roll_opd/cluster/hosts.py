@@ -17,7 +17,7 @@ from roll_opd.cluster.line import Line
 from roll_opd.cluster.start_up import ClusterError, StartUp
 
 ANSWER_SECONDS = 60.0  # for a host to look at its files
-LATE_SECONDS = 10.0  # that a run which ends before all hosts are there waits for them, to tell them
+LATE_SECONDS = 10.0  # that a run which cannot be waits for the hosts, to tell them
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 
 
@@ -30,6 +30,7 @@ class Hosts:
         `again`: seconds for which the others look for a driver that comes after this one; 0: none does.
         """
         self._host, self._again = host, again
+        self._late = LATE_SECONDS  # that `end` waits for those who are not there
         self.warm: str | None = None  # what the other hosts' `WarmServer` imports
         self._inbox: queue.Queue[tuple[Line, dict[str, Any] | None]] = queue.Queue()
         self._lines: dict[int, Line] = {}
@@ -45,6 +46,7 @@ class Hosts:
 
     def gather(self, seconds: float, say: Callable[[str], None]) -> None:
         """Wait until all are there, at most `seconds`. LaunchError that names those who are not."""
+        self._late = 0.0
         with StartUp(say=say).waiting_for("the other hosts"):
             self._await_all(time.monotonic() + seconds)
         at = f"{self._host.address}:{self._host.port}"
@@ -110,7 +112,7 @@ class Hosts:
 
     def end(self, code: int, *, again: bool = False) -> None:
         """Have the others end with `code`, or, with `again`, await the driver that comes after this one."""
-        self._await_all(time.monotonic() + LATE_SECONDS)
+        self._await_all(time.monotonic() + self._late)
         for line in self._lines.values():
             line.say(end=code, again=again)
             line.close()

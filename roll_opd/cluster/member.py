@@ -81,7 +81,11 @@ class _Member:
             elif "join" in message:
                 node.start({**message["join"], "here": line.here})
             elif "end" in message:
-                return None if message["again"] and not self._signals else int(message["end"])
+                if message["again"] and not self._signals:
+                    return None
+                if message["end"]:
+                    self._say(f"roll-opd: host {self._host.rank}: the run has ended; host 0 says why")
+                return int(message["end"])
 
     def _connected(self, inbox: "queue.Queue[Any]") -> Line | None:
         """Return a connection to the driver, None where there is none in time, or this command is to end."""

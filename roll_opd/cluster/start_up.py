@@ -24,10 +24,11 @@ class ClusterError(RuntimeError):
 
 
 class ProcessDied(ClusterError):
-    """A process of a role has ended; the message says which one, where, and what Ray knows of it."""
+    """A process of a role has ended; the message says which one, where, and what is known of it."""
 
-    def __init__(self, who: str, error: ray.exceptions.RayActorError) -> None:
-        super().__init__(f"{who} has died: {_detail(error)}")
+    def __init__(self, who: str, error: ray.exceptions.RayError) -> None:
+        is_actors = isinstance(error, ray.exceptions.RayActorError)
+        super().__init__(f"{who} has died: {_detail(error) if is_actors else 'its engine core has ended'}")
 
 
 class StartUp:

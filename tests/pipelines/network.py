@@ -20,7 +20,16 @@ import psutil
 import pytest
 from runs import REPOSITORY
 
-TOOLS = ("ip", "unshare", "mount")
+# The shell is the first process of its namespace, and takes in those that lose their parents. What the command has left
+# running after 10 s is told. There is no program in the loop but sleep, which is another process while it looks.
+AND_THEN = """{ "$@"; code=$?; }
+for look in $(seq 100); do
+  set -- /proc/[0-9]*; [ $# -eq 1 ] && exit $code; sleep 0.1
+done
+for each; do [ $each = /proc/1 ] || echo "left running: $(tr '\\0' ' ' < $each/cmdline)"; done
+exit $code"""
+LEFT = "left running: "
+TOOLS = ("ip", "unshare", "mount", "taskset")
 
 
 def why_not() -> str | None:
@@ -76,6 +85,7 @@ class Process:
 class NetworkHost:
     name: str
     address: str
+    core: int  # of the machine, the only one that the host has
     place: Path  # of logs
     shared: Path | None
     hidden: Sequence[Path] = ()  # directories that are empty here
@@ -96,12 +106,25 @@ class NetworkHost:
             mounts += [f"mkdir -p {quoted(str(self.shared))}", f"mount --move /mnt {quoted(str(self.shared))}"]
         mounts += [f"mount -t tmpfs tmpfs {quoted(str(each))}" for each in self.hidden]
         mounts += [f"mount --bind {quoted(str(new))} {quoted(str(old))}" for old, new in self.replaced.items()]
-        # "$@" as a child of the shell, which is the first process here and takes in those that lose their parents
-        script = " && ".join([*mounts, '"$@"; code=$?; exit $code'])
+        script = " && ".join([*mounts, AND_THEN])
         inside = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
         with log.open("wb") as sink:
             popen = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *inside, "bash", "-c", script, "bash", *command],
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    self.name,
+                    "taskset",
+                    "-c",
+                    str(self.core),
+                    *inside,
+                    "bash",
+                    "-c",
+                    script,
+                    "bash",
+                    *command,
+                ],
                 cwd=REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -133,7 +156,7 @@ def network(count: int, place: Path, shared: Path | None) -> Iterator[list[Netwo
     """Have `count` hosts on a bridge inside the block, all of which see `shared`."""
     tag = f"{os.getpid() % 10000}{time.monotonic_ns() % 1000:03d}"
     bridge, net = f"br{tag}", f"10.{77 + os.getpid() % 100}.{time.monotonic_ns() % 250}"
-    hosts = []
+    hosts, cores = [], sorted(os.sched_getaffinity(0))
     place.mkdir(parents=True, exist_ok=True)
     ip("link", "add", bridge, "type", "bridge")
     try:
@@ -141,7 +164,8 @@ def network(count: int, place: Path, shared: Path | None) -> Iterator[list[Netwo
         for number in range(count):
             name, cable = f"h{tag}n{number}", f"v{tag}n{number}"
             ip("netns", "add", name)
-            hosts.append(NetworkHost(name, f"{net}.{number + 1}", place, shared))
+            core = cores[number % len(cores)]
+            hosts.append(NetworkHost(name, f"{net}.{number + 1}", core, place, shared))
             ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
             ip("link", "set", cable, "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{net}.{number + 1}/24", "dev", "eth0")
