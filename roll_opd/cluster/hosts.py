@@ -85,14 +85,18 @@ class Hosts:
         if problems:
             raise LaunchError(problems)
 
-    def join(self, address: str, slots: int) -> None:
+    def join(self, address: str, slots: int, seconds: float) -> None:
         """Have each host become a node, with so many slots, of the Ray cluster at `address`.
 
-        ClusterError that names who does not.
+        ClusterError that names who does not in so many seconds.
         """
         token = {name: os.environ[name] for name in TOKEN if name in os.environ}
         told = {"address": address, "slots": slots, "warm": self.warm, "environment": token}
-        found = self._all_answer(None, join=told)
+        found = self._all_answer(seconds, join=told)
+        late = [rank for rank in self._lines if rank not in found]
+        if late:
+            names = ", ".join(map(self.name, sorted(late)))
+            raise ClusterError(f"Ray has not started within {seconds:g} s (startup_seconds) on {names}")
         failed = [f"{self.name(rank)}: {said['failed']}" for rank, said in sorted(found.items()) if "failed" in said]
         if failed:
             raise ClusterError("\n".join(failed))
@@ -146,11 +150,11 @@ class Hosts:
             if message is None:
                 del self._lines[rank]  # it may come again
 
-    def _all_answer(self, seconds: float | None, **message: Any) -> dict[int, dict[str, Any]]:
+    def _all_answer(self, seconds: float, **message: Any) -> dict[int, dict[str, Any]]:
         """Send `message` to all; return what each answers, by rank. ClusterError where one is lost meanwhile."""
         for line in self._lines.values():
             line.say(**message)
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         found: dict[int, dict[str, Any]] = {}
         while len(found) < len(self._lines):
             heard = self._take(deadline)

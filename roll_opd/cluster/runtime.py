@@ -24,6 +24,7 @@ from roll_opd.cluster.start_up import ClusterError, StartUp
 from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
+MOST_SECONDS = 3600.0  # for a host to start its part of Ray
 LOOK_SECONDS = 1.0  # between looks at Ray's processes
 
 
@@ -68,7 +69,9 @@ def ray_cluster(
                 _watch(lost)
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):
-                    hosts.join(started.address_info["gcs_address"], devices_per_node)
+                    hosts.join(
+                        started.address_info["gcs_address"], devices_per_node, min(starting.seconds, MOST_SECONDS)
+                    )
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.cluster.hosts import Hosts
@@ -94,8 +95,11 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
 
 
 def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None) -> int | RunPlan:
-    """Return the exit code, or the plan where the command is to run in processes that can be started again."""
-    with warm_server() as server:
+    """Return the exit code, or the plan where the command is to run in a process of its own: it may be started again,
+    or torchrun would signal all that has started, Ray's processes with the driver.
+    """
+    is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
+    with warm_server() if is_here else nullcontext(WarmServer(None)) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
             _check_number(plan, host)
@@ -104,7 +108,7 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
             if host and not isinstance(error, KeyboardInterrupt):
                 _tell_the_others(host, code)
             return code
-        if plan.max_restarts and not is_attempt():
+        if (host or plan.max_restarts) and not is_attempt():
             return plan
         if host is None:
             return _served(plan, server, None)

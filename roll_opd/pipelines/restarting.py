@@ -1,4 +1,4 @@
-"""Runs that go on by themselves: a process that starts the command again where it has failed.
+"""Runs in a process of their own: one that starts the command, and again where it has failed, and outlives it.
 
 Every attempt is a process of its own, the same command with the checkpoint to go on from as one more word, so that
 nothing of a failed one is left: no Ray, no half-moved weights. Whatever ends it, SIGKILL included, this process sees.
@@ -32,7 +32,7 @@ def restarts_left() -> int:
 
 
 def restarted(restarts: int) -> int:
-    """Run this process's command in a process of its own, and at most `restarts` times again where that fails.
+    """Run this process's command in another one, and at most `restarts` times again where that fails.
 
     Each goes on from the last checkpoint that the run has written, and begins afresh where there is none yet. Return
     the exit code of the last. What cannot work is not tried again, and a run that was asked to end has ended.
@@ -44,8 +44,12 @@ def restarted(restarts: int) -> int:
             if code not in (FAILED, -signal.SIGKILL, *_CRASHES) or attempts.asked:
                 return OF_SIGNALS.get(code, code if code >= 0 else FAILED)
             how = f"was ended by signal {-code}" if code < 0 else "has failed"
-            then = f"it goes on by itself, restart {restarts - left + 1} of" if left else "there is no restart left of"
-            tell(f"roll-opd: the run {how}; {then} max_restarts {restarts}", sys.stderr)
+            if left:
+                how += f"; it goes on by itself, restart {restarts - left + 1} of max_restarts {restarts}"
+            elif restarts:
+                how += f"; max_restarts {restarts} are used up"
+            if restarts or code < 0:
+                tell(f"roll-opd: the run {how}", sys.stderr)
         return FAILED
 
 

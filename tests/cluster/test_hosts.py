@@ -103,7 +103,7 @@ def test_hosts_that_fit_are_told_how_the_run_ends(hosts: Hosts, tmp_path: Path) 
 
     threading.Thread(target=answer).start()
     hosts.check([], str(tmp_path), devices=2)
-    hosts.join("10.0.0.1:6379", 2)
+    hosts.join("10.0.0.1:6379", 2, 10)
     assert not list(tmp_path.iterdir())
     lost: queue.Queue[str] = queue.Queue()
     hosts.watch(lost.put)

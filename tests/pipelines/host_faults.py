@@ -19,7 +19,7 @@ import psutil
 from network import LEFT, NetworkHost, Process, kill, network, torchrun
 from runs import PURE, REPOSITORY, SMALL
 
-STEPS, SECONDS = 6, 280.0
+STEPS, SECONDS = 4, 280.0
 ALONE = tuple(word for word in SMALL if "teacher.strategy" not in word)
 TP2 = "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2"
 TWO = ("num_nodes=2", "num_gpus_per_node=1", "teacher.device_mapping=[1]")
