@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
-from network import LEFT, NetworkHost, Process, kill, network, torchrun
+from network import LEFT, NetworkHost, Process, kill, network, plainly, torchrun
 from runs import PURE, REPOSITORY, SMALL
 
 STEPS, SECONDS = 4, 280.0
@@ -25,22 +25,19 @@ TP2 = "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2"
 TWO = ("num_nodes=2", "num_gpus_per_node=1", "teacher.device_mapping=[1]")
 SPANNING = ("num_nodes=2", "num_gpus_per_node=1", "teacher.device_mapping=[0,1]", TP2)
 THREE = ("num_nodes=3", "num_gpus_per_node=1", "teacher.device_mapping=[1,2]", TP2)
-# who is killed: a word of its command line, and the host that it is on
+# who is killed: a word of its command line, and its host; engine and teacher are on host 1
 VICTIMS = {
-    "student": ("ray::TrainWorker", 0),
     "teacher": ("ray::LogprobWorker", 1),
     "engine": ("VLLM::EngineCor", 1),
-    "engine's actor": ("ray::RolloutWorker", 1),
-    "raylet of host 0": ("/raylet/raylet", 0),
     "raylet of host 1": ("/raylet/raylet", 1),
+    "driver": ("driver", 0),
     "GCS": ("gcs_server", 0),
-    "node of host 1": ("roll_opd.cluster.ray_node", 1),
-    "driver": ("start_onpolicy", 0),
-    "member": ("start_onpolicy", 1),
-    "torchrun of host 0": ("torch.distributed.run", 0),
-    "torchrun of host 1": ("torch.distributed.run", 1),
-    "host 0": ("", 0),
+    "command of host 1": (PURE, 1),
     "host 1": ("", 1),
+    "student": ("ray::TrainWorker", 0),
+    "raylet of host 0": ("/raylet/raylet", 0),
+    "node of host 1": ("roll_opd.cluster.ray_node", 1),
+    "engine's actor": ("ray::RolloutWorker", 1),
 }
 
 
@@ -65,18 +62,23 @@ def steps_of(output: Path) -> list[int]:
 
 
 def find(host: NetworkHost, word: str) -> psutil.Process | None:
-    """A process of the host by a word of its command line, the first to be started; without a word the very first."""
+    """A process of the host by a word of its command line, the first to be started; without a word the very first.
+
+    The driver has the command line of the command that has started it.
+    """
     for process in host.started[-1].processes():
         try:
             line = " ".join(process.cmdline())
-        except psutil.Error:
+            if not word:
+                return process
+            if line.startswith("bash") or "torch.distributed.run" in line:  # they name what they start
+                continue
+            if word == "driver" and (PURE in line and PURE in " ".join(process.parent().cmdline()[1:2])):
+                return process
+            if word in line:
+                return process
+        except (psutil.Error, AttributeError):
             continue
-        if not word:
-            return process
-        # those of torchrun and of the shell have the words of what they start
-        starts = "torch.distributed.run" in line
-        if word in line and not line.startswith("bash") and starts == (word == "torch.distributed.run"):
-            return process
     return None
 
 
@@ -89,8 +91,8 @@ def until(what: Callable[[], object], seconds: float = SECONDS) -> bool:
     return True
 
 
-def said(process: Process) -> str:
-    lines = re.findall(r"^roll-opd: .*(?:\n  .*)*", process.output, re.MULTILINE)
+def said(process: Process, since: int = 0) -> str:
+    lines = re.findall(r"^roll-opd: .*(?:\n  .*)*", process.output[since:], re.MULTILINE)
     return " | ".join(" ".join(line.split()) for line in lines)
 
 
@@ -111,33 +113,41 @@ def same(name: str, place: Path, reference: bytes, count: int, *more: str) -> No
         told(name, began, processes, f", same bits as on one host: {equal}")
 
 
-def fault(name: str, place: Path, victim: str, rng: random.Random, *more: str) -> None:
-    """Kill one process at a random moment of training, or before it."""
-    output = place / name.replace(" ", "_").replace("'", "")
+def kills(place: Path, reference: bytes, rng: random.Random) -> None:
+    """A run that goes on by itself through the deaths of all `VICTIMS`, each at a random moment."""
+    output, ended = place / "kills", 0
     with network(2, output, place) as hosts:
-        processes = launch(hosts, output, *TWO, *more)
-        word, rank = VICTIMS[victim]
-        until(lambda: find(hosts[rank], word) is not None)
-        delay = rng.uniform(0, 25)
-        until(lambda: any(process.popen.poll() is not None for process in processes), delay)
-        found = find(hosts[rank], word)
-        if found is None:
-            print(f"## {name}: had ended after {delay:.1f} s", flush=True)
-            return
-        steps = processes[0].output.count("\nstep ")
-        kill(found)
-        told(name, time.monotonic(), processes, f", {delay:.1f} s after its start, after {steps} steps")
+        words = [sys.executable, *command(output, *TWO, "save_steps=1", f"max_restarts={len(VICTIMS)}")]
+        processes = [host.start(words, **plainly(hosts, rank)) for rank, host in enumerate(hosts)]
+        for name, (word, rank) in VICTIMS.items():
+            if not until(lambda word=word, rank=rank: find(hosts[rank], word)) or processes[0].popen.poll() is not None:
+                break
+            time.sleep(rng.uniform(0, 15))
+            found, seen = find(hosts[rank], word), len(processes[0].output)
+            if found is None:
+                continue
+            began = time.monotonic()
+            kill(found)
+            ended += 1
+            until(lambda ended=ended: processes[0].output.count("max_restarts") >= ended)
+            took, after = time.monotonic() - began, processes[0].output[:seen].count("\nstep ")
+            print(f"## kill {name} after {after} lines of steps: {took:.1f} s\n{said(processes[0], seen)}", flush=True)
+            if processes[1].popen.poll() is not None:
+                print(f"   host 1: code {processes[1].popen.returncode}; started again", flush=True)
+                processes[1] = hosts[1].start(words, **plainly(hosts, 1))
+        codes = [process.wait(SECONDS) for process in processes]
+        equal = not any(codes) and model(output) == reference
+        told("all kills", time.monotonic(), processes, f", steps {steps_of(output)}, bits of one host: {equal}")
 
 
 def main(place: Path, scenarios: Sequence[str]) -> None:
     place.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    with network(1, place / "one", place) as (host,):
-        began = time.monotonic()
-        alone = host.start(
-            [sys.executable, *command(place / "one", "num_gpus_per_node=2", "teacher.device_mapping=[1]")]
-        )
-        told("one host", began, [alone])
+    if not (place / "one/demo").exists():
+        with network(1, place / "one", place) as (host,):
+            began = time.monotonic()
+            both = ("num_gpus_per_node=2", "teacher.device_mapping=[1]")
+            told("one host", began, [host.start([sys.executable, *command(place / "one", *both)])])
     reference = model(place / "one")
     for scenario in scenarios:
         if scenario == "two":
@@ -146,12 +156,10 @@ def main(place: Path, scenarios: Sequence[str]) -> None:
             same(scenario, place, reference, 2, *SPANNING)
         elif scenario == "three":
             same(scenario, place, reference, 3, *THREE)
-        elif scenario.startswith("kill "):
-            fault(scenario, place, scenario.removeprefix("kill "), rng)
+        elif scenario == "kills":
+            kills(place, reference, rng)
         elif scenario == "cable":
             cable(place, reference)
-        elif scenario == "restarts":
-            restarts(place, reference, rng)
         elif scenario in ("SIGTERM", "SIGINT"):
             signalled(scenario, place)
 
@@ -170,35 +178,12 @@ def cable(place: Path, reference: bytes) -> None:
         told("cable drawn for 20 s", began, processes, f", same bits as on one host: {equal}")
 
 
-def restarts(place: Path, reference: bytes, rng: random.Random) -> None:
-    """Three faults in one run, which goes on by itself; then its end, its steps and its weights are as without them."""
-    output = place / "restarts"
-    with network(2, output, place) as hosts:
-        began = time.monotonic()
-        processes = launch(hosts, output, *TWO, "max_restarts=3")
-        for number, victim in enumerate(("teacher", "engine", "driver")):
-            word, rank = VICTIMS[victim]
-            until(lambda number=number: processes[0].output.count("restart ") >= number)
-            until(lambda word=word, rank=rank: find(hosts[rank], word))
-            time.sleep(rng.uniform(5, 15))
-            found = find(hosts[rank], word)
-            if victim == "driver" and found:  # the process below the one that starts it again
-                found = next(
-                    (child for child in found.children() if "start_onpolicy" in " ".join(child.cmdline())), found
-                )
-            if found:
-                kill(found)
-        codes = [process.wait(SECONDS) for process in processes]
-        equal = not any(codes) and model(output) == reference
-        told("restarts", began, processes, f", steps {steps_of(output)}, same bits as on one host: {equal}")
-
-
 def signalled(name: str, place: Path) -> None:
     """The signal comes to host 1 alone."""
     with network(2, place / name, place) as hosts:
         processes = launch(hosts, place / name, *TWO)
         until(lambda: "\nstep " in processes[0].output)
-        member = find(hosts[1], "start_onpolicy")
+        member = find(hosts[1], PURE)
         assert member
         began = time.monotonic()
         kill(member, getattr(signal, name))
