@@ -1,15 +1,19 @@
 """Groups of Ray actors, called together. Roles reach their processes through these and know nothing of Ray."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import ray
+from ray._private.state import actors
 
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.start_up import ProcessDied
+from roll_opd.cluster.start_up import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.data.compact import Compact
+
+_GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
 
 Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
 
@@ -23,6 +27,8 @@ class ActorGroup:
     def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
         """`names`: what each is called where it has died; without them, that is told as Ray tells it."""
         self.actors, self.names = tuple(actors), tuple(names)
+        if names:
+            _GROUPS.add(self)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return what each answered, in their order.
@@ -65,6 +71,7 @@ class ActorGroup:
 
     def end(self) -> None:
         """End every actor at once; one that is left to itself tidies up for seconds."""
+        _GROUPS.discard(self)
         for actor in self.actors:
             ray.kill(actor)
 
@@ -101,6 +108,18 @@ class WithoutAdapter:
 
     def end(self) -> None:
         """Leave the processes to the student."""
+
+
+def dead() -> str | None:
+    """Say which actor of a group that has not been ended has died, and how; None: none has, or Ray cannot tell."""
+    known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
+    names = {actor._actor_id.hex(): name for actor, name in known}
+    try:
+        found = actors(actor_state_name="DEAD") if names else {}
+    except Exception:  # Ray is ending, or has lost its GCS
+        return None
+    ended = ((names[key], each) for key, each in found.items() if key in names)
+    return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
 
 
 FrozenGroup = WorkerGroup | WithoutAdapter

@@ -4,9 +4,7 @@ import logging
 import os
 import shlex
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
 MOST_SECONDS = 3600.0  # for a host to start its part of Ray
-LOOK_SECONDS = 1.0  # between looks at Ray's processes
 
 
 @contextmanager
@@ -33,14 +30,12 @@ def ray_cluster(
     devices_per_node: int,
     starting: StartUp | None = None,
     hosts: Hosts | None = None,
-    lost: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Have Ray up inside the `with` block, on all `hosts` where there are others.
 
     With RAY_ADDRESS set (a cluster that somebody else started), join it. Otherwise start one on this machine whose
     processes die with this one, SIGKILL included, and whose session directory goes with them. Besides its GPUs the
-    machine offers `devices_per_node` slots, which stand for devices where there is no GPU. `lost` is told when a part
-    of that Ray ends inside the block.
+    machine offers `devices_per_node` slots, which stand for devices where there is no GPU.
     """
     starting = starting or StartUp()
     prepare_environment()
@@ -65,8 +60,6 @@ def ray_cluster(
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
-            if lost:
-                _watch(lost)
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):
                     hosts.join(
@@ -107,21 +100,6 @@ def _offered(devices_per_node: int) -> dict[str, Any]:
 def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
     """Return how many of its GPUs a host gives to a run of several: as many as device numbers count there."""
     return {"num_gpus": devices_per_node} if count_gpus() else {}
-
-
-def _watch(lost: Callable[[str], None]) -> None:
-    """Tell `lost` when a process of Ray's that this one has started ends, until Ray is shut down."""
-    worker: Any = ray._private.worker
-    node = worker._global_node
-
-    def run() -> None:
-        while worker._global_node is node:
-            if (said := what_has_ended(node)) and ray.is_initialized():
-                lost(f"{said} on this host")
-                return
-            time.sleep(LOOK_SECONDS)
-
-    threading.Thread(target=run, name="ray-watch", daemon=True).start()
 
 
 def _init(*args: Any, **options: Any) -> Any:

@@ -111,8 +111,13 @@ class StartUp:
 
 def _detail(error: ray.exceptions.RayError) -> str:
     """Return what Ray says of the end of a process."""
-    detail = re.search(r"Worker exit detail: (.*?)(?: There are some potential|$)", str(error), re.DOTALL)
-    return _lines(detail[1] if detail else str(error))
+    return exit_detail(str(error))
+
+
+def exit_detail(said: str) -> str:
+    """Return what Ray says of the end of a process, without what may be the cause in general."""
+    detail = re.search(r"Worker exit detail: (.*)", said, re.DOTALL)
+    return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else said)[0])
 
 
 def _lines(text: str) -> str:

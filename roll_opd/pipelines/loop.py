@@ -17,6 +17,7 @@ from pathlib import Path
 from roll_opd.cluster import placement, runtime
 from roll_opd.cluster.hosts import Hosts
 from roll_opd.cluster.start_up import ClusterError, ProcessDied, StartUp
+from roll_opd.cluster.watching import watched
 from roll_opd.command_line import tell_run_directory
 from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.errors import ConfigError
@@ -154,7 +155,8 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording, hosts: Hosts | Non
     try:
         with (
             ending.before_the_loop(),
-            runtime.ray_cluster(plan.devices_per_node, starting, hosts, ending.lose),
+            runtime.ray_cluster(plan.devices_per_node, starting, hosts),
+            watched(ending.lose),
         ):
             ending.listen()
             if hosts:
