@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from roll_opd.cli import SIZES
+from roll_opd.cluster.launched import LaunchError, forget, launched
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.config.errors import Diagnostics
 from roll_opd.failures import os_sentence
@@ -23,23 +24,42 @@ ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
 
 
 def run(options: argparse.Namespace) -> int:
-    """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1."""
-    problems = _problems(options)
+    """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1.
+
+    Launched on several hosts, each has its share of the ranks.
+    """
+    try:
+        host = launched(os.environ)
+    except LaunchError as error:
+        tell(f"roll-opd score: {error}", sys.stderr)
+        return 2
+    problems = _problems(options, host.size if host else 1)
     if problems:
         tell("roll-opd score: " + "\n  ".join(problems), sys.stderr)
         return 2
     ranks = options.tp * options.pp * options.cp * options.dp
     settings = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
     settings["model"] = str(find_model(options.model))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+    here = ranks // host.size if host else ranks
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={here}"]
+    forget(os.environ)
+    if host:
+        launcher += [f"--nnodes={host.size}", f"--node_rank={host.rank}"]
+        launcher += [f"--master_addr={host.address}", f"--master_port={host.port}"]
+    else:
+        launcher.append("--standalone")
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here)), **os.environ}
     with guarded():
         done = subprocess.run([*launcher, "-m", "roll_opd.megatron.score", json.dumps(settings)], env=environment)
     return 1 if done.returncode else 0
 
 
-def _problems(options: argparse.Namespace) -> list[str]:
+def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     diagnostics = Diagnostics()
+    if math.prod(getattr(options, name) for name in SIZES) % hosts:
+        diagnostics.problem(
+            "--dp", f"tp x pp x cp x dp ranks are not divisible by the {hosts} hosts; change one of them"
+        )
     for name in SIZES:
         if getattr(options, name) < 1:
             diagnostics.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")

@@ -49,6 +49,9 @@ def test_there_are_commands() -> None:
 def test_a_command_of_a_page(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     program, *arguments = words
+    started = [number for number, word in enumerate(arguments) if word in PIPELINES]
+    if program == "torchrun" and started:  # what it starts on every host
+        arguments = arguments[started[0] :]
     if program == "make":
         assert set(arguments) <= TARGETS
     elif program == "roll-opd":

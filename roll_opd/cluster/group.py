@@ -1,24 +1,35 @@
 """Groups of Ray actors, called together. Roles reach their processes through these and know nothing of Ray."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import ray
+from ray._private.state import actors
 
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.start_up import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.data.compact import Compact
 
+_GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
+
 Reference = ray.ObjectRef  # to a value that stays in the object store until a process needs it
+
+
+BLAME_SECONDS = 3.0  # for Ray to say that a process has died, where another one has lost its connection to that
 
 
 class ActorGroup:
     """The actors of one role."""
 
-    def __init__(self, actors: Sequence[ray.actor.ActorHandle]) -> None:
-        self.actors = tuple(actors)
+    def __init__(self, actors: Sequence[ray.actor.ActorHandle], names: Sequence[str] = ()) -> None:
+        """`names`: what each is called where it has died; without them, that is told as Ray tells it."""
+        self.actors, self.names = tuple(actors), tuple(names)
         self._hosts: list[str] = []
+        if names:
+            _GROUPS.add(self)
 
     async def hosts(self) -> list[str]:
         """Return on which of Ray's nodes each actor lives, which its method `host` says."""
@@ -27,17 +38,26 @@ class ActorGroup:
 
     async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` on one actor and return its answer."""
-        return await getattr(self.actors[actor], method).remote(*args, **kwargs)
+        return await self._answer(actor, getattr(self.actors[actor], method).remote(*args, **kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` on every actor with the same arguments; return what each answered, in their order.
 
         A `Compact` argument is put into the object store once, for all of them. The first failure is raised at once:
-        the other actors may be waiting for the failed one in a collective.
+        the other actors may be waiting for the failed one in a collective. ProcessDied where an actor is gone.
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
-        return await asyncio.gather(*[getattr(actor, method).remote(*shared, **named) for actor in self.actors])
+        called = [getattr(actor, method).remote(*shared, **named) for actor in self.actors]
+        answers = [asyncio.ensure_future(self._answer(*each)) for each in enumerate(called)]
+        try:
+            return await asyncio.gather(*answers)
+        except ray.exceptions.RayError:
+            await asyncio.wait(answers, timeout=BLAME_SECONDS)
+            ended = (answer.exception() for answer in answers if answer.done() and not answer.cancelled())
+            if died := next((error for error in ended if isinstance(error, ProcessDied)), None):
+                raise died from died.__cause__
+            raise
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Yield what the generator `method` of one actor yields. Leaving early (use `aclosing`) cancels it."""
@@ -45,14 +65,23 @@ class ActorGroup:
         ended = False
         try:
             async for reference in remote:
-                yield await reference
+                yield await self._answer(actor, reference)
             ended = True
         finally:
             if not ended:
                 ray.cancel(remote)
 
+    async def _answer(self, actor: int, coming: Any) -> Any:
+        try:
+            return await coming
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            if not (self.names and _is_of_a_death(error)):
+                raise
+            raise ProcessDied(self.names[actor], error) from error
+
     def end(self) -> None:
         """End every actor at once; one that is left to itself tidies up for seconds."""
+        _GROUPS.discard(self)
         for actor in self.actors:
             ray.kill(actor)
 
@@ -68,7 +97,8 @@ class WorkerGroup(ActorGroup):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
             options = placement.options((device,), plan.devices, {**env, **plan.env, **variables})
             ranks.append(actor.options(**options).remote())
-        super().__init__(ranks)
+        where = [f"{plan.name}, rank {rank} ({placement.where(device)})," for rank, device in enumerate(plan.devices)]
+        super().__init__(ranks, where)
 
     async def setup(self, **arguments: Any) -> None:
         """Rendezvous at rank 0 and build the engine on every rank."""
@@ -90,7 +120,25 @@ class WithoutAdapter:
         """Leave the processes to the student."""
 
 
+def dead() -> str | None:
+    """Say which actor of a group that has not been ended has died, and how; None: none has, or Ray cannot tell."""
+    known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
+    names = {actor._actor_id.hex(): name for actor, name in known}
+    try:
+        found = actors(actor_state_name="DEAD") if names else {}
+    except Exception:  # Ray is ending, or has lost its GCS
+        return None
+    ended = ((names[key], each) for key, each in found.items() if key in names)
+    return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
+
+
 FrozenGroup = WorkerGroup | WithoutAdapter
+
+
+def _is_of_a_death(error: ray.exceptions.RayError) -> bool:
+    """Whether an actor has ended, or, of one that lives, its engine core: vLLM's error for that."""
+    cause = type(getattr(error, "cause", None)).__name__
+    return isinstance(error, ray.exceptions.RayActorError) or cause == "EngineDeadError"
 
 
 def _shared(value: Any) -> Any:

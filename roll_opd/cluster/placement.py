@@ -1,16 +1,19 @@
 """Where each device is: from the numbers in `device_mapping` to bundles of Ray placement groups.
 
-Device d is device d % devices_per_node of node d // devices_per_node. Roles that name the same number share that
-device; roles that do not, do not. On a machine without GPUs a device is a slot, and a role has all cores of its node:
-roles take turns for most of a step.
+Device d is device d % devices_per_node of node d // devices_per_node. Node 0 is the driver's host; the others follow in
+the order of their ranks, or, in a Ray cluster that was joined, of their addresses. Roles that name the same number
+share that device; roles that do not, do not. On a machine without GPUs a device is a slot, and a role has all cores of
+its node: roles take turns for most of a step.
 """
 
+import ipaddress
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_opd.cluster import warm_start
@@ -30,37 +33,46 @@ class Device:
     node: int
     cores: int  # of the node
     gpu: str | None  # as CUDA_VISIBLE_DEVICES names it on its node
+    address: str = ""  # of the node
 
 
 class Placement:
     """All devices of a run, reserved. Whoever starts something there says so to `starting`."""
 
     def __init__(
-        self, num_nodes: int, devices_per_node: int, starting: StartUp | None = None, *, deterministic: bool = True
+        self,
+        num_nodes: int,
+        devices_per_node: int,
+        starting: StartUp | None = None,
+        *,
+        deterministic: bool = True,
+        addresses: Sequence[str] = (),
     ) -> None:
         """Reserve the devices: GPUs where the cluster has any, else slots. ClusterError when there are too few.
 
-        With `deterministic`, a process has the threads of its own device, whichever role it belongs to: with others,
-        sums would be cut otherwise.
+        `addresses` are those of the run's hosts in their order, where the run has started Ray on them. With
+        `deterministic`, a process has the threads of its own device, whichever role it belongs to: with others, sums
+        would be cut otherwise.
         """
         self.starting = starting or StartUp()
         self._per_node, self._deterministic = devices_per_node, deterministic
         self.on_gpu = on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._resource = "GPU" if on_gpu else SLOT
         # a cluster that is large enough but busy is waited for, one that is too small is not
-        offered = [node["Resources"].get(self._resource, 0) for node in ray.nodes() if node["Alive"]]
-        room = sum(int(count // devices_per_node) for count in offered)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        offered = [(node["Resources"].get(self._resource, 0), node["NodeManagerAddress"]) for node in nodes]
+        room = sum(int(count // devices_per_node) for count, _ in offered)
         if room < num_nodes:
             raise ClusterError(
                 f"num_nodes {num_nodes} x num_gpus_per_node {devices_per_node} do not fit the cluster, whose nodes"
-                f" have {', '.join(f'{count:g}' for count in offered)} {self._resource}; lower them, or start Ray on"
-                " more nodes"
+                f" have {', '.join(f'{count:g} ({address})' for count, address in offered)} {self._resource};"
+                " lower them, or start Ray on more nodes"
             )
-        self._groups = [
+        groups = [
             placement_group([{self._resource: 1, "CPU": 1}] * devices_per_node, strategy="STRICT_PACK")
             for _ in range(num_nodes)
         ]
-        for group in self._groups:
+        for group in groups:
             with self.starting.waiting_for(f"{devices_per_node} free {self._resource} on a node"):
                 is_placed = group.wait(PLACEMENT_SECONDS)
             if not is_placed:
@@ -68,15 +80,34 @@ class Placement:
                     f"the cluster has no node with {devices_per_node} free {self._resource}: it offers "
                     f"{ray.cluster_resources()}. Lower num_gpus_per_node / num_nodes, or free the devices"
                 )
+        by_id = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+        of_groups = [(by_id.get(node_of(group), ""), group) for group in groups]
+        first = ray.util.get_node_ip_address()
         self._devices = [
-            self._probe(group, node, bundle, on_gpu)
-            for node, group in enumerate(self._groups)
+            self._probe(group, node, address, bundle, on_gpu)
+            for node, (address, group) in enumerate(sorted(of_groups, key=lambda it: order(it[0], first, addresses)))
             for bundle in range(devices_per_node)
         ]
+
+    def where(self, device: int) -> str:
+        """Return a device's number and, where there are several hosts, the address of its own."""
+        several = len({each.address for each in self._devices}) > 1
+        return f"device {device}" + (f" of {self._devices[device].address}" if several else "")
+
+    def hosts(self) -> dict[str, list[int]]:
+        """Return the devices of each host, by its address, in their order."""
+        found: dict[str, list[int]] = {}
+        for number, device in enumerate(self._devices):
+            found.setdefault(device.address, []).append(number)
+        return found
 
     def options(self, devices: tuple[int, ...], role: tuple[int, ...], env: dict[str, str]) -> dict:
         """Ray options for a process that lives on the first of `devices`, sees all of them, and is part of a `role`."""
         home = self._devices[devices[0]]
+        if len({self._devices[number].node for number in devices}) > 1:
+            raise ClusterError(
+                f"devices {', '.join(map(str, devices))} of one process are not on one node; change the device_mapping"
+            )
         variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **warm_start.openmp(), **env}
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
@@ -102,9 +133,9 @@ class Placement:
             shared_by = sum(self._devices[number].node == home.node for number in role)
         return max(1, home.cores // shared_by)
 
-    def _probe(self, group: PlacementGroup, node: int, bundle: int, on_gpu: bool) -> Device:
-        if not on_gpu and not os.environ.get("RAY_ADDRESS"):  # this machine
-            return Device(group, bundle, node, len(os.sched_getaffinity(0)), None)
+    def _probe(self, group: PlacementGroup, node: int, address: str, bundle: int, on_gpu: bool) -> Device:
+        if not (on_gpu or os.environ.get("RAY_ADDRESS")) and address == ray.util.get_node_ip_address():  # this machine
+            return Device(group, bundle, node, len(os.sched_getaffinity(0)), None, address)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         claim = {"num_gpus": SHARE} if on_gpu else {"resources": {SLOT: SHARE}}
         seen = _look.options(num_cpus=0, scheduling_strategy=strategy, **claim).remote()
@@ -114,7 +145,22 @@ class Placement:
                 cores, gpus = ray.get(seen, timeout=patience)
             except ray.exceptions.GetTimeoutError:
                 raise ClusterError(f"the first process of Ray's {self.starting.too_late()}") from None
-        return Device(group, bundle, node, cores, gpus[0] if on_gpu else None)
+        return Device(group, bundle, node, cores, gpus[0] if on_gpu else None, address)
+
+
+def node_of(group: PlacementGroup) -> str:
+    """Return the id of the node on which all bundles of a placed group are."""
+    return next(iter(placement_group_table(group)["bundles_to_node_id"].values()))
+
+
+def order(address: str, first: str, ranks: Sequence[str]) -> tuple[int, int, str]:
+    """Return what a node is sorted by: the place of its address in `ranks`, or first the driver's, then as numbers."""
+    if address in ranks:
+        return ranks.index(address), 0, ""
+    try:
+        return len(ranks) + (address != first), int(ipaddress.ip_address(address)), ""
+    except ValueError:
+        return len(ranks) + (address != first), 0, address
 
 
 @ray.remote

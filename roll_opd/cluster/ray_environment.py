@@ -3,6 +3,8 @@
 import os
 import secrets
 
+import psutil
+
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -30,3 +32,14 @@ def prepare_environment() -> None:
     # a token of its own: Ray would write one into the home directory, which may not be there
     if not joins and not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def use_the_network_of(address: str) -> None:
+    """Have gloo and vLLM take the address by which the hosts know this one, where the user has not said otherwise.
+
+    They would ask the name of the host, which often means 127.0.0.1, or the way to the internet, which may not exist.
+    """
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

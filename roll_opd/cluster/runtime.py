@@ -10,19 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
+from roll_opd.cluster.host_facts import count_gpus
+from roll_opd.cluster.hosts import Hosts
 from roll_opd.cluster.lean_ray import lean
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import prepare_environment
+from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
 from roll_opd.cluster.start_up import ClusterError, StartUp
 from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
+MOST_SECONDS = 3600.0  # for a host to start its part of Ray
 
 
 @contextmanager
-def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Iterator[None]:
-    """Have Ray up inside the `with` block.
+def ray_cluster(
+    devices_per_node: int,
+    starting: StartUp | None = None,
+    hosts: Hosts | None = None,
+) -> Iterator[None]:
+    """Have Ray up inside the `with` block, on all `hosts` where there are others.
 
     With RAY_ADDRESS set (a cluster that somebody else started), join it. Otherwise start one on this machine whose
     processes die with this one, SIGKILL included, and whose session directory goes with them. Besides its GPUs the
@@ -30,6 +39,8 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
     """
     starting = starting or StartUp()
     prepare_environment()
+    if hosts:
+        use_the_network_of(hosts.addresses[0])
     # authentication stays on; its notice would be printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
@@ -41,18 +52,54 @@ def ray_cluster(devices_per_node: int, starting: StartUp | None = None) -> Itera
             if shlex.quote(sys.executable) != sys.executable:
                 # a shell starts Ray's workers with this path as it is: below "My Projects" none would ever start
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
-            cores = max(os.cpu_count() or 1, devices_per_node)
-            resources = {SLOT: float(devices_per_node)}
+            if hosts:
+                common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):
-                started = _init("local", include_dashboard=False, num_cpus=cores, resources=resources, **common)
+                started = _init("local", include_dashboard=False, **_offered(devices_per_node), **common)
             session = Path(started.address_info["session_dir"])
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
+            if hosts:
+                with starting.waiting_for("Ray on the other hosts"):
+                    hosts.join(
+                        started.address_info["gcs_address"], devices_per_node, min(starting.seconds, MOST_SECONDS)
+                    )
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def joined_node(address: str, here: str, devices_per_node: int) -> Node:
+    """Make this host, known as `here` to the others, a node of the cluster at `address`, which another one has made."""
+    offered = _offered(devices_per_node) | _gpus_of_a_host(devices_per_node)
+    params = RayParams(gcs_address=address, node_ip_address=here, **offered)
+    with lean(shows_logs=DEBUG in os.environ):
+        return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def what_has_ended(node: Node) -> str | None:
+    """Say which of Ray's processes that `node` has started on this host have ended; None: none has."""
+    ended = [f"{kind} ({_how(process.returncode)})" for kind, process in node.dead_processes()]
+    return f"Ray's {' and '.join(ended)} has ended" if ended else None
+
+
+def _how(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _offered(devices_per_node: int) -> dict[str, Any]:
+    """Return what this machine offers Ray, besides its GPUs."""
+    return {
+        "num_cpus": max(os.cpu_count() or 1, devices_per_node),
+        "resources": {SLOT: float(devices_per_node)},
+    }
+
+
+def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
+    """Return how many of its GPUs a host gives to a run of several: as many as device numbers count there."""
+    return {"num_gpus": devices_per_node} if count_gpus() else {}
 
 
 def _init(*args: Any, **options: Any) -> Any:

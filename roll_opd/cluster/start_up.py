@@ -23,6 +23,14 @@ class ClusterError(RuntimeError):
     """The cluster cannot hold the run, or a part of it does not start; the message says what to do."""
 
 
+class ProcessDied(ClusterError):
+    """A process of a role has ended; the message says which one, where, and what is known of it."""
+
+    def __init__(self, who: str, error: ray.exceptions.RayError) -> None:
+        is_actors = isinstance(error, ray.exceptions.RayActorError)
+        super().__init__(f"{who} has died: {_detail(error) if is_actors else 'its engine core has ended'}")
+
+
 class StartUp:
     """Says what is waited for, from a thread, so that a call that blocks is told of like any other."""
 
@@ -57,8 +65,10 @@ class StartUp:
             try:
                 async with asyncio.timeout(None if math.isinf(self.seconds) else self.seconds):
                     return await coming
-            except ray.exceptions.RayError as error:
-                raise ClusterError(f"{what}: does not start: {self._reason(error)}") from error
+            except (ray.exceptions.RayError, ProcessDied) as error:
+                cause = error.__cause__ if isinstance(error, ProcessDied) else error
+                assert isinstance(cause, ray.exceptions.RayError)
+                raise ClusterError(f"{what}: does not start: {self._reason(cause)}") from error
             except TimeoutError:
                 raise ClusterError(f"{what}: {self.too_late()}") from None
 
@@ -86,8 +96,7 @@ class StartUp:
             return _lines(str(cause) if own and str(cause) else f"{type(cause).__name__}: {cause}")
         pid = re.search(r"pid: (\d+)", str(error))
         words = self._last_words(pid[1]) if pid else None
-        detail = re.search(r"Worker exit detail: (.*?)(?: There are some potential|$)", str(error), re.DOTALL)
-        return _lines(words or f"its process has ended: {detail[1] if detail else error}")
+        return _lines(words or f"its process has ended: {_detail(error)}")
 
     def _last_words(self, pid: str) -> str | None:
         """Return the exception that a process of Ray's has written; of several, the latest to write has the word."""
@@ -98,6 +107,17 @@ class StartUp:
             if words := last_raised(file.read_text(encoding="utf-8", errors="replace")):
                 return words
         return None
+
+
+def _detail(error: ray.exceptions.RayError) -> str:
+    """Return what Ray says of the end of a process."""
+    return exit_detail(str(error))
+
+
+def exit_detail(said: str) -> str:
+    """Return what Ray says of the end of a process, without what may be the cause in general."""
+    detail = re.search(r"Worker exit detail: (.*)", said, re.DOTALL)
+    return _lines(re.split(r" There are some potential| Some common causes", detail[1] if detail else said)[0])
 
 
 def _lines(text: str) -> str:

@@ -39,22 +39,31 @@ class WarmServer:
         self._process = process
 
     def serve(self, plan: RunPlan) -> None:
-        """Have the server import what the processes of `plan` need.
+        """Have the server import what the processes of `plan` need."""
+        self.import_for(wanted_by(plan))
 
-        Variables that the plan or a role sets (system_envs) may be read while libraries are imported: then all begin
-        cold.
-        """
+    def import_for(self, wanted: str | None) -> None:
+        """Have the server import what is `wanted_by` a plan; where that is None, all processes begin cold."""
         if self._process is None or self._process.stdin is None:
             return
-        engines = plan.inference_roles().values()
-        eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
-        wanted = (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
         with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
-            told.write(wanted.encode())
-        of_roles = [role.env for role in plan.megatron_roles().values()]
-        of_roles += [role.env for role in plan.inference_roles().values()]
-        if plan.env or any(of_roles):
+            told.write((wanted or "").encode())
+        if wanted is None:
             os.environ.pop(ADDRESS)
+
+
+def wanted_by(plan: RunPlan) -> str | None:
+    """Return what the processes of `plan` need besides Megatron, as `WarmServer.import_for` takes it.
+
+    None: variables that the plan or a role sets (system_envs) may be read while libraries are imported.
+    """
+    of_roles = [role.env for role in plan.megatron_roles().values()]
+    of_roles += [role.env for role in plan.inference_roles().values()]
+    if plan.env or any(of_roles):
+        return None
+    engines = plan.inference_roles().values()
+    eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
+    return (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
 
 
 @contextmanager

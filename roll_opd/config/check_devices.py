@@ -1,5 +1,6 @@
 """Checks of devices: whether they exist, who shares them, and their memory."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 from roll_opd.config.device_mapping import short_devices
@@ -36,6 +37,15 @@ def check_devices(roles: list[Role], top: Run) -> None:
                 f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
                 " use a smaller one",
             )
+        elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
+            where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"
+            if role.job == "rollout":
+                role.tell.problem("device_mapping", f"an engine's {where}; an engine has to be inside one: change it")
+            else:
+                role.tell.remark(
+                    "device_mapping",
+                    f"{where}, and are one tensor-parallel group, which talks in every layer: slow over a network",
+                )
     for (one, mine), (other, theirs) in combinations(known, 2):
         shared = mine & theirs
         if shared and shared != mine and shared != theirs:
@@ -45,6 +55,12 @@ def check_devices(roles: list[Role], top: Run) -> None:
                 f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
                 " devices, lie one inside the other or keep apart, but not overlap in part",
             )
+
+
+def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
+    """Return the first group of `tp` devices one after another that is not inside a node; empty where all are."""
+    groups = (devices[start : start + tp] for start in range(0, len(devices), tp))
+    return next((group for group in groups if len({device // per_node for device in group}) > 1), ())
 
 
 def check_memory(plan: RunPlan, tell: Diagnostics) -> None:

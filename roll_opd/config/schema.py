@@ -451,6 +451,8 @@ class RunKeys(Section):
         1800.0, "how long any part of a run may take to start, until the run gives up", OURS
     )
     grace_seconds: NotNegative = key(120.0, "how long a step may go on after SIGTERM, to end with a checkpoint", OURS)
+    host_seconds: AboveZero = key(600.0, "how long the hosts of a run wait for one that does not come", OURS)
+    max_restarts: Count = key(0, "times that a run which fails goes on by itself from its last checkpoint", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)

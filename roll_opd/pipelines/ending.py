@@ -1,14 +1,20 @@
-"""How a run ends before its last step: what SIGTERM and Ctrl-C leave, and how to go on from there."""
+"""How a run ends before its last step: what SIGTERM, Ctrl-C and a lost host leave, and how to go on from there."""
 
 import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from roll_opd.command_line import FAILED
 from roll_opd.pipelines.checkpoints import Checkpoints
-from roll_opd.workers.errors import Interrupted, Terminated
+from roll_opd.terminal import tell
+from roll_opd.workers.errors import Interrupted, RunError, Terminated
+
+LOST_SECONDS = 20.0  # for a run to end that has lost a part of its cluster
 
 
 class Ending:
@@ -19,6 +25,8 @@ class Ending:
         self._checkpoints, self._grace, self._say = checkpoints, grace_seconds, say
         self.is_asked_for = False
         self.is_training = False  # there are steps, which are worth to be finished
+        self._lost: str | None = None  # why the run cannot go on, although nothing in it has failed yet
+        self._is_over = False
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
@@ -48,12 +56,24 @@ class Ending:
         try:
             yield
         except asyncio.CancelledError:
+            if self._lost:
+                raise self._without_a_part() from None
             if not self.is_asked_for:
                 raise
             late = f", which the step did not end within {self._grace:g} s of" if self.is_training else ""
             raise Terminated(f"ended by SIGTERM{late}{self.how_to_go_on()}") from None
         finally:
+            self._is_over = True
             self.listen()
+
+    def lose(self, why: str) -> None:
+        """End the run, from any thread, because a part of its cluster is gone, which it might notice much later."""
+        if self._lost is None and not self._is_over:
+            self._lost = why
+            last_resort = threading.Timer(LOST_SECONDS, self._give_up)
+            last_resort.daemon = True
+            last_resort.start()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def saved(self, step: int) -> Terminated:
         """Return the end of a run that has been saved after `step`."""
@@ -70,7 +90,17 @@ class Ending:
             return "; no checkpoint was written, so there is nothing to go on from"
         return f"; go on after step {newest[0]} with resume_from_checkpoint=true ({newest[1]})"
 
+    def _without_a_part(self) -> RunError:
+        return RunError(f"{self._lost}{self.how_to_go_on()}")
+
+    def _give_up(self) -> None:
+        tell(f"roll-opd: {self._without_a_part()}", sys.stderr)
+        os._exit(FAILED)
+
     def _ask(self, task: "asyncio.Task[Any]") -> None:
+        if self._lost:
+            task.cancel()
+            return
         if self.is_asked_for or not self.is_training:
             self.is_asked_for = True
             task.cancel()
@@ -80,6 +110,9 @@ class Ending:
         asyncio.get_running_loop().call_later(self._grace, task.cancel)
 
     def _stop(self, *_: object) -> None:
+        if self._lost and not self._is_over:
+            self._is_over = True
+            raise self._without_a_part()
         if self.is_asked_for:
             return  # the run is ending already
         self.is_asked_for = True

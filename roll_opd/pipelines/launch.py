@@ -2,18 +2,25 @@
 
 0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted;
 143 ended by SIGTERM.
-`roll-opd run`, the launchers in `examples/` and `python -m roll_opd.pipelines.launch` are this module.
+`roll-opd run`, the launchers in `examples/` and `python -m roll_opd.pipelines.launch` are this module. Launched on
+several hosts, it runs the driver on the first of them; the others serve it, and end with its exit code.
 """
 
 import argparse
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.cluster.warm_start import warm_server
+from roll_opd.cluster.hosts import Hosts
+from roll_opd.cluster.launched import Host, LaunchError, forget, launched
+from roll_opd.cluster.member import serve
+from roll_opd.cluster.start_up import ClusterError
+from roll_opd.cluster.warm_start import WarmServer, wanted_by, warm_server
 from roll_opd.command_line import (
     DONE,
     FAILED,
@@ -35,6 +42,7 @@ from roll_opd.failures import os_sentence, shortened, tell_unforeseen
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
+from roll_opd.pipelines.restarting import is_attempt, restarted, restarts_left
 from roll_opd.rewards.interface import RewardError
 from roll_opd.terminal import tell
 from roll_opd.tracking.recording import recorded
@@ -74,22 +82,95 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
     safe_output()
     if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
         die_with_parent()
+    try:
+        host = launched(os.environ)
+    except LaunchError as error:
+        return exit_code(error)
+    if host and host.rank:
+        forget(os.environ)
+        return serve(host, lambda text: tell(text, sys.stderr))
     with recorded():
-        return _launch(parsed, pure, pipeline)
+        done = _launch(parsed, pure, pipeline, host)
+    return done if isinstance(done, int) else restarted(done.max_restarts)
 
 
-def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None) -> int:
-    with warm_server() as server:
+def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None) -> int | RunPlan:
+    """Return the exit code, or the plan where the command is to run in a process of its own: it may be started again,
+    or torchrun would signal all that has started, Ray's processes with the driver.
+    """
+    is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
+    with warm_server() if is_here else nullcontext(WarmServer(None)) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
+            _check_number(plan, host)
         except (Exception, KeyboardInterrupt) as error:
+            code = exit_code(error, is_started=False)
+            if host and not isinstance(error, KeyboardInterrupt):
+                _tell_the_others(host, code)
+            return code
+        if (host or plan.max_restarts) and not is_attempt():
+            return plan
+        if host is None:
+            return _served(plan, server, None)
+        try:
+            hosts = Hosts(host, again=plan.host_seconds if restarts_left() else 0.0)
+        except LaunchError as error:
+            return exit_code(error)
+        signal.signal(signal.SIGTERM, _terminated)  # until the run takes it over
+        code = FAILED
+        try:
+            code = _served(plan, server, hosts)
+        finally:
+            hosts.end(code, again=code == FAILED and restarts_left() > 0)
+        return code
+
+
+def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None) -> int:
+    if hosts:
+        forget(os.environ)
+        try:
+            hosts.gather(plan.host_seconds, tell)
+            models = sorted({role.model.path for role in plan.roles().values()})
+            hosts.check(models, plan.output_dir, plan.devices_per_node)
+        except ClusterError as error:
+            return exit_code(RunError(str(error)))
+        except (LaunchError, Terminated, OSError, KeyboardInterrupt) as error:
             return exit_code(error, is_started=False)
-        server.serve(plan)
-        os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
-        return _run(plan)
+        hosts.warm = wanted_by(plan)
+    server.serve(plan)
+    os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
+    return _run(plan, hosts)
 
 
-def _run(plan: RunPlan) -> int:
+def _terminated(*_: object) -> None:
+    raise Terminated("ended by SIGTERM before the run began")
+
+
+def _check_number(plan: RunPlan, host: Host | None) -> None:
+    """LaunchError where the run was launched on another number of hosts than it has nodes."""
+    size = host.size if host else 1
+    if os.environ.get("RAY_ADDRESS") or plan.num_nodes == size:
+        return
+    if plan.num_nodes > size:
+        wanted = (
+            f"launch it on all of {plan.num_nodes} (torchrun --nnodes {plan.num_nodes}, srun or mpirun), or start Ray"
+            " on them (ray start) and set RAY_ADDRESS to its head"
+        )
+    else:
+        wanted = f"write num_nodes={size} and give roles devices on all of them, or launch it on fewer"
+    raise LaunchError([f"num_nodes is {plan.num_nodes}, and the run was launched on {size}: {wanted}"])
+
+
+def _tell_the_others(host: Host, code: int) -> None:
+    """End hosts that await a run which cannot be."""
+    try:
+        hosts = Hosts(host)
+    except LaunchError:
+        return
+    hosts.end(code)
+
+
+def _run(plan: RunPlan, hosts: Hosts | None) -> int:
     try:
         # imports torch: a wrong configuration is refused without waiting for that
         from roll_opd.pipelines.preflight import preflight
@@ -105,7 +186,7 @@ def _run(plan: RunPlan) -> int:
     try:
         from roll_opd.pipelines.loop import run  # imports Ray
 
-        run(plan, inputs)
+        run(plan, inputs, hosts)
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error, refusals=(CheckpointError, ConfigError))
     return DONE

@@ -9,14 +9,17 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from roll_opd.cluster import placement, runtime
-from roll_opd.cluster.start_up import ClusterError, StartUp
+from roll_opd.cluster.hosts import Hosts
+from roll_opd.cluster.start_up import ClusterError, ProcessDied, StartUp
+from roll_opd.cluster.watching import watched
 from roll_opd.command_line import tell_run_directory
+from roll_opd.config.device_mapping import short_devices
 from roll_opd.config.errors import ConfigError
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
@@ -120,16 +123,17 @@ class Run:
             raise self.ending.saved(step)
 
 
-def run(plan: RunPlan, inputs: Inputs) -> None:
+def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None) -> None:
     """Make the run directory, start Ray and train to the end. RunError for what stops a run on its way.
 
-    A run that ends before its start-up is over leaves nothing behind.
+    `hosts` are those that were launched for it, where it has others than this one. A run that ends before its start-up
+    is over leaves nothing behind.
     """
     with recorded() as recording:
-        _run(plan, inputs, recording)
+        _run(plan, inputs, recording, hosts)
 
 
-def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
+def _run(plan: RunPlan, inputs: Inputs, recording: Recording, hosts: Hosts | None) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
     try:
@@ -149,11 +153,23 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
     starting = StartUp(plan.startup_seconds, logger.note)
     ending = Ending(checkpoints, plan.grace_seconds, logger.note)
     try:
-        with ending.before_the_loop(), runtime.ray_cluster(plan.devices_per_node, starting):
+        with (
+            ending.before_the_loop(),
+            runtime.ray_cluster(plan.devices_per_node, starting, hosts),
+            watched(ending.lose),
+        ):
             ending.listen()
+            if hosts:
+                hosts.watch(ending.lose)
             devices = placement.Placement(
-                plan.num_nodes, plan.devices_per_node, starting, deterministic=plan.deterministic
+                plan.num_nodes,
+                plan.devices_per_node,
+                starting,
+                deterministic=plan.deterministic,
+                addresses=hosts.addresses if hosts else (),
             )
+            if plan.num_nodes > 1:
+                logger.note(f"Devices: {told(devices.hosts())}")
             opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, ending)
             live = recording.show_live if recording.is_live else None
             with shown_while_long(logger.under_way, logger.note, live):
@@ -162,6 +178,8 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
         raise ending.interrupted() from None
     except SkippedUpdates as error:
         raise RunError(f"{error}: {logger.skipped(error.samples)}") from error
+    except ProcessDied as error:
+        raise RunError(f"{error}{ending.how_to_go_on()}") from error
     except (ClusterError, DataError) as error:
         raise RunError(str(error)) from error
     finally:
@@ -172,6 +190,11 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording) -> None:
         elif ended_by := sys.exception():
             logger.report(ended_by)
     logger.finish()
+
+
+def told(devices: Mapping[str, Sequence[int]]) -> str:
+    """Return which devices are on which host, in words."""
+    return ", ".join(f"{short_devices(numbers)} on {address}" for address, numbers in devices.items())
 
 
 async def _trained(train: Callable[[Run], Awaitable[None]], run: Run) -> None:

@@ -64,10 +64,6 @@ def preflight(plan: RunPlan) -> Inputs:
     Raises ConfigError, CheckpointError, DataError or the error of a function, reward, tracker or model that cannot be
     used.
     """
-    if plan.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(
-            [f"num_nodes is {plan.num_nodes}: start Ray on every node (ray start) and set RAY_ADDRESS to its head"]
-        )
     for warning in plan.warnings:
         warn(warning)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)

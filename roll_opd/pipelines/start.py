@@ -182,15 +182,17 @@ async def start_sampler(
     """Start the engines of `rollout`; new weights can reach them through `weight_transfer`."""
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []
+    names: list[str] = []
     for engine in range(rollout.engines):
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
+        names.append(f"{rollout.name}, engine {engine} ({placement.where(devices[0])}),")
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
     arguments = (rollout, plan.seed, plan.deterministic, weight_transfer)
     setups = asyncio.gather(*[actor.setup.remote(*arguments) for actor in actors])
     await placement.starting.of(f"{rollout.name} (vLLM)", setups)
-    return Sampler(ActorGroup(actors))
+    return Sampler(ActorGroup(actors, names))
 
 
 @asynccontextmanager

@@ -1,10 +1,11 @@
-"""CPU threads of a role's processes."""
+"""The order of hosts, and CPU threads of a role's processes."""
 
 from typing import Any
 
 import pytest
 
-from roll_opd.cluster.placement import Device, Placement
+from roll_opd.cluster.placement import Device, Placement, order
+from roll_opd.cluster.start_up import ClusterError
 
 NOBODY: Any = None  # no placement group is asked
 
@@ -40,3 +41,29 @@ def test_more_processes_than_cores_have_a_thread_each() -> None:
     made = placement(gpus=False, deterministic=False)
     made._devices = [Device(NOBODY, n, 0, 2, None) for n in range(4)]
     assert made._threads(made._devices[0], (0, 1, 2, 3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ((), ["10.0.0.20", "10.0.0.3", "10.0.0.100"]),  # the driver's first, then as numbers
+        (("10.0.0.20", "10.0.0.100", "10.0.0.3"), ["10.0.0.20", "10.0.0.100", "10.0.0.3"]),
+    ],
+)
+def test_hosts_are_in_a_stated_order(ranks: tuple[str, ...], wanted: list[str]) -> None:
+    addresses = ["10.0.0.100", "10.0.0.3", "10.0.0.20"]
+    assert sorted(addresses, key=lambda each: order(each, "10.0.0.20", ranks)) == wanted
+
+
+def test_a_process_has_devices_of_one_host() -> None:
+    made = placement(gpus=True, deterministic=False)
+    with pytest.raises(ClusterError, match="devices 3, 4 of one process are not on one node"):
+        made.options((3, 4), (3, 4), {})
+
+
+def test_where_a_device_is() -> None:
+    made = placement(gpus=False, deterministic=False)
+    assert made.where(5) == "device 5"
+    made._devices = [Device(NOBODY, 0, n, 8, None, f"10.0.0.{n + 1}") for n in range(2)]
+    assert made.where(1) == "device 1 of 10.0.0.2"
+    assert made.hosts() == {"10.0.0.1": [0], "10.0.0.2": [1]}

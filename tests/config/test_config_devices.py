@@ -72,3 +72,20 @@ def test_teachers_with_the_same_weights_are_loaded_once(plan: Plan, values: dict
     assert serving == {"general": "general", "special": "general", "coarse": "coarse"}
     assert run.serving(run.student) is run.student
     assert sum(device_memory(run).values()) > sum(once.values())
+
+
+def test_an_engine_is_inside_a_node(plan: Plan, problems: Callable[..., list[str]]) -> None:
+    tp2 = {"student_infer.strategy_args.strategy_config.tensor_parallel_size": 2, "num_nodes": 2}
+    inside = plan({**tp2, "student_infer.device_mapping": "[2,3,4,5]"})
+    assert inside.rollout and inside.rollout.engines == 2
+    apart = {**tp2, "student_train.device_mapping": "[3,4]", "student_infer.device_mapping": "[3,4]"}
+    apart["teacher.device_mapping"] = "[0,1]"
+    (problem,) = problems(apart)
+    assert "student_infer.device_mapping" in problem
+    assert "devices 3-4 are on several nodes of 4; an engine has to be inside one" in problem
+
+
+def test_a_tensor_parallel_group_over_nodes_is_warned_of(plan: Plan) -> None:
+    run = plan({"num_nodes": 2, "teacher.device_mapping": "[3,4]"})
+    assert any("teacher.device_mapping" in said and "devices 3-4 are on several nodes" in said for said in run.warnings)
+    assert not any("several nodes" in said for said in plan({"teacher.device_mapping": "[4,5]"}).warnings)

@@ -1,0 +1,147 @@
+"""Hosts find each other and are checked: here processes and threads of one machine, over its loopback."""
+
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_opd.cluster import host_facts
+from roll_opd.cluster.hosts import Hosts
+from roll_opd.cluster.launched import Host, LaunchError
+from roll_opd.cluster.line import Line
+
+FACTS: dict[str, Any] = {"name": "b", "gpus": 0, "versions": {"python": "3.11.7", "ray": "2.60.0"}}
+
+
+class Other:
+    """A host as a test plays it."""
+
+    def __init__(self, port: int, rank: int = 1, **facts: Any) -> None:
+        self.inbox: queue.Queue[Any] = queue.Queue()
+        self.line = Line(socket.create_connection(("127.0.0.1", port)), self.inbox)
+        self.line.say(rank=rank, size=2, **{**host_facts.facts(), **facts})
+
+    def heard(self, key: str) -> Any:
+        """What is said next with `key` in it."""
+        while True:
+            _, message = self.inbox.get(timeout=10)
+            assert message is not None
+            if key in message:
+                return message[key]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    opened = Hosts(Host(0, 2, "127.0.0.1", port), again=7.0)
+    yield opened
+    opened._listener.close()
+
+
+def port(hosts: Hosts) -> int:
+    return int(hosts._host.port)
+
+
+def test_a_late_host_is_named(hosts: Hosts) -> None:
+    with pytest.raises(LaunchError, match=r"host 1 of 2 has not come within 0.2 s \(host_seconds\)"):
+        hosts.gather(0.2, print)
+
+
+def test_a_host_that_leaves_may_come_again(hosts: Hosts) -> None:
+    Other(port(hosts)).line.close()
+    time.sleep(0.2)
+    second = threading.Timer(0.3, lambda: Other(port(hosts)))
+    second.start()
+    hosts.gather(10, print)
+
+
+def test_two_hosts_of_one_rank_and_strangers(hosts: Hosts) -> None:
+    socket.create_connection(("127.0.0.1", port(hosts))).sendall(b"GET / HTTP/1.1\r\n\r\n")
+    Other(port(hosts), rank=5)
+    with pytest.raises(LaunchError, match="says that it is host 5 of 2"):
+        hosts.gather(1, print)
+
+
+def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: Path) -> None:
+    model, absent = tmp_path / "model", tmp_path / "out" / "runs"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    other = Other(port(hosts), versions={**host_facts.versions(), "ray": "1.0"})
+    hosts.gather(10, print)
+    assert other.heard("again") == 7.0
+
+    def answer() -> None:
+        assert other.heard("check")["models"] == [str(model)]
+        other.line.say(models={str(model): {}}, answer="")
+
+    threading.Thread(target=answer).start()
+    with pytest.raises(LaunchError) as caught:
+        hosts.check([str(model)], str(absent), devices=2)
+    version, missing, directory = caught.value.problems
+    assert "has ray 1.0 and host 0 has" in version
+    assert f"has no model at {model} (no config.json)" in missing
+    assert f"does not share {absent}" in directory
+    assert not absent.parent.exists()  # nothing is left of the check
+
+
+def test_hosts_that_fit_are_told_how_the_run_ends(hosts: Hosts, tmp_path: Path) -> None:
+    other = Other(port(hosts))
+    hosts.gather(10, print)
+
+    def answer() -> None:
+        other.line.say(**host_facts.look(**other.heard("check")))
+        assert other.heard("join")["slots"] == 2
+        other.line.say(node=True)
+
+    threading.Thread(target=answer).start()
+    hosts.check([], str(tmp_path), devices=2)
+    hosts.join("10.0.0.1:6379", 2, 10)
+    assert not list(tmp_path.iterdir())
+    lost: queue.Queue[str] = queue.Queue()
+    hosts.watch(lost.put)
+    other.line.say(failed="Ray's raylet (killed by signal 9) has ended", node=True)
+    assert lost.get(timeout=10).endswith("127.0.0.1): Ray's raylet (killed by signal 9) has ended")
+    hosts.end(3)
+    assert other.heard("end") == 3
+
+
+def test_a_host_that_ends_is_lost(hosts: Hosts) -> None:
+    other = Other(port(hosts))
+    hosts.gather(10, print)
+    lost: queue.Queue[str] = queue.Queue()
+    hosts.watch(lost.put)
+    other.line.close()
+    assert "is gone" in lost.get(timeout=10)
+
+
+def test_a_part_of_a_model_is_no_model() -> None:
+    whole = {"/m": {"config.json": 2, "model.safetensors": 10}}
+    (problem,) = host_facts.model_problems(whole, {"/m": {"config.json": 2, "model.safetensors": 9}})
+    assert "has another model.safetensors at /m than host 0" in problem
+    assert host_facts.model_problems(whole, {"/m": {**whole["/m"], "README.json": 1}}) == []
+
+
+@pytest.mark.parametrize(("own", "other", "problems"), [(0, 0, 0), (8, 8, 0), (8, 4, 1), (0, 8, 1), (8, 0, 1)])
+def test_gpus_of_hosts(own: int, other: int, problems: int) -> None:
+    found = host_facts.differences({**FACTS, "gpus": own}, {**FACTS, "gpus": other}, devices=8)
+    assert len(found) == problems
+
+
+def test_a_member_whose_driver_never_comes_says_so() -> None:
+    program = (
+        "import sys; from roll_opd.cluster import member; from roll_opd.cluster.launched import Host\n"
+        "member.FIRST_SECONDS = 0.5\n"
+        "one = member._Member(Host(1, 2, '127.0.0.1', 9), print); one._again = 0.5\n"
+        "sys.exit(one.serve())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "host 0 has not answered at 127.0.0.1:9 for 0.5 s" in done.stdout

@@ -1,0 +1,54 @@
+"""Runs over several hosts, in real network, PID and mount namespaces; more of them in `host_faults.py`."""
+
+import sys
+from pathlib import Path
+
+from host_faults import TWO, command, launch, model
+from network import LEFT, needs_hosts, network, plainly
+from runs import REPOSITORY
+
+pytestmark = needs_hosts
+SECONDS = 300.0
+
+
+def test_two_hosts_end_with_the_bits_of_one(tmp_path: Path) -> None:
+    """Student and engine are on one host, the teacher is on the other; torchrun starts both."""
+    short = ("max_steps=2", "save_steps=0")
+    both = ("num_gpus_per_node=2", "teacher.device_mapping=[1]", "student_infer.device_mapping=[0]")
+    apart = (*TWO, "student_infer.device_mapping=[0]")
+    with network(2, tmp_path / "logs", tmp_path) as hosts:
+        alone = hosts[0].start([sys.executable, *command(tmp_path / "one", *both, *short)])
+        assert alone.wait(SECONDS) == 0, alone.output
+        processes = launch(hosts, tmp_path / "two", *apart, *short)
+        assert [process.wait(SECONDS) for process in processes] == [0, 0], processes[0].output
+        first, second = (process.output for process in processes)
+        assert LEFT not in first + second
+        assert f"Devices: 0 on {hosts[0].address}, 1 on {hosts[1].address}" in first
+        assert "step 2/2" in first and "step" not in second
+    assert model(tmp_path / "two", 2) == model(tmp_path / "one", 2)
+
+
+def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with network(2, tmp_path / "logs", tmp_path) as hosts:
+        words = command(tmp_path / "out", *TWO, "host_seconds=2")
+        process = hosts[0].start([sys.executable, *words], **plainly(hosts, 0))
+        assert process.wait(60) == 2
+        assert "1. host 1 of 2 has not come within 2 s (host_seconds); start the same command there" in process.output
+        assert LEFT not in process.output and not (tmp_path / "out").exists()
+
+
+def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
+    """Host 1 has another version of the package, lacks the teacher, and has a directory of its own for the run."""
+    output = "/tmp/own"
+    teacher, part = REPOSITORY / "examples/demo/models/teacher", REPOSITORY / "roll_opd/hints.py"
+    (tmp_path / "changed.py").write_text(part.read_text() + "# another\n")
+    with network(2, tmp_path / "logs", tmp_path) as hosts:
+        hosts[1].hidden, hosts[1].replaced = [teacher], {part: tmp_path / "changed.py"}
+        words = [sys.executable, *command(Path(output), *TWO)]
+        processes = [host.start(words, **plainly(hosts, rank)) for rank, host in enumerate(hosts)]
+        assert [process.wait(60) for process in processes] == [2, 2]
+        said = processes[0].output
+        assert f"1. host 1 ({hosts[1].name}, {hosts[1].address}) has roll_opd" in said
+        assert f"2. host 1 ({hosts[1].name}, {hosts[1].address}) has no model at {teacher} (no config.json)" in said
+        assert f"3. host 1 ({hosts[1].name}, {hosts[1].address}) does not share {output}" in said
+        assert "host 1: the run has ended; host 0 says why" in processes[1].output
