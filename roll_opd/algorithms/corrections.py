@@ -105,8 +105,11 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     kept = mismatch.mask_M
     if not kept.any():
         return {}
-    log_ratio, ratio = mismatch.log_ratio()[kept].double(), mismatch.ratio()[kept].double()
-    apart, difference = log_ratio.abs(), mismatch.difference()[kept].double().abs()
+    every = bool(kept.all())
+    log_ratio, difference = (
+        (values_M if every else values_M[kept]).double() for values_M in (mismatch.log_ratio(), mismatch.difference())
+    )
+    ratio, apart, difference = log_ratio.exp(), log_ratio.abs(), difference.abs()
     return {
         "logprob_diff_mean": float(apart.mean()),
         "logprob_diff_max": float(apart.max()),

@@ -5,13 +5,12 @@ batch is the first so many that pass, whatever the timing, and short answers are
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.plan import FilterPlan, RewardPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, changed
 
 GroupFilter = Callable[[Sequence[Experience]], bool]  # whether a group, whose samples have their rewards, passes
 
@@ -50,7 +49,7 @@ def without_rejected(experiences: Sequence[Experience], rewards: Sequence[Reward
     return [
         e
         if e.reward is None or _passes(filters.get(e.domain), [e.reward])
-        else replace(e, loss_mask=np.zeros(e.response_length, dtype=bool))
+        else changed(e, loss_mask=np.zeros(e.response_length, dtype=bool))
         for e in experiences
     ]
 
