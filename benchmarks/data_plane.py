@@ -62,8 +62,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="of each role, data-parallel (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every point here")
     options = parser.parse_args(arguments)
-    if any(count < ANSWERS * options.ranks for count in options.sequences):
-        parser.error(f"--sequences: at least {ANSWERS * options.ranks}, {ANSWERS} answers a rank")
+    least = ANSWERS * UPDATES * options.ranks
+    if min(options.sequences) < least:
+        parser.error(f"--sequences: at least {least}, of which each rank learns {ANSWERS} in each of {UPDATES} updates")
     return options
 
 

@@ -139,22 +139,28 @@ def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
     teacher = _of_actions([pair.teacher_logprobs for pair in pairs], masks)
     if not student.size:
         return {}
-    reverse_kl = student - teacher
-    ratio = np.exp(np.clip(reverse_kl, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    student_mean, teacher_mean = float(student.mean()), float(teacher.mean())
+    reverse_kl = np.subtract(student, teacher, out=student)  # these are large: none is kept for longer than it is read
+    del student, teacher
     return {
         **statistics("opd/reverse_kl", reverse_kl, ("mean", "p50", "p95", "max")),
         "critic/kl": float(reverse_kl.mean()),
-        "opd/student_logprob": float(student.mean()),
-        "opd/teacher_logprob": float(teacher.mean()),
+        "opd/student_logprob": student_mean,
+        "opd/teacher_logprob": teacher_mean,
         "opd/abs_gap": float(np.abs(reverse_kl).mean()),
-        "opd/student_perplexity": float(np.exp(-student.mean())),
-        "opd/teacher_perplexity": float(np.exp(-teacher.mean())),
-        "opd/prob_ratio": float(ratio.mean()),
-        "opd/student_entropy": float(-student.mean()),
-        "opd/agreement": float(np.exp(np.minimum(-reverse_kl, 0)).mean()),
+        "opd/student_perplexity": float(np.exp(-student_mean)),
+        "opd/teacher_perplexity": float(np.exp(-teacher_mean)),
+        "opd/prob_ratio": float(_exp(np.clip(reverse_kl, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).mean()),
+        "opd/student_entropy": -student_mean,
+        "opd/agreement": float(_exp(np.minimum(-reverse_kl, 0)).mean()),
         **_groups("opd/teacher", [pair.teacher for pair in pairs], reverse_kl, masks),
         **_groups("opd/tag", [pair.tag for pair in pairs], reverse_kl, masks),
     }
+
+
+def _exp(values: np.ndarray) -> np.ndarray:
+    """Return e^values in the place of `values`."""
+    return np.exp(values, out=values)
 
 
 def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Sequence[np.ndarray]) -> dict[str, float]:
