@@ -63,7 +63,7 @@ class Engine:
 class Model:
     """Stands for the engine of one rank, whose data-parallel rank is its rank."""
 
-    adapters = None
+    adapters, is_last_stage = None, True
 
     def __init__(self, ranks: int) -> None:
         self.data_parallel_rank, self.packing, self._noise = int(os.environ["RANK"]), Packing(ranks), noise()

@@ -19,7 +19,7 @@ from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.data.shares import Packing
 from roll_opd.data.tensors import as_array
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import PackedBatch, Sample, pack
+from roll_opd.megatron.batches import PackedBatch, Sample, columns_of, pack
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
@@ -66,6 +66,11 @@ class MegatronEngine:
     def data_parallel_rank(self) -> int:
         """Which of the shares of a batch this rank computes."""
         return parallel_state.get_data_parallel_rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the pipeline ends here: no other stage reads the columns of a batch."""
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     @property
     def packing(self) -> Packing:
@@ -221,7 +226,8 @@ class MegatronEngine:
         settings: Any = {"share_prefixes": self.share_prefixes, "context": self._context, "like": samples[0]}
         settings["routes"] = routes
         packed = [
-            pack([samples[n] for n in numbers], self.device, self._pack_multiple, **settings) for numbers in assigned
+            pack([replace(samples[n], columns={}) for n in numbers], self.device, self._pack_multiple, **settings)
+            for numbers in assigned
         ]
 
         self.weights.config.routing_replay.begin_run()  # type: ignore[attr-defined]
@@ -239,10 +245,13 @@ class MegatronEngine:
 
             return output, finished
 
-        others = [packed] * (len(self.chunks) - 1)
+        sources = [iter(packed) for _ in self.chunks]
+        if self.is_last_stage:
+            sources[-1] = self._with_columns(packed, samples, assigned)
+        sources[0] = self._told(sources[0], len(packed))
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[self._told(packed), *map(iter, others)] if others else self._told(packed),
+            data_iterator=sources if len(sources) > 1 else sources[0],
             model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
             seq_length=1,  # not used: shapes differ from pack to pack and are exchanged
@@ -263,9 +272,16 @@ class MegatronEngine:
     def _after_run(self, packed: Sequence[PackedBatch]) -> None:
         """Do what a subclass wants to know of its micro-batches after they were run. Collective."""
 
-    def _told(self, packed: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
-        for begun, batch in enumerate(packed):
-            self.on_micro_batch(begun, len(packed))
+    def _with_columns(
+        self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
+    ) -> Iterator[PackedBatch]:
+        """Bring each micro-batch's columns as it begins: hidden states of them all may be more than a device holds."""
+        for batch, numbers in zip(packed, assigned, strict=True):
+            yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
+
+    def _told(self, batches: Iterator[PackedBatch], total: int) -> Iterator[PackedBatch]:
+        for begun, batch in enumerate(batches):
+            self.on_micro_batch(begun, total)
             yield batch
 
 

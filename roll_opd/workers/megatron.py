@@ -110,9 +110,13 @@ class _Rank:
             computed = {number: {name: values[name] for name in kept} for number, values in computed.items()}
         return Compact(small), hold(computed)
 
+    def _opened(self, share: Share) -> list[dict[str, dict[str, np.ndarray]]]:
+        """Return what is held of each sample of this rank; arrays of no token where the pipeline does not end here."""
+        return opened(share.held, share.micro_batches if self._engine.is_last_stage else [])
+
     def _targets(self, share: Share[Text], temperature: float, wanted: dict[str, Any]) -> Any:
         if share.held:
-            wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in opened(share.held, share.micro_batches)]}
+            wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(share)]}
         return self._engine.compute_targets(temperature=temperature, **_texts(share), **wanted)
 
     def written(self, *, wait: bool) -> list[Path] | None:
@@ -215,7 +219,7 @@ class TrainWorker(_LearningRank):
 
         Log-probs come back of samples alone that have none of before the update.
         """
-        targets = opened(share.held, share.micro_batches) if share.held else None
+        targets = self._opened(share) if share.held else None
         samples = train_samples(share.samples, teachers, objective, share.policy_weights, targets)
         result = self._engine.update(samples, objective, temperature, step, **_assigned(share))
         news = {n: values for n, values in result.logprobs.items() if samples[n].old_logprobs is None}
