@@ -52,6 +52,14 @@ def test_memory_of_a_transfer_is_told_beside_its_bound(monkeypatch: pytest.Monke
         sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def data_plane(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("data_plane")
+    for name in ("data_plane", "driver_cost", "pipeline_run"):
+        sys.modules.pop(name, None)
+
+
 def metrics(train: float, checkpoint: float) -> dict[str, float]:
     lap = {"generate": 0.5, "teacher": 0.25, "train": train, "validate": 1.0, "checkpoint": checkpoint, "other": 0.0}
     row = {f"time/{name}": seconds for name, seconds in lap.items()}
@@ -126,6 +134,30 @@ def test_log_probs_of_both_ways_are_compared(logprob_memory):
     rounds["chunked"] = [{**row, "weight_grad": 2.1} for row in rounds["chunked"]]
     with pytest.raises(ValueError, match="weight_grad"):
         logprob_memory.compare(rounds)
+
+
+def test_what_a_step_of_the_driver_is_made_of(data_plane, capsys: pytest.CaptureFixture[str]):
+    assert set(data_plane.lengths_of("fixed", 3, seed=1)) == {1024}
+    tail = data_plane.lengths_of("tail", 5000, seed=1)
+    assert tail.min() >= 16 and tail.max() == 16_384 and 2000 < tail.mean() < 2800
+    commands = data_plane.overrides_of("pure", 1000, 4, 2, Path("out"))
+    assert "rollout_batch_size=120" in commands  # of 8 answers: two mini-batches of 120 on each of 4 ranks
+    assert "student_train.training_args.per_device_train_batch_size=120" in commands
+    with pytest.raises(SystemExit, match="2"):
+        data_plane.parse(["--sequences", "63"])
+    assert "--sequences" in capsys.readouterr().err
+
+
+def test_cpu_time_belongs_to_the_innermost_part(data_plane):
+    driver_cost = importlib.import_module("driver_cost")
+    frames = {}
+    inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/data/compact.py", "exec")
+    outer = "def learn(code, names):\n    exec(code, names)\nlearn(code, names)"
+    names = {"frames": frames, "sys": sys}
+    exec(compile(outer, "/x/roll_opd/workers/roles.py", "exec"), {"code": inner, "names": names})
+    assert driver_cost.part_of(frames["seen"]) == "updates"
+    assert driver_cost.part_of(sys._getframe()) == driver_cost.REST
+    assert driver_cost.memory()["RssAnon"] > 2**20
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from roll_opd.config.plan import ObjectivePlan
+
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -20,6 +22,18 @@ def token_weights(
 
     Args:
         masks: bool [M_b] for each of the B sequences over all ranks.
+        mode, normaliser, parts: see `token_scales`.
+    """
+    return scaled(masks, token_scales([int(mask.sum()) for mask in masks], mode, normaliser, parts))
+
+
+def token_scales(
+    tokens: Sequence[int], mode: str, normaliser: float | None = None, parts: Sequence[Hashable] | None = None
+) -> list[float]:
+    """Return for each sequence of the whole batch what each of its tokens weighs.
+
+    Args:
+        tokens: how many are in the loss, of each of the B sequences over all ranks.
         mode: token-mean (Σ loss / Σ tokens); seq-mean-token-sum (mean over sequences of their sums);
             seq-mean-token-mean (mean over sequences of their means; ROLL's default);
             seq-mean-token-sum-norm (Σ loss / `normaliser`; Dr. GRPO, arXiv 2503.20783).
@@ -31,23 +45,35 @@ def token_weights(
         ValueError: for an unknown mode, or one that needs a normaliser and has none.
     """
     if parts is not None:
-        weights: dict[int, Tensor] = {}
+        scales: dict[int, float] = {}
         for part in set(parts):
             members = [number for number, own in enumerate(parts) if own == part]
-            weights |= zip(members, token_weights([masks[n] for n in members], mode, normaliser), strict=True)
-        return [weights[number] for number in range(len(masks))]
-    tokens = [int(mask.sum()) for mask in masks]
+            scales |= zip(members, token_scales([tokens[n] for n in members], mode, normaliser), strict=True)
+        return [scales[number] for number in range(len(tokens))]
     sequences = max(sum(count > 0 for count in tokens), 1)
     if mode == "token-mean":
-        scales = [1.0 / max(sum(tokens), 1)] * len(masks)
-    elif mode == "seq-mean-token-sum":
-        scales = [1.0 / sequences] * len(masks)
-    elif mode == "seq-mean-token-mean":
-        scales = [1.0 / (sequences * max(count, 1)) for count in tokens]
-    elif mode == "seq-mean-token-sum-norm":
-        if not normaliser:
-            raise ValueError("loss_agg_mode seq-mean-token-sum-norm needs a normaliser greater than 0")
-        scales = [1.0 / normaliser] * len(masks)
-    else:
+        return [1.0 / max(sum(tokens), 1)] * len(tokens)
+    if mode == "seq-mean-token-sum":
+        return [1.0 / sequences] * len(tokens)
+    if mode == "seq-mean-token-mean":
+        return [1.0 / (sequences * max(count, 1)) for count in tokens]
+    if mode != "seq-mean-token-sum-norm":
         raise ValueError(f"loss_agg_mode {mode!r} is unknown; use one of {', '.join(MODES)}")
+    if not normaliser:
+        raise ValueError("loss_agg_mode seq-mean-token-sum-norm needs a normaliser greater than 0")
+    return [1.0 / normaliser] * len(tokens)
+
+
+def loss_scales(tokens: Sequence[int], demonstrations: Sequence[bool], objective: ObjectivePlan) -> list[float]:
+    """Return `token_scales` of an update's samples, in which demonstrations are averaged alone."""
+    return token_scales(tokens, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
+
+
+def value_scales(tokens: Sequence[int]) -> list[float]:
+    """Return `token_scales` of a critic's update, which are the same, as in ROLL, whatever the policy loss does."""
+    return token_scales(tokens, "seq-mean-token-mean")
+
+
+def scaled(masks: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
+    """Return the weights of tokens, f32 [M_b] each, 0 where the mask is False."""
     return [mask.to(torch.float32) * scale for mask, scale in zip(masks, scales, strict=True)]

@@ -33,16 +33,16 @@ class Mismatch:
 
     def log_ratio(self, level: Level = "token") -> Tensor:
         """Return train - infer log-probs [M] at `level`, clamped to ±20; 0 off the mask."""
-        values_M = self._at(torch.where(self.mask_M, self.train_M - self.infer_M, 0), level)
-        return values_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        values_M = self._at((self.train_M - self.infer_M).masked_fill_(~self.mask_M, 0), level)
+        return values_M.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def ratio(self, level: Level = "token") -> Tensor:
         """Return the ratio train/infer [M] at `level`; 1 off the mask."""
-        return self.log_ratio(level).exp()
+        return self.log_ratio(level).exp_()
 
     def difference(self, level: Level = "token") -> Tensor:
         """Return the difference p_train - p_infer [M] at `level`; 0 off the mask."""
-        return self._at(torch.where(self.mask_M, self.train_M.exp() - self.infer_M.exp(), 0), level)
+        return self._at(self.train_M.exp().sub_(self.infer_M.exp()).masked_fill_(~self.mask_M, 0), level)
 
     def _at(self, values_M: Tensor, level: Level) -> Tensor:
         if level == "token":
@@ -105,20 +105,27 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     kept = mismatch.mask_M
     if not kept.any():
         return {}
-    log_ratio, ratio = mismatch.log_ratio()[kept].double(), mismatch.ratio()[kept].double()
-    apart, difference = log_ratio.abs(), mismatch.difference()[kept].double().abs()
-    return {
-        "logprob_diff_mean": float(apart.mean()),
-        "logprob_diff_max": float(apart.max()),
-        "prob_diff_mean": float(difference.mean()),
-        "prob_diff_max": float(difference.max()),
+    every = bool(kept.all())
+
+    def acted(values_M: Tensor) -> Tensor:
+        return (values_M if every else values_M[kept]).double()
+
+    log_ratio = acted(mismatch.log_ratio())  # these are large: none is kept for longer than it is read
+    ratio, apart = log_ratio.exp(), log_ratio.abs()
+    of_logprobs = {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
+    del apart
+    of_ratio = {
         "k1": float(-log_ratio.mean()),
-        "k3": float((ratio - 1 - log_ratio).mean()),
+        "k3": float((ratio - 1).sub_(log_ratio).mean()),
         "ratio_mean": float(ratio.mean()),
         "ratio_min": float(ratio.min()),
         "ratio_max": float(ratio.max()),
         "ess": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
     }
+    del ratio, log_ratio
+    difference = acted(mismatch.difference()).abs_()
+    of_probabilities = {"prob_diff_mean": float(difference.mean()), "prob_diff_max": float(difference.max())}
+    return of_logprobs | of_probabilities | of_ratio
 
 
 def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:

@@ -20,8 +20,8 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
     total_M = torch.where(mask_M, values_M, 0)
     if discount == 0.0 or not len(values_M):
         return total_M
-    counts = [int(piece.sum()) for piece in mask_M.split(list(lengths))]
-    total_M[mask_M] = _to_go(total_M[mask_M], counts, discount)
+    counts_B = torch.tensor([int(piece.count_nonzero()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
+    total_M[mask_M] = _to_go(total_M[mask_M], counts_B, discount)
     return total_M
 
 
@@ -49,13 +49,22 @@ def turns_to_go(values_M: Tensor, mask_M: Tensor, acted_M: Tensor, lengths: Sequ
     return torch.where(mask_M, total_M, 0)
 
 
-def _to_go(values_K: Tensor, counts: Sequence[int], discount: float) -> Tensor:
+def _to_go(values_K: Tensor, counts_B: Tensor, discount: float) -> Tensor:
     """In log2(longest) steps: a sum over the next 2n tokens is that over n, and the one n tokens on."""
-    left_K = torch.cat([torch.arange(count, 0, -1) for count in counts]).to(values_K.device)
-    total_K, reach = values_K, 1
-    while reach < max(counts):
-        ahead_K = torch.zeros_like(total_K)
-        ahead_K[:-reach] = total_K[reach:]
-        total_K = total_K + discount**reach * torch.where(left_K > reach, ahead_K, 0)
+    counts_B = counts_B[counts_B > 0].to(values_K.device)
+    if not len(counts_B):
+        return values_K
+    ends_B = counts_B.cumsum(0)
+    if discount == 1.0 and values_K.count_nonzero() == values_K[ends_B - 1].count_nonzero():
+        total_K = torch.repeat_interleave(values_K[ends_B - 1] + 0.0, counts_B)  # a reward at the end, and no other
+        total_K[ends_B - 1] = values_K[ends_B - 1]
+        return total_K
+    left_K = torch.repeat_interleave(ends_B, counts_B) - torch.arange(len(values_K), device=values_K.device)
+    total_K, room_K, reach = values_K.clone(), torch.empty_like(values_K), 1
+    while reach < int(counts_B.max()):
+        ahead_K = room_K[reach:].copy_(total_K[reach:]).masked_fill_(left_K[:-reach] <= reach, 0)
+        if discount != 1.0:
+            ahead_K *= discount**reach
+        total_K[:-reach] += ahead_K
         reach *= 2
     return total_K

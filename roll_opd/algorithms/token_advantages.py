@@ -74,13 +74,14 @@ def token_advantages(
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Put each sample's reward on its last action token, f64 [M]; a sample without one gives nothing."""
-    pieces = []
-    for reward, mask in zip(rewards_B, masks, strict=True):
-        piece = torch.zeros(len(mask), dtype=torch.float64)
-        if mask.any():
-            piece[int(mask.nonzero()[-1])] = reward
-        pieces.append(piece)
-    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+    if not len(masks):
+        return torch.zeros(0, dtype=torch.float64)
+    places_K = torch.cat(list(masks)).nonzero()[:, 0]
+    counts_B = torch.tensor([int(mask.count_nonzero()) for mask in masks])
+    placed_M = torch.zeros(sum(map(len, masks)), dtype=torch.float64)
+    acted_B = counts_B > 0
+    placed_M[places_K[counts_B.cumsum(0)[acted_B] - 1]] = rewards_B[acted_B].double()
+    return placed_M
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.start_up import ProcessDied, exit_detail
 from roll_opd.config.plan import MegatronPlan
 from roll_opd.data.compact import Compact
+from roll_opd.data.shares import Cut, Packing
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
 
@@ -48,16 +49,7 @@ class ActorGroup:
         """
         shared = [_shared(value) for value in args]
         named = {name: _shared(value) for name, value in kwargs.items()}
-        called = [getattr(actor, method).remote(*shared, **named) for actor in self.actors]
-        answers = [asyncio.ensure_future(self._answer(*each)) for each in enumerate(called)]
-        try:
-            return await asyncio.gather(*answers)
-        except ray.exceptions.RayError:
-            await asyncio.wait(answers, timeout=BLAME_SECONDS)
-            ended = (answer.exception() for answer in answers if answer.done() and not answer.cancelled())
-            if died := next((error for error in ended if isinstance(error, ProcessDied)), None):
-                raise died from died.__cause__
-            raise
+        return await self._answers([getattr(actor, method).remote(*shared, **named) for actor in self.actors])
 
     async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Yield what the generator `method` of one actor yields. Leaving early (use `aclosing`) cancels it."""
@@ -70,6 +62,17 @@ class ActorGroup:
         finally:
             if not ended:
                 ray.cancel(remote)
+
+    async def _answers(self, called: Sequence[Any]) -> list[Any]:
+        answers = [asyncio.ensure_future(self._answer(*each)) for each in enumerate(called)]
+        try:
+            return await asyncio.gather(*answers)
+        except ray.exceptions.RayError:
+            await asyncio.wait(answers, timeout=BLAME_SECONDS)
+            ended = (answer.exception() for answer in answers if answer.done() and not answer.cancelled())
+            if died := next((error for error in ended if isinstance(error, ProcessDied)), None):
+                raise died from died.__cause__
+            raise
 
     async def _answer(self, actor: int, coming: Any) -> Any:
         try:
@@ -89,6 +92,9 @@ class ActorGroup:
 class WorkerGroup(ActorGroup):
     """Every rank of one Megatron role, one process a device."""
 
+    packing: Packing  # of its engine, once that is set up
+    _data_parallel_ranks: list[int]  # of every actor
+
     def __init__(self, actor: Any, plan: MegatronPlan, placement: Placement, env: dict[str, str]) -> None:
         """Start one `actor` (a Ray actor class) a device of `plan`; `setup` makes them a process group."""
         self.plan = plan
@@ -103,7 +109,21 @@ class WorkerGroup(ActorGroup):
     async def setup(self, **arguments: Any) -> None:
         """Rendezvous at rank 0 and build the engine on every rank."""
         address, port = await self.actors[0].address.remote()
-        await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
+        found = await self.call("setup", master_addr=address, master_port=port, plan=self.plan, **arguments)
+        self._data_parallel_ranks, (self.packing, *_) = map(list, zip(*found, strict=True))
+
+    async def scatter(self, method: str, cut: Cut, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
+        """Call `method` on every rank with its data-parallel rank's share of a batch, which is one object, and `args`.
+
+        Returns what each answered, with its data-parallel rank. Failures are raised as by `call`.
+        """
+        references = [ray.put(share) for share in cut.shares]
+        calls = [
+            getattr(actor, method).remote(references[rank], *args, **kwargs)
+            for rank, actor in zip(self._data_parallel_ranks, self.actors, strict=True)
+        ]
+        del references  # an object goes with the last call that reads it
+        return list(zip(self._data_parallel_ranks, await self._answers(calls), strict=True))
 
 
 class WithoutAdapter:
@@ -112,9 +132,21 @@ class WithoutAdapter:
     def __init__(self, student: WorkerGroup) -> None:
         self._student = student
 
+    @property
+    def plan(self) -> MegatronPlan:
+        return self._student.plan
+
+    @property
+    def packing(self) -> Packing:
+        return self._student.packing
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Do what `ActorGroup.call` does."""
         return await self._student.call("without_adapter", method, *args, **kwargs)
+
+    async def scatter(self, method: str, cut: Cut, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
+        """Do what `WorkerGroup.scatter` does."""
+        return await self._student.scatter("share_without_adapter", cut, method, *args, **kwargs)
 
     def end(self) -> None:
         """Leave the processes to the student."""

@@ -1,10 +1,15 @@
 """`Compact`, an envelope for values made of many small arrays on their way to another process.
 
 A step's samples hold thousands of arrays of a few dozen numbers. Ray gives each of them a place of its own in the
-object store, which takes longer than the work some stages do on them; in one buffer they travel as one.
+object store, which takes longer than the work some stages do on them; in one buffer they travel as one. To pickle each
+of them takes long as well: of many instances of one dataclass each field is one value, and its arrays are one, end to
+end.
 """
 
+import itertools
 import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -20,18 +25,77 @@ class Compact:
 
     def __reduce__(self) -> tuple:
         buffers: list[pickle.PickleBuffer] = []
-        pieces: list[bytes | memoryview] = []
+        pieces = [np.zeros(0, np.uint8)]
         spans: list[tuple[int, int]] = []
         offset = 0
-        data = pickle.dumps(self._value, protocol=5, buffer_callback=buffers.append)
+        data = pickle.dumps(_by_fields(self._value), protocol=5, buffer_callback=buffers.append)
         for raw in (buffer.raw() for buffer in buffers):
             spans.append((offset, offset + raw.nbytes))
             padding = -raw.nbytes % _ALIGNMENT
-            pieces += [raw, bytes(padding)]
+            pieces += [np.frombuffer(part, np.uint8) for part in (raw, bytes(padding)) if len(part)]
             offset += raw.nbytes + padding
-        return _opened, (data, np.frombuffer(b"".join(pieces), np.uint8), spans)
+        return _opened, (data, np.concatenate(pieces), spans)
 
 
 def _opened(data: bytes, buffer: np.ndarray, spans: list[tuple[int, int]]) -> Any:
     view = buffer.data.toreadonly()
-    return pickle.loads(data, buffers=[view[start:end] for start, end in spans])
+    value = pickle.loads(data, buffers=[view[start:end] for start, end in spans])
+    return value.rows() if isinstance(value, _Rows) else value
+
+
+class _Rows:
+    """Instances of one dataclass, by fields."""
+
+    def __init__(self, kind: type, values: Sequence[Any]) -> None:
+        self._kind = kind
+        self._columns = {name: _column([value.__dict__[name] for value in values]) for name in values[0].__dict__}
+
+    def rows(self) -> list[Any]:
+        names, columns = list(self._columns), [make(*parts) for make, *parts in self._columns.values()]
+        found = []
+        for values in zip(*columns, strict=True):
+            row: Any = object.__new__(self._kind)
+            row.__dict__.update(zip(names, values, strict=True))
+            found.append(row)
+        return found
+
+
+def _by_fields(value: Any) -> Any:
+    if type(value) is not list or len(value) < 2:
+        return value
+    kind, first = type(value[0]), value[0]
+    if not is_dataclass(kind) or not hasattr(first, "__dict__"):
+        return value
+    alike = all(type(other) is kind and other.__dict__.keys() == first.__dict__.keys() for other in value)
+    return _Rows(kind, value) if alike else value
+
+
+def _column(values: list[Any]) -> tuple[Callable[..., Sequence[Any]], Any, Any]:
+    """Return a function, and what it makes these values of again."""
+    first, kinds = values[0], {type(value) for value in values}
+    if all(value is first for value in values):
+        return _repeated, first, len(values)
+    are_flat = kinds == {np.ndarray} and {(value.ndim, value.dtype) for value in values} == {(1, first.dtype)}
+    if are_flat and not first.dtype.hasobject:
+        return _split, np.concatenate(values), np.cumsum([0, *map(len, values)])
+    if kinds == {dict} and all(list(value) == list(first) for value in values):
+        return _dicts, list(first), [_column([value[key] for value in values]) for key in first] or len(values)
+    return _listed, values, None
+
+
+def _repeated(value: Any, count: int) -> list[Any]:
+    return [value] * count
+
+
+def _split(array: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    return [array[start:end] for start, end in itertools.pairwise(ends.tolist())]
+
+
+def _dicts(keys: list[Any], columns: Any) -> list[dict[Any, Any]]:
+    if not keys:
+        return [{} for _ in range(columns)]
+    return [dict(zip(keys, row, strict=True)) for row in zip(*(make(*parts) for make, *parts in columns), strict=True)]
+
+
+def _listed(values: list[Any], _: None) -> list[Any]:
+    return values

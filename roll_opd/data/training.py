@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,20 @@ class TeacherTargets:
 
     coefficient: float  # opd_kl_coef
     arrays: Mapping[str, np.ndarray]
+
+
+@dataclass
+class HeldTargets:
+    """`TeacherTargets.arrays` of one sample, which stay where they were computed until a rank opens them."""
+
+    bundle: Any  # a reference to some samples' arrays; None: they are released
+    place: int  # in the bundle
+    columns: Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype and shape of a token's part
+    hits: np.ndarray | None = None  # bool [T-P], which sampled tokens are in the top-k; for records
+
+    def released(self) -> None:
+        """Let go of the arrays, for whoever holds this."""
+        self.bundle = None
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def pack(
         before_m=_tensor(before_M[mine] - first, device),
         lengths=tuple(len(own) for own in scored[1:]),
         sequences=sequences,
-        columns=_columns(samples, like, device),
+        columns=columns_of(samples, like, device),
         cut=Cut(_tensor(owner_M, device), context) if context.ranks > 1 else None,
     )
 
@@ -147,7 +147,8 @@ def _routes(samples: Sequence[Sample], places: Sequence[np.ndarray], shape: tupl
     return routes_N
 
 
-def _columns(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
+def columns_of(samples: Sequence[Sample], like: Sample | None, device: torch.device) -> dict[str, Tensor]:
+    """Return the columns of `samples` end to end, each [M] or [M, K]; without samples, those of `like`, empty."""
     known = samples[0] if samples else like
     assert known is not None
     return {

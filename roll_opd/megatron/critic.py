@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.algorithms.aggregation import scaled, value_scales
 from roll_opd.algorithms.gae import clipped_values, value_loss
 from roll_opd.config.plan import CriticPlan
 from roll_opd.data.training import TrainResult, ValueSample
@@ -25,8 +25,6 @@ from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import Files
-
-AGGREGATION = "seq-mean-token-mean"  # of the value loss, as in ROLL whatever the policy loss does
 
 
 class ValueHead(torch.nn.Module):
@@ -89,22 +87,32 @@ class MegatronCritic(MegatronLearner):
                 _load_head(model.value_head, Path(self.plan.model.path))
         return built
 
-    def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> dict[int, np.ndarray] | None:
+    def values(
+        self, sequences: Sequence[tuple[np.ndarray, int]], assigned: list[list[int]] | None = None
+    ) -> dict[int, np.ndarray] | None:
         """Return the value of the state before every token after the prompt: entry t is of the state before token P+t.
 
         Arguments and result are those of `compute_logprobs`.
         """
         samples = [Sample(tokens, prompt_length, {}) for tokens, prompt_length in sequences]
-        computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M})
+        computed = self._forward(samples, 1.0, lambda values_M, _: {"values": values_M}, assigned)
         return None if computed is None else {number: arrays["values"] for number, arrays in computed.items()}
 
-    def update(self, samples: Sequence[ValueSample]) -> TrainResult:
+    def update(
+        self,
+        samples: Sequence[ValueSample],
+        *,
+        assigned: list[list[int]] | None = None,
+        scales: Sequence[float] | None = None,
+    ) -> TrainResult:
         """Make one optimizer update from the whole mini-batch `samples`; the mean over sequences of their token means.
 
         `sums` holds `weighted_loss` (Σ over all ranks is the loss), and over this rank's action tokens: `tokens`,
-        `values`, `squared_error` and `clipped` (tokens at which the clipped error was the larger).
+        `values`, `squared_error` and `clipped` (tokens at which the clipped error was the larger). With `assigned` and
+        `scales`, `samples` are this data-parallel rank's share alone: see `data.shares`.
         """
-        done = self._learn(_columns(samples), partial(_loss, clip=self.plan.value_clip), 1.0)
+        loss = partial(_loss, clip=self.plan.value_clip)
+        done = self._learn(_columns(samples, scales), loss, 1.0, assigned=assigned)
         return TrainResult(done.sums, {}, done.grad_norm, done.learning_rate, done.applied)
 
 
@@ -133,8 +141,9 @@ def _load_head(head: ValueHead, path: Path) -> None:
             head.weight.copy_(files.part(VALUE_HEAD, 0, 0, 1))
 
 
-def _columns(samples: Sequence[ValueSample]) -> list[Sample]:
-    weights = token_weights([torch.from_numpy(sample.action_mask) for sample in samples], AGGREGATION)
+def _columns(samples: Sequence[ValueSample], scales: Sequence[float] | None = None) -> list[Sample]:
+    masks = [torch.from_numpy(sample.action_mask) for sample in samples]
+    weights = scaled(masks, value_scales([int(mask.sum()) for mask in masks]) if scales is None else scales)
     return [
         Sample(
             sample.tokens,

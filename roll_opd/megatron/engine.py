@@ -1,7 +1,7 @@
 """The Megatron engine of one rank: a model, its layout, and token log-probs of any set of sequences.
 
 Runs under plain `torchrun` as well as in a Ray worker. Every method is collective: all ranks of the role call it with
-the same arguments.
+the same arguments, or each data-parallel rank with its own share of them, `assigned` to its micro-batches (`packing`).
 """
 
 import math
@@ -16,10 +16,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
-from roll_opd.data.packing import assign, neighbours, relatives, singles
+from roll_opd.data.shares import Packing
 from roll_opd.data.tensors import as_array
 from roll_opd.megatron import parallel
-from roll_opd.megatron.batches import PackedBatch, Sample, pack
+from roll_opd.megatron.batches import PackedBatch, Sample, columns_of, pack
 from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
@@ -62,11 +62,33 @@ class MegatronEngine:
     def _build(self, seed: int) -> BuiltModel:
         return build_model(self.plan, seed=seed, trainable=self.trainable, exact=self._exact)
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the shares of a batch this rank computes."""
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the pipeline ends here: no other stage reads the columns of a batch."""
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    @property
+    def packing(self) -> Packing:
+        """How sequences are spread over the data-parallel ranks."""
+        return Packing(
+            parallel_state.get_data_parallel_world_size(),
+            # the interleaved schedule takes turns of so many
+            multiple=self.plan.layout.pp if self.plan.layout.vpp else 1,
+            equal=self._meets_in_micro_batches,
+            share_prefixes=self.share_prefixes,
+        )
+
     def compute_logprobs(
         self,
         sequences: Sequence[tuple[np.ndarray, int]],
         temperature: float,
         routes: Sequence[np.ndarray | None] | None = None,
+        assigned: list[list[int]] | None = None,
     ) -> dict[int, np.ndarray] | None:
         """Return the log-prob of every token after the prompt.
 
@@ -75,12 +97,13 @@ class MegatronEngine:
             temperature: divides the logits.
             routes: of each sequence, integer [T-1, L, K], to which experts the inference engine sent each token; they
                 are replayed where the plan says so (see `replay`).
+            assigned: this rank's micro-batches, of numbers of `sequences`; None: these are all, and it takes its part.
 
         Returns:
             On the rank of each data-parallel group that returns its results: sequence number -> f32 [T-P], for that
             group's share. None on the others.
         """
-        computed = self.compute_targets(sequences, temperature, routes=routes)
+        computed = self.compute_targets(sequences, temperature, routes=routes, assigned=assigned)
         return None if computed is None else {number: values["logprobs"] for number, values in computed.items()}
 
     def compute_targets(
@@ -94,11 +117,12 @@ class MegatronEngine:
         plain: bool = False,
         vocab_size: int | None = None,
         routes: Sequence[np.ndarray | None] | None = None,
+        assigned: list[list[int]] | None = None,
     ) -> TokenValues | None:
         """Return log-probs and whatever else a distillation objective needs of a teacher, in one forward pass.
 
         Args:
-            sequences, temperature, routes: as for `compute_logprobs`.
+            sequences, temperature, routes, assigned: as for `compute_logprobs`.
             topk: also give this many most likely tokens.
             ids: also give the log-probs of these tokens, integer [T-P, K] a sequence.
             hidden: also give the final hidden states.
@@ -134,7 +158,7 @@ class MegatronEngine:
                 values["hidden"] = head.hidden()
             return values
 
-        return self._forward(samples, temperature, read)
+        return self._forward(samples, temperature, read, assigned)
 
     def output_head(self) -> np.ndarray | None:
         """Return the whole output embedding [W, E] (see `data.tensors`) on one rank, None on the others. Collective."""
@@ -148,12 +172,19 @@ class MegatronEngine:
         returned_here = parallel.returns_results() and parallel_state.get_data_parallel_rank() == 0
         return as_array(head_WE) if returned_here else None
 
-    def _forward(self, samples: Sequence[Sample], temperature: float, read: Reader) -> TokenValues | None:
+    def _forward(
+        self,
+        samples: Sequence[Sample],
+        temperature: float,
+        read: Reader,
+        assigned: list[list[int]] | None = None,
+    ) -> TokenValues | None:
         """Run forward passes without gradients; return what `read` gives for each sample of this rank's group.
 
         That is on the rank that returns its data-parallel group's results; None on the others.
         """
-        assigned = self._assigned(samples, self.plan.forward_limits)
+        if assigned is None:
+            assigned = self._assigned(samples, self.plan.forward_limits)
         with torch.no_grad():
             outputs = self._run(
                 samples,
@@ -172,17 +203,8 @@ class MegatronEngine:
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
         """Return this data-parallel rank's micro-batches, as sample numbers; see `data.packing`."""
-        ranks = parallel_state.get_data_parallel_world_size()
-        lengths = [len(sample.tokens) for sample in samples]
-        if group_size > 1:
-            units = neighbours(lengths, group_size)
-        elif self.share_prefixes:
-            units = relatives([(sample.tokens, sample.prompt_length) for sample in samples], ranks, limits)
-        else:
-            units = singles(lengths)
-        stages = self.plan.layout.pp if self.plan.layout.vpp else 1  # the interleaved schedule takes turns of so many
-        of_ranks = assign(units, ranks, limits, multiple=stages, equal=self._meets_in_micro_batches)
-        return of_ranks[parallel_state.get_data_parallel_rank()]
+        sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
+        return self.packing.assign(sequences, limits, group_size)[self.data_parallel_rank]
 
     def _run(
         self,
@@ -204,7 +226,8 @@ class MegatronEngine:
         settings: Any = {"share_prefixes": self.share_prefixes, "context": self._context, "like": samples[0]}
         settings["routes"] = routes
         packed = [
-            pack([samples[n] for n in numbers], self.device, self._pack_multiple, **settings) for numbers in assigned
+            pack([replace(samples[n], columns={}) for n in numbers], self.device, self._pack_multiple, **settings)
+            for numbers in assigned
         ]
 
         self.weights.config.routing_replay.begin_run()  # type: ignore[attr-defined]
@@ -222,10 +245,13 @@ class MegatronEngine:
 
             return output, finished
 
-        others = [packed] * (len(self.chunks) - 1)
+        sources = [iter(packed) for _ in self.chunks]
+        if self.is_last_stage:
+            sources[-1] = self._with_columns(packed, samples, assigned)
+        sources[0] = self._told(sources[0], len(packed))
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[self._told(packed), *map(iter, others)] if others else self._told(packed),
+            data_iterator=sources if len(sources) > 1 else sources[0],
             model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(packed),
             seq_length=1,  # not used: shapes differ from pack to pack and are exchanged
@@ -246,9 +272,16 @@ class MegatronEngine:
     def _after_run(self, packed: Sequence[PackedBatch]) -> None:
         """Do what a subclass wants to know of its micro-batches after they were run. Collective."""
 
-    def _told(self, packed: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
-        for begun, batch in enumerate(packed):
-            self.on_micro_batch(begun, len(packed))
+    def _with_columns(
+        self, packed: Sequence[PackedBatch], samples: Sequence[Sample], assigned: Sequence[Sequence[int]]
+    ) -> Iterator[PackedBatch]:
+        """Bring each micro-batch's columns as it begins: hidden states of them all may be more than a device holds."""
+        for batch, numbers in zip(packed, assigned, strict=True):
+            yield replace(batch, columns=columns_of([samples[n] for n in numbers], samples[0], self.device))
+
+    def _told(self, batches: Iterator[PackedBatch], total: int) -> Iterator[PackedBatch]:
+        for begun, batch in enumerate(batches):
+            self.on_micro_batch(begun, total)
             yield batch
 
 

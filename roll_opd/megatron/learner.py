@@ -77,18 +77,27 @@ class MegatronLearner(MegatronEngine):
         # The token count that the schedule passes along is not needed: losses are divided already.
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
 
-    def _learn(self, samples: Sequence[Sample], loss: LossFunction, temperature: float, group_size: int = 1) -> Update:
+    def _learn(
+        self,
+        samples: Sequence[Sample],
+        loss: LossFunction,
+        temperature: float,
+        group_size: int = 1,
+        assigned: list[list[int]] | None = None,
+    ) -> Update:
         """Make one optimizer update from the whole mini-batch. Collective.
 
         `loss` returns a micro-batch's share of the loss, divided by the global count already, and a report: `sums` of
         tensors, the loss under `weighted_loss` among them, and lists with an entry a sequence. `group_size` consecutive
-        samples are kept in one micro-batch.
+        samples are kept in one micro-batch. With `assigned`, micro-batches of numbers of `samples`, these are this
+        rank's share alone.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         begin_counts(self.chunks)
-        assigned = self._assigned(samples, self.plan.train_limits, group_size)
+        if assigned is None:
+            assigned = self._assigned(samples, self.plan.train_limits, group_size)
         reports = self._run(samples, assigned, temperature, loss, forward_only=False)
         if not assigned:  # no sample here, but the other ranks wait for this one's (zero) gradient
             finalize_model_grads(list(self.chunks))

@@ -217,8 +217,9 @@ def _build_chunk(
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         # with one expert rank Megatron takes experts to be cut as all else is, and leaves gradients of copies apart
         for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-            for parameter in layer.experts.parameters():
-                parameter.allreduce = False  # type: ignore[attr-defined]
+            experts: Any = layer.experts
+            for parameter in experts.parameters():
+                parameter.allreduce = False
     model.vocab_size_real = min(hf_config.vocab_size, vocab_size or hf_config.vocab_size)
     model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config).to(torch.cuda.current_device())
     return model

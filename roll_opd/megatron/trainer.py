@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.algorithms.aggregation import loss_scales, scaled
 from roll_opd.algorithms.kl import KL_ESTIMATORS, READS_OLD
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.bounds import beyond_bounds
@@ -39,9 +39,18 @@ class MegatronTrainer(MegatronLearner):
         self.teacher_heads: dict[str, TeacherHead] = {}
 
     def update(
-        self, samples: Sequence[TrainSample], objective: ObjectivePlan, temperature: float, step: int = 1
+        self,
+        samples: Sequence[TrainSample],
+        objective: ObjectivePlan,
+        temperature: float,
+        step: int = 1,
+        *,
+        assigned: list[list[int]] | None = None,
+        scales: Sequence[float] | None = None,
     ) -> TrainResult:
         """Make one optimizer update from the whole mini-batch `samples`, in step `step` of the run (from 1).
+
+        With `assigned` and `scales`, `samples` are this data-parallel rank's share alone: see `data.shares`.
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
         `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss
@@ -67,7 +76,8 @@ class MegatronTrainer(MegatronLearner):
             report["sums"]["weighted_loss"] = value.detach()
             return value, report
 
-        done = self._learn(_columns(samples, objective), loss, temperature, group_size=2 if objective.paired else 1)
+        columns, group_size = _columns(samples, objective, scales), 2 if objective.paired else 1
+        done = self._learn(columns, loss, temperature, group_size, assigned)
         return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:
@@ -81,11 +91,15 @@ class MegatronTrainer(MegatronLearner):
         self.teacher_heads[name] = teacher_head(as_tensor(head), columns, group, self.device)
 
 
-def _columns(samples: Sequence[TrainSample], objective: ObjectivePlan) -> list[Sample]:
+def _columns(
+    samples: Sequence[TrainSample], objective: ObjectivePlan, scales: Sequence[float] | None = None
+) -> list[Sample]:
     """Attach to each sample the arrays that the loss reads, each token's share of the global mean among them."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     demonstrations = [sample.demonstration for sample in samples]
-    weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser, parts=demonstrations)
+    if scales is None:
+        scales = loss_scales([int(mask.sum()) for mask in masks], demonstrations, objective)
+    weights = scaled(masks, scales)
     optional = [_optional(sample) for sample in samples]
     names = {name for arrays in optional for name in arrays}
     result = []

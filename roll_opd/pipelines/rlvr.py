@@ -131,6 +131,7 @@ async def train(run: Run) -> None:
         metrics |= _counted(pools)
         async with run.checkpoint(step, workers.save, kl_coef):
             run.logger.step(step, batch, experiences, metrics)
+        del batch, experiences, sampled  # before the next ones come
     await workers.end()
     for pool in pools:
         await pool.end()

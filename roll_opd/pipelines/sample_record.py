@@ -48,8 +48,7 @@ def logprobs_of(experience: Experience) -> dict[str, Any]:
 
 def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
     """Return by teacher whether each sampled token is one of its most likely, bool [T-P], where these are known."""
-    tokens, targets = experience.response_tokens[:, None], experience.teacher_targets
-    return {name: (arrays["topk_ids"] == tokens).any(1) for name, arrays in targets.items() if "topk_ids" in arrays}
+    return {name: held.hits for name, held in experience.teacher_targets.items() if held.hits is not None}
 
 
 def as_f32(array: np.ndarray | None) -> np.ndarray | None:

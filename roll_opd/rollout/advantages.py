@@ -23,7 +23,7 @@ from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, changed
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.errors import RunError
 
@@ -89,7 +89,7 @@ def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan,
 def _without_advantage(experience: Experience, kl_coef: float) -> Experience:
     """Mark a sample as one that is not learned from."""
     zeros = np.zeros(experience.response_length)
-    return replace(
+    return changed(
         experience,
         advantages=zeros,
         returns=zeros,
@@ -104,12 +104,10 @@ def _advantages(
     normalised = _normalised(experiences, uncompared, objective)
     dropped = normalised.dropped
     learned = [number for number in range(len(experiences)) if taught or dropped is None or not dropped[number]]
-    result = [_without_advantage(experience, kl_coef) for experience in experiences]
-    if learned:
-        left = [experiences[number] for number in learned]
-        for number, experience in zip(learned, _filled(left, normalised.at(learned), objective, kl_coef), strict=True):
-            result[number] = experience
-    return result
+    left = [experiences[number] for number in learned]
+    filled = _filled(left, normalised.at(learned), objective, kl_coef) if learned else []
+    by_number = dict(zip(learned, filled, strict=True))
+    return [by_number.get(number) or _without_advantage(e, kl_coef) for number, e in enumerate(experiences)]
 
 
 def _normalised(experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
@@ -207,7 +205,7 @@ def _filled(
     )
 
     return [
-        replace(
+        changed(
             experience,
             advantages=advantages.numpy(),
             returns=returns.numpy() if critic else None,
@@ -257,7 +255,13 @@ def token_level_rewards(
     experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
 ) -> list[np.ndarray]:
     """Return token rewards, f64 [T-P] a sample, 0 off the action mask."""
-    rewards = [-penalty for penalty in _penalties(experiences, teachers)]
+    return _token_level_rewards(experiences, _penalties(experiences, teachers), objective)
+
+
+def _token_level_rewards(
+    experiences: Sequence[Experience], penalties: Sequence[np.ndarray], objective: ObjectivePlan
+) -> list[np.ndarray]:
+    rewards = [-penalty for penalty in penalties]
     for experience, reward in zip(experiences, rewards, strict=True):
         if objective.init_kl_coef and not experience.demonstration:
             reward -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
@@ -277,17 +281,23 @@ def advantages(
     The audit of an update, in f64 and for metrics and records; the update itself computes it in f32, in
     `megatron.trainer`.
     """
-    penalties = _penalties(experiences, teachers)
-    lengths = [len(penalty) for penalty in penalties]
+    return _weights(experiences, _penalties(experiences, teachers), opd_kl_discount, advantage_clip)
+
+
+def _weights(
+    experiences: Sequence[Experience],
+    penalties: Sequence[np.ndarray],
+    opd_kl_discount: float,
+    advantage_clip: float | None,
+) -> list[np.ndarray]:
     if not penalties:
         return []
-    penalty_M, mask_M = (torch.from_numpy(np.concatenate(x)) for x in (penalties, [e.action_mask for e in experiences]))
-    to_go = discounted_to_go(penalty_M, mask_M, lengths, opd_kl_discount).split(lengths)
-    external = [0.0 if e.advantages is None else e.advantages for e in experiences]
-    return [
-        np.where(e.action_mask, clipped(torch.as_tensor(own - penalty.numpy()), advantage_clip).numpy(), 0.0)
-        for e, own, penalty in zip(experiences, external, to_go, strict=True)
-    ]
+    lengths = [len(penalty) for penalty in penalties]
+    mask_M = torch.from_numpy(np.concatenate([e.action_mask for e in experiences]))
+    weights_M = discounted_to_go(torch.from_numpy(np.concatenate(penalties)), mask_M, lengths, opd_kl_discount)
+    for own, part in zip([e.advantages for e in experiences], weights_M.split(lengths), strict=True):
+        torch.sub(torch.zeros(()) if own is None else torch.from_numpy(own), part, out=part)
+    return np.split(torch.where(mask_M, clipped(weights_M, advantage_clip), 0.0).numpy(), np.cumsum(lengths)[:-1])
 
 
 def advantage_metrics(
@@ -299,8 +309,9 @@ def advantage_metrics(
     over samples of token means.
     """
     experiences = [experience for experience in experiences if not experience.excluded]
-    rewards = [tokens.sum() for tokens in token_level_rewards(experiences, teachers, objective)]
-    every = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)
+    penalties = _penalties(experiences, teachers)
+    rewards = [tokens.sum() for tokens in _token_level_rewards(experiences, penalties, objective)]
+    every = _weights(experiences, penalties, objective.opd_kl_discount, objective.advantage_clip)
     acted = [weights[e.action_mask] for e, weights in zip(experiences, every, strict=True)]
     kinds = ("mean", "max", "min")
     return {

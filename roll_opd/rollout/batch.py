@@ -10,10 +10,10 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from roll_opd.config.plan import SamplingPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, changed
 from roll_opd.data.source import Prompt, Source
 from roll_opd.rollout.selection import GroupFilter, Selection
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
@@ -82,7 +82,7 @@ class PendingRewards:
 
     def _with(self, result: RewardResult, experience: Experience) -> Experience:
         added = result.added_to(experience)
-        return added if self._exclude_failed else replace(added, excluded=False)
+        return added if self._exclude_failed else changed(added, excluded=False)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """Whole samples that a step's update leaves out, as the objective says: see `algorithms.sample_masks`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from roll_opd.algorithms.sample_masks import below_longest, between_difficulties, right_or_short
 from roll_opd.config.plan import ObjectivePlan, SamplingPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, changed
 
 MASKED = "masked_by"  # begins the names under which a sample's `metrics` tell which rules left it out
 
@@ -47,5 +46,5 @@ def mask_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def _with_mask(experience: Experience, out: dict[str, bool]) -> Experience:
     metrics = {**experience.metrics, **{f"{MASKED}_{name}": float(value) for name, value in out.items()}}
     if not any(out.values()):
-        return replace(experience, metrics=metrics)
-    return replace(experience, metrics=metrics, loss_mask=np.zeros(experience.response_length, dtype=bool))
+        return changed(experience, metrics=metrics)
+    return changed(experience, metrics=metrics, loss_mask=np.zeros(experience.response_length, dtype=bool))

@@ -1,7 +1,6 @@
 """How far training and inference are apart, over a step's samples: measured whether or not it is corrected."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from roll_opd.algorithms.corrections import (
     ratio_within,
 )
 from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
-from roll_opd.data.experience import Experience, present
+from roll_opd.data.experience import Experience, changed, present
 from roll_opd.rollout.advantages import advantages
 
 _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}
@@ -56,7 +55,7 @@ def corrected(
     weights_M = torch.where(broken_M, torch.nan, _weights(mismatch, plan)).float()
     masks, weights = ((kept_M | broken_M).split(mismatch.lengths), weights_M.split(mismatch.lengths))
     return [
-        replace(
+        changed(
             experience,
             loss_mask=mask.numpy() if experience.loss_mask is None else mask.numpy() & experience.loss_mask,
             importance_weights=weight.numpy(),
@@ -92,4 +91,4 @@ def _weights(mismatch: Mismatch, plan: CorrectionPlan) -> Tensor:
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype))
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False))

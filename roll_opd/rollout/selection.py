@@ -5,13 +5,12 @@ batch is the first so many that pass, whatever the timing, and short answers are
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.plan import FilterPlan, RewardPlan
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, changed
 
 GroupFilter = Callable[[Sequence[Experience]], bool]  # whether a group, whose samples have their rewards, passes
 
@@ -50,7 +49,7 @@ def without_rejected(experiences: Sequence[Experience], rewards: Sequence[Reward
     return [
         e
         if e.reward is None or _passes(filters.get(e.domain), [e.reward])
-        else replace(e, loss_mask=np.zeros(e.response_length, dtype=bool))
+        else changed(e, loss_mask=np.zeros(e.response_length, dtype=bool))
         for e in experiences
     ]
 
@@ -66,6 +65,8 @@ class Selection:
         self._runs: list[dict[int, Sequence[Experience]]] = [{} for _ in range(groups)]  # by number in the group
         self._passed: list[bool | None] = [None] * groups  # None: not all of its runs have ended
         self._n, self._wanted, self._filter = n, wanted, group_filter
+        self._used = 0
+        self._chosen: list[int] = []
 
     def add(self, number: int, made: Sequence[Experience]) -> None:
         """Take what run `number % n` of group `number // n` made. A group that made nothing at all does not pass."""
@@ -74,26 +75,29 @@ class Selection:
         if len(self._runs[group]) == self._n:
             samples = self._in_order(group)
             self._passed[group] = bool(samples) and (self._filter is None or self._filter(samples))
+            self._advance()
+
+    def _advance(self) -> None:
+        """Count the groups behind the last one of `used` that are decided, as far as they are needed."""
+        while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
+            if self._passed[self._used]:
+                self._chosen.append(self._used)
+            self._used += 1
 
     @property
     def used(self) -> int:
         """Groups, from the first on, that are decided and needed; those behind them are as if never drawn."""
-        count = 0
-        for group, passed in enumerate(self._passed):
-            if passed is None or count == self._wanted:
-                return group
-            count += passed
-        return len(self._passed)
+        return self._used
 
     @property
     def chosen(self) -> list[int]:
         """Numbers of the groups to learn from, at most `wanted`, ascending."""
-        return [group for group in range(self.used) if self._passed[group]]
+        return self._chosen
 
     @property
     def enough(self) -> bool:
         """Whether nothing that is still being written can matter."""
-        return len(self.chosen) == self._wanted
+        return len(self._chosen) == self._wanted
 
     @property
     def generated_tokens(self) -> int:

@@ -13,14 +13,15 @@ import numpy as np
 
 from roll_opd.data.experience import Experience, one_a_run
 
+PERCENTS = {"p50": 50, "p95": 95}
 REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda values: float(values.mean()),
     "sum": lambda values: float(values.sum()),
     "max": lambda values: float(values.max()),
     "min": lambda values: float(values.min()),
     "last": lambda values: float(values[-1]),
-    "p50": lambda values: float(np.percentile(values, 50)),
-    "p95": lambda values: float(np.percentile(values, 95)),
+    "p50": lambda values: float(np.percentile(values, PERCENTS["p50"])),
+    "p95": lambda values: float(np.percentile(values, PERCENTS["p95"])),
 }
 
 GRADED = "val/reward/max"  # is there where a mean reward is no accuracy
@@ -61,24 +62,26 @@ class Metrics:
         return {name: REDUCTIONS[self._reductions[name]](values) for name, values in joined.items() if values.size}
 
 
-def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Iterable[str]) -> dict[str, float]:
+def statistics(prefix: str, values: Sequence[float] | np.ndarray, kinds: Sequence[str]) -> dict[str, float]:
     """Return `{prefix/kind: reduction of values}` for each kind; empty where there are no values."""
     array = np.asarray(values, dtype=np.float64)
-    return {f"{prefix}/{kind}": REDUCTIONS[kind](array) for kind in kinds} if array.size else {}
+    if not array.size:
+        return {}
+    asked = [kind for kind in kinds if kind in PERCENTS]
+    found = np.percentile(array, [PERCENTS[kind] for kind in asked]).tolist() if asked else []  # sorts once for all
+    known = dict(zip(asked, found, strict=True))
+    return {f"{prefix}/{kind}": known[kind] if kind in known else REDUCTIONS[kind](array) for kind in kinds}
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """One sample with the log-probs of one teacher; arrays are f64 [K]."""
+    """One sample with the log-probs of one teacher; arrays are [T-P]."""
 
     teacher: str
     tag: str
     student_logprobs: np.ndarray
     teacher_logprobs: np.ndarray
-
-    @property
-    def reverse_kl(self) -> np.ndarray:
-        return self.student_logprobs - self.teacher_logprobs
+    action_mask: np.ndarray
 
 
 def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
@@ -90,8 +93,6 @@ def opd_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """
     pairs = [pair for experience in experiences for pair in _scored(experience)]
     metrics = _distillation(pairs)
-    metrics.update(_groups("opd/teacher", pairs, lambda pair: pair.teacher))
-    metrics.update(_groups("opd/tag", pairs, lambda pair: pair.tag))
     metrics.update(_rewards(experiences))
     metrics.update(_lengths(experiences))
     metrics.update(_mismatch(experiences))
@@ -104,13 +105,22 @@ def _scored(experience: Experience) -> Iterable[_Scored]:
         yield _Scored(
             teacher,
             experience.tag,
-            _of_actions(experience, student, "student"),
-            _of_actions(experience, logprobs, f"teacher {teacher!r}"),
+            _checked(experience, student, "student"),
+            _checked(experience, logprobs, f"teacher {teacher!r}"),
+            experience.action_mask,
         )
 
 
-def _of_actions(experience: Experience, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
-    """Return f64 [K] of f32 [T-P]."""
+def _of_actions(logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray:
+    """Return f64 [K] of arrays [T-P] each."""
+    if not logprobs:
+        return np.zeros(0)
+    joined, mask = np.concatenate(logprobs), np.concatenate(masks)
+    return (joined if mask.all() else joined[mask]).astype(np.float64)
+
+
+def _checked(experience: Experience, logprobs: np.ndarray | None, whose: str) -> np.ndarray:
+    """Return [T-P] log-probs that are there, and as long as the response."""
     if logprobs is None:
         raise ValueError(f"sample {experience.id}: there are no log-probs of the {whose}")
     if len(logprobs) != experience.response_length or len(experience.action_mask) != experience.response_length:
@@ -118,39 +128,52 @@ def _of_actions(experience: Experience, logprobs: np.ndarray | None, whose: str)
             f"sample {experience.id}: {len(logprobs)} log-probs of the {whose} and "
             f"{len(experience.action_mask)} mask entries for {experience.response_length} response tokens"
         )
-    return np.asarray(logprobs, dtype=np.float64)[experience.action_mask]
+    return logprobs
 
 
 def _distillation(pairs: Sequence[_Scored]) -> dict[str, float]:
     if not pairs:
         return {}
-    student = np.concatenate([pair.student_logprobs for pair in pairs])
-    teacher = np.concatenate([pair.teacher_logprobs for pair in pairs])
+    masks = [pair.action_mask for pair in pairs]
+    student = _of_actions([pair.student_logprobs for pair in pairs], masks)
+    teacher = _of_actions([pair.teacher_logprobs for pair in pairs], masks)
     if not student.size:
         return {}
-    reverse_kl = student - teacher
-    ratio = np.exp(np.clip(reverse_kl, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    student_mean, teacher_mean = float(student.mean()), float(teacher.mean())
+    reverse_kl = np.subtract(student, teacher, out=student)  # these are large: none is kept for longer than it is read
+    del student, teacher
     return {
         **statistics("opd/reverse_kl", reverse_kl, ("mean", "p50", "p95", "max")),
         "critic/kl": float(reverse_kl.mean()),
-        "opd/student_logprob": float(student.mean()),
-        "opd/teacher_logprob": float(teacher.mean()),
+        "opd/student_logprob": student_mean,
+        "opd/teacher_logprob": teacher_mean,
         "opd/abs_gap": float(np.abs(reverse_kl).mean()),
-        "opd/student_perplexity": float(np.exp(-student.mean())),
-        "opd/teacher_perplexity": float(np.exp(-teacher.mean())),
-        "opd/prob_ratio": float(ratio.mean()),
-        "opd/student_entropy": float(-student.mean()),
-        "opd/agreement": float(np.exp(np.minimum(-reverse_kl, 0)).mean()),
+        "opd/student_perplexity": float(np.exp(-student_mean)),
+        "opd/teacher_perplexity": float(np.exp(-teacher_mean)),
+        "opd/prob_ratio": float(_exp(np.clip(reverse_kl, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).mean()),
+        "opd/student_entropy": -student_mean,
+        "opd/agreement": float(_exp(np.minimum(-reverse_kl, 0)).mean()),
+        **_groups("opd/teacher", [pair.teacher for pair in pairs], reverse_kl, masks),
+        **_groups("opd/tag", [pair.tag for pair in pairs], reverse_kl, masks),
     }
 
 
-def _groups(prefix: str, pairs: Sequence[_Scored], key: Callable[[_Scored], str]) -> dict[str, float]:
+def _exp(values: np.ndarray) -> np.ndarray:
+    """Return e^values in the place of `values`."""
+    return np.exp(values, out=values)
+
+
+def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return the mean of f64 [K] by the names of its samples."""
+    if len(set(names)) == 1:
+        return statistics(f"{prefix}/{names[0]}/reverse_kl", reverse_kl, ("mean",))
     groups: dict[str, list[np.ndarray]] = {}
-    for pair in pairs:
-        groups.setdefault(key(pair), []).append(pair.reverse_kl)
+    parts = np.split(reverse_kl, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    for name, part in zip(names, parts, strict=True):
+        groups.setdefault(name, []).append(part)
     metrics: dict[str, float] = {}
-    for name, parts in groups.items():
-        metrics.update(statistics(f"{prefix}/{name}/reverse_kl", np.concatenate(parts), ("mean",)))
+    for name, own in groups.items():
+        metrics.update(statistics(f"{prefix}/{name}/reverse_kl", np.concatenate(own), ("mean",)))
     return metrics
 
 
@@ -174,12 +197,11 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
 
 def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return how far the inference and the training engine's log-probs are apart, for the same weights and tokens."""
-    gaps = [
-        np.abs(_of_actions(item, item.rollout_logprobs, "rollout") - _of_actions(item, item.old_logprobs, "student"))
-        for item in experiences
-        if item.old_logprobs is not None
-    ]
-    return statistics("rollout/train_logprob_gap", np.concatenate(gaps) if gaps else [], ("mean", "max"))
+    both = [item for item in experiences if item.old_logprobs is not None]
+    masks = [item.action_mask for item in both]
+    gaps = _of_actions([_checked(item, item.rollout_logprobs, "rollout") for item in both], masks)
+    gaps -= _of_actions([_checked(item, item.old_logprobs, "student") for item in both], masks)
+    return statistics("rollout/train_logprob_gap", np.abs(gaps, out=gaps), ("mean", "max"))
 
 
 def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """The critic as the driver sees it: what it can do for a step's samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from roll_opd.algorithms.aggregation import value_scales
 from roll_opd.config.plan import CriticPlan
-from roll_opd.data.experience import Experience, present
+from roll_opd.data.experience import Experience, changed, present
+from roll_opd.data.shares import Cut, cut, without_tokens
 from roll_opd.data.training import ValueSample
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.errors import RunError
@@ -30,7 +32,7 @@ class Critic(Learner):
             raise RunError(
                 f"{self.plan.name}: {wrong} values are not finite; look at its model, or lower learning_rate"
             )
-        return [replace(e, values=v) for e, v in zip(experiences, values, strict=True)]
+        return [changed(e, values=v) for e, v in zip(experiences, values, strict=True)]
 
     async def learn(self, experiences: Sequence[Experience]) -> dict[str, float]:
         """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
@@ -40,9 +42,15 @@ class Critic(Learner):
         for _ in range(self.plan.critic_epochs):
             for start in range(0, len(experiences), size):
                 batch = experiences[start : start + size]
-                updates.append(await self._update("update", value_samples(batch)))
+                update, _ = await self._update("update", self._cut(value_samples(batch)))
+                updates.append(update)
                 self._check_applied(updates[-1], batch)
         return _update_metrics(updates) | value_metrics(experiences)
+
+    def _cut(self, samples: Sequence[ValueSample]) -> Cut[ValueSample]:
+        """Cut a mini-batch into what each data-parallel rank learns from."""
+        scales = value_scales([int(np.count_nonzero(sample.action_mask)) for sample in samples])
+        return cut(samples, self._assigned(samples), type, without_tokens, scales=scales)
 
 
 def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_opd.cluster.group import WorkerGroup
 from roll_opd.config.plan import TrainPlan
-from roll_opd.data.compact import Compact
+from roll_opd.data.shares import Assignment, Cut
 from roll_opd.data.training import TrainResult
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.errors import SkippedUpdates
@@ -48,11 +48,16 @@ class Learner:
         """End the processes."""
         self.group.end()
 
-    async def _update(self, method: str, samples: Sequence[Any], *args: Any) -> list[TrainResult]:
-        """Make one optimizer update from one mini-batch; return each rank's result."""
-        results = await self.group.call(method, Compact(samples), *args)
+    def _assigned(self, samples: Sequence[Any], group_size: int = 1) -> Assignment:
+        """Return which sample of a mini-batch is in which micro-batch of which data-parallel rank."""
+        sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
+        return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
+
+    async def _update(self, method: str, cut: Cut, *args: Any) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
+        """Make one optimizer update from one mini-batch; return each rank's result, and log-probs by sample."""
+        results: list[tuple[int, TrainResult]] = await self.group.scatter(method, cut, *args)
         self.updates.one()
-        return results
+        return [result for _, result in results], cut.merged((rank, result.logprobs) for rank, result in results)
 
     def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
         """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""

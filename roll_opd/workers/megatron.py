@@ -6,8 +6,9 @@ module to start them, may be a machine without it.
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, Object
 from roll_opd.data.bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
-from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
+from roll_opd.data.shares import Packing, Share
+from roll_opd.data.training import HeldTargets, TeacherTargets, TrainSample, ValueSample
 from roll_opd.inference.settings import DTYPE_NAMES
+from roll_opd.workers.held import hold, opened
 from roll_opd.workers.weight_buckets import OnHost, WritesBuckets, Written
+
+Text = tuple[np.ndarray, int, np.ndarray | None]  # tokens int64 [T], prompt length, and routes as in `Experience`
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
@@ -50,8 +55,11 @@ class _Rank(OnHost):
         seed: int,
         deterministic: bool,
         async_save: bool = False,
-    ) -> None:
-        """Join the process group and load the model; with `async_save`, saving takes copies and goes on beside work."""
+    ) -> tuple[int, Packing]:
+        """Join the process group and load the model; with `async_save`, saving takes copies and goes on beside work.
+
+        Returns the data-parallel rank, and how sequences are spread over those.
+        """
         self._async_save = async_save
         os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
         # as under torchrun, no rank opens the port: rank 0 has it, and no other run can take it in between
@@ -70,23 +78,49 @@ class _Rank(OnHost):
         self._engine = self._build(plan, seed, deterministic)
         if os.environ["RANK"] == "0":
             self._engine.on_micro_batch = MicroBatches(plan.name)
+        return self._engine.data_parallel_rank, self._engine.packing
 
     def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
         from roll_opd.megatron.engine import MegatronEngine
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
 
-    def compute_logprobs(
-        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **routes: Any
-    ) -> Compact:
+    def compute_logprobs(self, share: Share[Text], temperature: float) -> Compact:
         """Return what `MegatronEngine.compute_logprobs` does."""
-        return Compact(self._engine.compute_logprobs(sequences, temperature, **routes))
+        return Compact(self._engine.compute_logprobs(temperature=temperature, **_texts(share)))
 
-    def compute_targets(
-        self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **wanted: Any
-    ) -> Compact:
-        """Return what `MegatronEngine.compute_targets` does."""
-        return Compact(self._engine.compute_targets(sequences, temperature, **wanted))
+    def compute_targets(self, share: Share[Text], temperature: float, **wanted: Any) -> Compact:
+        """Return what `MegatronEngine.compute_targets` does; the student's own `ids` may be held."""
+        return Compact(self._targets(share, temperature, wanted))
+
+    def hold_targets(
+        self, share: Share[Text], temperature: float, kept: Sequence[str] | None = None, **wanted: Any
+    ) -> tuple[Compact, dict[int, HeldTargets]] | None:
+        """Do what `compute_targets` does, but keep all arrays but the log-probs here; or those that are to be `kept`.
+
+        Returns (log-probs, which sampled tokens are in the top-k, or None) a sample, and where the rest is.
+        """
+        computed = self._targets(share, temperature, wanted)
+        if computed is None:
+            return None
+        small = {}
+        for number, values in computed.items():
+            tokens, prompt_length, _ = share.samples[number]
+            ids = values.get("topk_ids")
+            hits = None if ids is None else (ids == tokens[prompt_length:, None]).any(1)
+            small[number] = values.pop("logprobs"), hits
+        if kept:
+            computed = {number: {name: values[name] for name in kept} for number, values in computed.items()}
+        return Compact(small), hold(computed)
+
+    def _opened(self, share: Share) -> list[dict[str, dict[str, np.ndarray]]]:
+        """Return what is held of each sample of this rank; arrays of no token where the pipeline does not end here."""
+        return opened(share.held, share.micro_batches if self._engine.is_last_stage else [])
+
+    def _targets(self, share: Share[Text], temperature: float, wanted: dict[str, Any]) -> Any:
+        if share.held:
+            wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(share)]}
+        return self._engine.compute_targets(temperature=temperature, **_texts(share), **wanted)
 
     def written(self, *, wait: bool) -> list[Path] | None:
         """Return the files of what was saved last, once they are written; None where that would be to `wait` for."""
@@ -182,28 +216,38 @@ class TrainWorker(_LearningRank, WritesBuckets):
 
     def update(
         self,
-        experiences: Sequence[Experience],
+        share: Share[Experience],
         teachers: Sequence[TeacherPlan],
         objective: ObjectivePlan,
         temperature: float,
         step: int,
     ) -> Compact:
-        """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does."""
-        samples = train_samples(experiences, teachers, objective)
-        return Compact(self._engine.update(samples, objective, temperature, step))
+        """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does.
+
+        Log-probs come back of samples alone that have none of before the update.
+        """
+        targets = self._opened(share) if share.held else None
+        samples = train_samples(share.samples, teachers, objective, share.policy_weights, targets)
+        result = self._engine.update(samples, objective, temperature, step, **_assigned(share))
+        news = {n: values for n, values in result.logprobs.items() if samples[n].old_logprobs is None}
+        return Compact(replace(result, logprobs=news))
 
     def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
         """Take in what a teacher's `output_head` returned."""
         self._engine.load_teacher_head(name, ray.get(head[0]))
 
-    def update_supervised(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Compact:
+    def update_supervised(self, share: Share[TrainSample], objective: ObjectivePlan) -> Compact:
         """Make one optimizer update from rows that brought their answers; return what `MegatronTrainer.update` does."""
-        return Compact(self._engine.update(samples, objective, temperature=1.0))
+        return Compact(self._engine.update(share.samples, objective, temperature=1.0, **_assigned(share)))
 
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return what a method of a frozen model's rank does of the weights that a LoRA student began with."""
         with self._engine.adapters.disabled():
             return getattr(self, method)(*args, **kwargs)
+
+    def share_without_adapter(self, share: Share, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do what `without_adapter` does with a share of a batch."""
+        return self.without_adapter(method, share, *args, **kwargs)
 
     def send_weights(
         self, way: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
@@ -232,13 +276,14 @@ class CriticWorker(_LearningRank):
         assert isinstance(plan, CriticPlan)
         return MegatronCritic(plan, seed=seed, deterministic=deterministic)
 
-    def values(self, sequences: Sequence[tuple[np.ndarray, int]]) -> Compact:
+    def values(self, share: Share[Text]) -> Compact:
         """Return what `MegatronCritic.values` does: of the states before every response token."""
-        return Compact(self._engine.values(sequences))
+        sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in share.samples]
+        return Compact(self._engine.values(sequences, share.micro_batches))
 
-    def update(self, samples: Sequence[ValueSample]) -> Compact:
+    def update(self, share: Share[ValueSample]) -> Compact:
         """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
-        return Compact(self._engine.update(samples))
+        return Compact(self._engine.update(share.samples, **_assigned(share)))
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
         from roll_opd.megatron.critic import save_critic_hf
@@ -246,27 +291,47 @@ class CriticWorker(_LearningRank):
         return save_critic_hf(self._engine, directory, later=later)
 
 
+def _texts(share: Share[Text]) -> dict[str, Any]:
+    routes = [taken for _, _, taken in share.samples]
+    texts = {"sequences": [(tokens, length) for tokens, length, _ in share.samples], "assigned": share.micro_batches}
+    return texts if all(taken is None for taken in routes) else {**texts, "routes": routes}
+
+
+def _assigned(share: Share) -> dict[str, Any]:
+    return {"assigned": share.micro_batches, "scales": share.scales}
+
+
 def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:
     return [file for part in parts for file in part()]
 
 
 def train_samples(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
+    experiences: Sequence[Experience],
+    teachers: Sequence[TeacherPlan],
+    objective: ObjectivePlan,
+    weights: Sequence[float | None] | None = None,
+    targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]] | None = None,
 ) -> list[TrainSample]:
     """Return one `TrainSample` an experience.
 
     Where the teachers' part is an advantage, they are merged into two numbers a token (see algorithms.opd); where it is
     a part of the loss, each comes along with its targets, and the numbers are 0.
+
+    Args:
+        weights: `policy_weights` of the batch, of which these may be a share; None: these are all of it.
+        targets: of each experience, `TeacherTargets.arrays` by teacher; None: there are none.
     """
     sampled = objective.opd_objective == "sampled"
-    weights = _policy_weights(experiences, objective)
+    if weights is None:
+        weights = policy_weights(experiences, objective)
+    weights = weights or [None] * len(experiences)
+    arrays_of = targets or [{}] * len(experiences)
     coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
     # a coefficient of 0 takes part: what is not finite then still shows, as 0 times it is NaN
     of_advantages = {name: np.float32(value if sampled else 0) for name, value in coefficients.items()}
     samples = []
-    for experience, weight in zip(experiences, weights, strict=True):
+    for experience, weight, own in zip(experiences, weights, arrays_of, strict=True):
         mask, by_teacher = experience.action_mask, experience.teacher_logprobs
-        targets = {} if sampled else experience.teacher_targets
         total = np.float32(sum(of_advantages[name] for name in by_teacher))
         with np.errstate(invalid="ignore"):
             weighted = sum(
@@ -284,9 +349,9 @@ def train_samples(
                 opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
                 old_logprobs=experience.old_logprobs,
                 ref_logprobs=experience.ref_logprobs,
-                importance_weights=weight,
+                importance_weights=_importance_weights(experience, weight),
                 reward=0.0 if experience.excluded else experience.reward,
-                teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in targets.items()},
+                teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in own.items()},
                 demonstration=experience.demonstration,
                 actions=mask,
                 routes=experience.routes,
@@ -295,20 +360,26 @@ def train_samples(
     return samples
 
 
-def _policy_weights(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[np.ndarray | None]:
-    """Return the weights of an update's policy loss, f32 [T-P]: a correction's, times those of whole samples."""
+def policy_weights(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[float | None]:
+    """Return what weighs whole samples of an update in its policy loss; None: not this one. Empty: all weigh 1."""
     if not (objective.difficulty_loss_weight or objective.length_loss_weight):
-        return [experience.importance_weights for experience in experiences]
+        return []
     own = [number for number, experience in enumerate(experiences) if not experience.demonstration]
     lengths = [int(experiences[number].action_mask.sum()) for number in own]
     difficulties = [experiences[number].difficulty for number in own] if objective.difficulty_loss_weight else None
     found = sample_weights(lengths, difficulties, by_length=objective.length_loss_weight)
-    weights: list[np.ndarray | None] = [None] * len(experiences)
+    weights: list[float | None] = [None] * len(experiences)
     for number, weight in zip(own, found, strict=True):
-        corrected = experiences[number].importance_weights
-        ones = np.ones(experiences[number].response_length, np.float32)
-        weights[number] = np.float32(weight) * (ones if corrected is None else corrected)
+        weights[number] = weight
     return weights
+
+
+def _importance_weights(experience: Experience, weight: float | None) -> np.ndarray | None:
+    """Return the weights of tokens in the policy loss, f32 [T-P]: a correction's, times that of the whole sample."""
+    corrected = experience.importance_weights
+    if weight is None:
+        return corrected
+    return np.float32(weight) * (np.ones(experience.response_length, np.float32) if corrected is None else corrected)
 
 
 def _advantages(experience: Experience) -> np.ndarray:

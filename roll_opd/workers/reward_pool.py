@@ -8,14 +8,14 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from roll_opd.config.plan import RewardPlan
 from roll_opd.data.compact import Compact
-from roll_opd.data.experience import Experience
+from roll_opd.data.experience import Experience, changed
 from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.interface import TIMEOUT, Failure, Score, Scored
 from roll_opd.terminal import warn
@@ -42,7 +42,7 @@ class RewardResult:
 
     def added_to(self, experience: Experience) -> Experience:
         """Return the sample with its reward."""
-        return replace(
+        return changed(
             experience,
             reward=self.reward,
             domain=self.domain,

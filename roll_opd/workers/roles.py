@@ -1,32 +1,79 @@
 """The models of a run as the driver sees them: what a student, a teacher and a reference policy can do."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from roll_opd.algorithms.aggregation import loss_scales
 from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
 from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
-from roll_opd.data.compact import Compact
-from roll_opd.data.experience import Experience, as_read_by
-from roll_opd.data.training import ROUTER_LOSSES, TrainSample
+from roll_opd.data.experience import Experience, as_read_by, changed
+from roll_opd.data.shares import Cut, cut, without_tokens
+from roll_opd.data.training import ROUTER_LOSSES, HeldTargets, TrainSample
 from roll_opd.frozen import FrozenDict
 from roll_opd.workers.errors import RunError
+from roll_opd.workers.held import as_sent
 from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total
+from roll_opd.workers.megatron import Text, policy_weights
 from roll_opd.workers.writing import Writing
 
 
 async def gathered(
-    group: FrozenGroup, method: str, samples: Sequence[Experience | TrainSample], *args: Any, **kwargs: Any
+    group: FrozenGroup,
+    method: str,
+    samples: Sequence[Experience | TrainSample],
+    *args: Any,
+    routed: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Have every rank run `method` on its share of the sequences; return the answer for each sample, in order."""
-    sequences = Compact([(sample.tokens, sample.prompt_length) for sample in samples])
-    answers = await group.call(method, sequences, *args, **kwargs)
-    merged = {number: values for answer in answers if answer for number, values in answer.items()}
+    """Have every rank run `method` on its share of the sequences; return the answer for each sample, in order.
+
+    Where it is `routed`, the samples' routes come along.
+    """
+    if not samples:
+        return []
+    cut = _texts(group, samples, routed)
+    merged = cut.merged(await group.scatter(method, cut, *args, **kwargs))
     return [merged[number] for number in range(len(samples))]
+
+
+async def gathered_and_held(
+    group: FrozenGroup,
+    samples: Sequence[Experience],
+    temperature: float,
+    held: Sequence[Mapping[str, HeldTargets]] = (),
+    routed: bool = False,
+    **wanted: Any,
+) -> list[tuple[np.ndarray, HeldTargets]]:
+    """Do what `gathered` does, but have the ranks keep what they compute; return log-probs f32 [T-P], and the rest.
+
+    `held` is what ranks are to open of each sample.
+    """
+    cut = _texts(group, samples, routed, held)
+    answers = [
+        (rank, answer) for rank, answer in await group.scatter("hold_targets", cut, temperature, **wanted) if answer
+    ]
+    small, kept = (cut.merged((rank, answer[part]) for rank, answer in answers) for part in (0, 1))
+    return [(small[n][0], replace(kept[n], hits=small[n][1])) for n in range(len(samples))]
+
+
+def _texts(
+    group: FrozenGroup, samples: Sequence[Any], routed: bool, held: Sequence[Mapping[str, HeldTargets]] = ()
+) -> Cut[Text]:
+    """Cut a batch into what forward passes read."""
+    texts = [(sample.tokens, sample.prompt_length, sample.routes if routed else None) for sample in samples]
+    assignment = group.packing.assign([text[:2] for text in texts], group.plan.forward_limits)
+    sent = [as_sent(one) for one in held]
+    return cut(texts, assignment, lambda text: text[2] is None, _without_tokens, held=sent)
+
+
+def _without_tokens(text: Text) -> Text:
+    tokens, _, routes = text
+    return tokens[:1], 1, None if routes is None else routes[:0]
 
 
 @dataclass(frozen=True)
@@ -67,23 +114,21 @@ class Teacher(FrozenModel):
         experiences: Sequence[Experience],
         temperature: float,
         objective: ObjectivePlan,
-        ids: Sequence[np.ndarray] | None,
-    ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        ids: Sequence[HeldTargets] | None,
+    ) -> list[tuple[np.ndarray, HeldTargets]]:
         """Return log-probs as `compute_logprobs` does, each with the `TeacherTargets.arrays` the objective needs.
 
         Args:
-            ids: for a top-k of the student's, its tokens, int32 [T-P, K] each.
+            ids: for a top-k of the student's, what `Student.topk_ids` returned.
         """
         self._check_tokens(experiences)
         wanted: dict[str, Any] = {"vocab_size": objective.opd_vocab_size}
         if objective.opd_objective == "full":
             wanted = {"hidden": True}
-        elif ids is not None:
-            wanted["ids"] = Compact(ids)
-        else:
+        elif ids is None:
             wanted["topk"] = objective.opd_topk
-        answers = await gathered(self.group, "compute_targets", experiences, temperature, **wanted)
-        return [(answer.pop("logprobs"), answer) for answer in answers]
+        held = [{"ids": one} for one in ids or ()]
+        return await gathered_and_held(self.group, experiences, temperature, held, **wanted)
 
     async def output_head(self) -> list[Reference]:
         """Return a reference to the whole output embedding."""
@@ -119,16 +164,16 @@ class Student(Learner):
 
     async def compute_old_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await gathered(self.group, "compute_logprobs", experiences, temperature, **_routes(experiences))
-        return [replace(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
+        values = await gathered(self.group, "compute_logprobs", experiences, temperature, routed=True)
+        return [changed(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def topk_ids(
         self, experiences: Sequence[Experience], temperature: float, objective: ObjectivePlan
-    ) -> list[np.ndarray]:
-        """Return the most likely tokens at every response token, int32 [T-P, K] each."""
-        wanted = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size} | _routes(experiences)
-        answers = await gathered(self.group, "compute_targets", experiences, temperature, **wanted)
-        return [answer["topk_ids"] for answer in answers]
+    ) -> list[HeldTargets]:
+        """Return where the most likely tokens at every response token are."""
+        wanted: dict[str, Any] = {"topk": objective.opd_topk, "vocab_size": objective.opd_vocab_size}
+        held = await gathered_and_held(self.group, experiences, temperature, routed=True, kept=("topk_ids",), **wanted)
+        return [ids for _, ids in held]
 
     async def load_teacher_head(self, teacher: Teacher) -> None:
         """Take in a teacher's output head, with which its hidden states become distributions here."""
@@ -154,26 +199,56 @@ class Student(Learner):
         for _ in range(objective.ppo_epochs):
             for start in range(0, len(learned), size):
                 batch = learned[start : start + size]
-                update = await self._update("update", _for_training(batch), teachers, objective, temperature, step)
+                update, logprobs = await self._update(
+                    "update", self._cut(batch, objective), teachers, objective, temperature, step
+                )
                 updates.append(update)
-                for number, values in (item for rank in update for item in rank.logprobs.items()):
-                    if learned[start + number].old_logprobs is None:
-                        learned[start + number] = replace(learned[start + number], old_logprobs=values)
+                for number, values in logprobs.items():
+                    learned[start + number] = changed(learned[start + number], old_logprobs=values)
                 self._check_applied(update, learned[start : start + size])
+        for held in (held for experience in learned for held in experience.teacher_targets.values()):
+            held.released()
         return learned, _actor_metrics(updates)
 
+    def _cut(self, experiences: Sequence[Experience], objective: ObjectivePlan) -> Cut[Experience]:
+        """Cut a mini-batch into what each data-parallel rank learns from."""
+        masks = [e.action_mask if e.loss_mask is None else e.loss_mask for e in experiences]
+        scales = loss_scales(
+            [int(np.count_nonzero(m)) for m in masks], [e.demonstration for e in experiences], objective
+        )
+        return cut(
+            _for_training(experiences),
+            self._assigned(experiences, group_size=2 if objective.paired else 1),
+            training_kind,
+            without_tokens,
+            scales=scales,
+            policy_weights=policy_weights(experiences, objective),
+            held=[as_sent(e.teacher_targets) for e in experiences] if objective.opd_objective != "sampled" else (),
+        )
 
-def _routes(experiences: Sequence[Experience]) -> dict[str, Any]:
-    routes = [experience.routes for experience in experiences]
-    return {} if all(taken is None for taken in routes) else {"routes": Compact(routes)}
+
+def training_kind(experience: Experience) -> tuple:
+    """Return which arrays a train sample of it has."""
+    optional = (experience.old_logprobs, experience.ref_logprobs, experience.importance_weights, experience.routes)
+    there = (array is None for array in optional)
+    unscored = experience.reward is None and not experience.excluded
+    return *there, unscored, experience.demonstration, *experience.teacher_targets
 
 
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
-    """Remove what only rewards and teachers read: the test cases of a batch can be larger than all the rest of it."""
+    """Remove what only rewards and teachers read: the test cases of a batch can be larger than all the rest of it.
+
+    What is held goes beside them.
+    """
     kept = ("difficulty",)  # of which a weight may be made
     return [
-        replace(e, extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra}), teacher_prompts={})
-        if e.extra or e.teacher_prompts
+        replace(
+            e,
+            extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra}),
+            teacher_prompts={},
+            teacher_targets={},
+        )
+        if e.extra or e.teacher_prompts or e.teacher_targets
         else e
         for e in experiences
     ]
@@ -246,20 +321,20 @@ class FrozenModels:
             if not routed:
                 return
             samples = [as_read_by(name, experiences[n]) for n in routed]
-            computed: list[tuple[np.ndarray, dict[str, np.ndarray]]]
+            computed: list[tuple[np.ndarray, HeldTargets | None]]
             if self.targets_for is None:
-                computed = [(logprobs, {}) for logprobs in await teacher.compute_logprobs(samples, temperature)]
+                computed = [(logprobs, None) for logprobs in await teacher.compute_logprobs(samples, temperature)]
             else:
                 own_ids = None if ids is None else [ids[n] for n in routed]
-                computed = await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)
+                computed = [*await teacher.compute_targets(samples, temperature, self.targets_for, own_ids)]
             for n, (logprobs, targets) in zip(routed, computed, strict=True):
                 all_logprobs = {**result[n].teacher_logprobs, name: logprobs}
                 all_targets = {**result[n].teacher_targets, **({name: targets} if targets else {})}
-                result[n] = replace(result[n], teacher_logprobs=all_logprobs, teacher_targets=all_targets)
+                result[n] = changed(result[n], teacher_logprobs=all_logprobs, teacher_targets=all_targets)
 
         async def ask_reference(reference: FrozenModel) -> None:
             for n, logprobs in enumerate(await reference.compute_logprobs(experiences, temperature)):
-                result[n] = replace(result[n], ref_logprobs=logprobs)
+                result[n] = changed(result[n], ref_logprobs=logprobs)
 
         asked = [ask_teacher(teacher) for teacher in self.teachers]
         if self.reference:
@@ -274,7 +349,7 @@ class FrozenModels:
         """Have the teachers' answers in the teachers' order, and not in that of their coming: they are summed in it."""
         names = [teacher.plan.name for teacher in self.teachers]
         logprobs, targets = experience.teacher_logprobs, experience.teacher_targets
-        return replace(
+        return changed(
             experience,
             teacher_logprobs={name: logprobs[name] for name in names if name in logprobs},
             teacher_targets={name: targets[name] for name in names if name in targets},

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from roll_opd.algorithms.aggregation import loss_scales
 from roll_opd.config.plan import ObjectivePlan
+from roll_opd.data.shares import Cut, cut, without_tokens
 from roll_opd.data.training import TrainSample
 from roll_opd.workers.learner import Learner, optimizer_metrics, total
 from roll_opd.workers.roles import gathered
@@ -31,10 +33,18 @@ class SupervisedStudent(Learner):
         logprobs: dict[int, np.ndarray] = {}
         updates = []
         for start in range(0, len(samples), size):
-            update = await self._update("update_supervised", samples[start : start + size], objective)
+            batch = self._cut(samples[start : start + size], objective)
+            update, computed = await self._update("update_supervised", batch, objective)
             updates.append(update)
-            logprobs |= {start + number: values for rank in update for number, values in rank.logprobs.items()}
+            logprobs |= {start + number: values for number, values in computed.items()}
             numbers = range(start, min(start + size, len(samples)))
             self._check_applied(update, [replace(samples[n], old_logprobs=logprobs[n]) for n in numbers])
         loss = total(updates, "weighted_loss") / len(updates)
         return [logprobs[n] for n in range(len(samples))], loss, optimizer_metrics(updates)
+
+    def _cut(self, samples: Sequence[TrainSample], objective: ObjectivePlan) -> Cut[TrainSample]:
+        """Cut a mini-batch into what each data-parallel rank learns from."""
+        counts = [int(np.count_nonzero(sample.action_mask)) for sample in samples]
+        scales = loss_scales(counts, [sample.demonstration for sample in samples], objective)
+        assignment = self._assigned(samples, group_size=2 if objective.paired else 1)
+        return cut(samples, assignment, lambda sample: sample.ref_logprobs is None, without_tokens, scales=scales)

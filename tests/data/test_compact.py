@@ -1,13 +1,14 @@
 """What goes into a `Compact` comes out, in one buffer."""
 
 import pickle
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.frozen import FrozenDict
 
 
 def sent(value):
@@ -46,6 +47,24 @@ def test_experiences_arrive_as_they_were_in_one_buffer():
             np.testing.assert_equal(other, one)
         assert found.tokens.dtype == np.int64 and found.action_mask.dtype == bool
         assert found.tokens.flags.aligned and found.rollout_logprobs.flags.aligned
+
+
+def test_samples_of_many_kinds_arrive_as_they_were():
+    """Fields that some samples have, arrays of two dtypes, dicts of other keys, and an array that two samples share."""
+    samples = list(experiences(20))
+    shared, strange = np.arange(5.0), FrozenDict({"answers": ("a", 1)})
+    samples[3] = replace(samples[3], old_logprobs=shared, extra=strange, reward=None)
+    samples[4] = replace(samples[4], old_logprobs=shared, teacher_logprobs={"b": shared})
+    samples[5] = replace(samples[5], advantages=shared.astype(np.float32), teacher_prompts={"a": np.arange(3)})
+    samples[6] = replace(samples[6], advantages=shared, routes=np.zeros((4, 2, 3), np.int16))
+    arrived, buffers = sent(samples)
+    assert buffers == 1 and [type(one) for one in arrived] == [Experience] * 20
+    for expected, found in zip(samples, arrived, strict=True):
+        for one, other in zip(astuple(expected), astuple(found), strict=True):
+            np.testing.assert_equal(other, one)
+            assert getattr(other, "dtype", None) == getattr(one, "dtype", None) and type(one) is type(other)
+        assert list(found.teacher_logprobs) == list(expected.teacher_logprobs)
+    assert arrived[7].metrics is not arrived[8].metrics  # as before
 
 
 def test_what_arrives_cannot_be_written_to():

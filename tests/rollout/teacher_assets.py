@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.data.experience import Experience
+from roll_opd.data.shares import Cut, Packing
 from roll_opd.workers.roles import Student, Teacher
 
 
@@ -20,12 +21,18 @@ class Group:
     """The ranks of a role, in this process."""
 
     model: PreTrainedModel
+    plan: MegatronPlan
     change: Callable[[float], float] = field(default=lambda temperature: temperature)  # what a fault makes of it
 
-    async def call(self, method: str, sequences: Any, temperature: float, **wanted: Any) -> list[dict[int, Any]]:
+    packing = Packing(ranks=1)
+
+    async def scatter(self, method: str, cut: Cut, temperature: float, **wanted: Any) -> list[tuple[int, Any]]:
         assert method == "compute_targets"
         answers = {}
-        for number, (tokens, prompt) in enumerate(sequences._value):
+        (share,) = cut.shares
+        samples: Any = share.samples
+        for number in (number for part in share.micro_batches for number in part):
+            tokens, prompt, _ = samples._value[number]
             logits = logits_of(self.model, tokens)[prompt - 1 :]
             scored = (logits / self.change(temperature)).log_softmax(-1)
             values = {"logprobs": scored.gather(1, torch.from_numpy(tokens[prompt:])[:, None])[:, 0]}
@@ -35,7 +42,7 @@ class Group:
             if wanted.get("plain"):
                 values["plain_logprobs"] = shared.log_softmax(-1).gather(1, ids)
             answers[number] = {name: value.numpy() for name, value in values.items()}
-        return [answers]
+        return [(0, answers)]
 
 
 @torch.no_grad()
@@ -50,13 +57,14 @@ def megatron(path: Path | str) -> MegatronPlan:
 
 def student_of(model: PreTrainedModel, path: Path | str) -> Student:
     plan: Any = megatron(path)
-    group: Any = Group(model)
+    group: Any = Group(model, plan)
     return Student(plan, group)
 
 
 def teacher_of(model: PreTrainedModel, path: Path | str, **faults: Any) -> Teacher:
-    group: Any = Group(model, **faults)
-    return Teacher("teacher", group, model.config.vocab_size, TeacherPlan("teacher", megatron(path), 1.0))
+    plan = megatron(path)
+    group: Any = Group(model, plan, **faults)
+    return Teacher("teacher", group, model.config.vocab_size, TeacherPlan("teacher", plan, 1.0))
 
 
 @torch.no_grad()

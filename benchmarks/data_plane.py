@@ -1,0 +1,142 @@
+"""What the driver itself costs in a step: CPU seconds by part, bytes sent and received, memory, against sequences.
+
+    python benchmarks/data_plane.py [--sequences 1000 10000] [--lengths fixed tail] [--modes pure mixed] [--steps 2]
+        [--ranks 4] [--json OUT]
+
+The driver is the real one: a launch of a demo configuration, its rollout, roles, advantages, metrics and records, and
+Ray. Engines, ranks and reward workers are real processes too, but hold no model: they answer at once with random
+numbers of the right shapes (`synthetic_roles`). README.md says how to read the table.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pipeline_run import machine
+
+TOKENS, LONGEST = 1024, 16_384  # of each response of `fixed`, and at most of `tail`
+ANSWERS = 8  # to a prompt
+MODES = {  # configuration, whether it is pure distillation, overrides
+    "pure": ("onpolicy_distill", True, ()),
+    "topk": ("onpolicy_distill", True, ("opd_objective=topk", "opd_topk=64")),
+    "full": ("onpolicy_distill", True, ("opd_objective=full",)),
+    "mixed": ("rlvr_opd", False, ()),
+}
+STUDENT = {True: ("student_train", "student_infer"), False: ("actor_train", "actor_infer")}
+CHUNK_TOKENS = 32_768  # of a teacher's micro-batch
+UPDATES = 2  # a step, so that old log-probs are asked for
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure each point in processes of its own and print the table."""
+    options = parse(arguments)
+    results = []
+    for mode in options.modes:
+        for lengths in options.lengths:
+            for sequences in options.sequences:
+                point = {"mode": mode, "lengths": lengths, "sequences": sequences}
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    results.append(pool.apply(measure, (point, options.steps, options.ranks)))
+                print(table(results[-1]), flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"steps": options.steps, "ranks": options.ranks, "answers": ANSWERS, "updates": UPDATES}
+        whole = {"points": results, "settings": settings, "machine": machine()}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1000, 10_000])
+    parser.add_argument("--lengths", nargs="+", choices=("fixed", "tail"), default=["fixed", "tail"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["pure", "mixed"])
+    parser.add_argument("--steps", type=int, default=2, help="that are measured, after a first one (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="of each role, data-parallel (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures of every point here")
+    options = parser.parse_args(arguments)
+    least = ANSWERS * UPDATES * options.ranks
+    if min(options.sequences) < least:
+        parser.error(f"--sequences: at least {least}, of which each rank learns {ANSWERS} in each of {UPDATES} updates")
+    return options
+
+
+def lengths_of(kind: str, count: int, seed: int) -> np.ndarray:
+    """Return response lengths, int64: all the same, or with a long tail (a mean of about 2,400)."""
+    if kind == "fixed":
+        return np.full(count, TOKENS)
+    return np.clip(np.random.default_rng(seed).lognormal(np.log(1500), 1.0, count), 16, LONGEST).astype(np.int64)
+
+
+def overrides_of(mode: str, sequences: int, ranks: int, steps: int, directory: Path) -> list[str]:
+    """Return the command line of a run with `sequences` a step, or a few less."""
+    _, pure, own = MODES[mode]
+    student, engines = STUDENT[pure]
+    mini_batch = sequences // (UPDATES * ranks * ANSWERS) * ANSWERS  # of a rank
+    mapping = f'"{list(range(ranks))}"'
+    return [
+        *(f"{role}.device_mapping={mapping}" for role in (student, engines, "teacher")),
+        f"rollout_batch_size={mini_batch * UPDATES * ranks // ANSWERS}",
+        f"num_return_sequences_in_group={ANSWERS}",
+        f"{student}.training_args.per_device_train_batch_size={mini_batch}",
+        f"{student}.training_args.gradient_accumulation_steps=1",
+        f"teacher.max_tokens_per_microbatch_in_infer={CHUNK_TOKENS}",
+        "parallel@teacher.strategy_args.strategy_config=single",
+        f"num_gpus_per_node={ranks}",
+        f"response_length={TOKENS}",
+        f"max_steps={steps + 1}",
+        "validation=null",
+        "eval_steps=0",
+        "save_steps=0",
+        "teacher_preflight=false",
+        f"output_dir={directory}",
+        "exp_name=run",
+        *own,
+    ]
+
+
+def measure(point: dict[str, Any], steps: int, ranks: int) -> dict[str, Any]:
+    """Run one point in this process, which is the driver; return its figures."""
+    from driver_cost import DriverCost
+    from synthetic_roles import put_in_place
+
+    from roll_opd.pipelines import launch
+
+    config, pure, _ = MODES[point["mode"]]
+    cost = DriverCost()
+    put_in_place(point["lengths"], cost)
+    with tempfile.TemporaryDirectory(prefix="data_plane-") as directory:
+        command = overrides_of(point["mode"], point["sequences"], ranks, steps, Path(directory))
+        code = launch.main(
+            "data plane", pure=pure, arguments=["--config_path", "demo", "--config_name", config, *command]
+        )
+    if code:
+        sys.exit(f"the run of {point} ended with exit code {code}")
+    return {**point, **cost.figures()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return one point as text."""
+    millions = result["tokens"] / 1e6
+    lines = [
+        f"{result['mode']}, {result['lengths']}: {result['sequences']:,} sequences, {millions:.2f} M response tokens",
+        *(f"  {name:32} {seconds:8.3f} s CPU" for name, seconds in result["parts"].items()),
+        f"  {'all threads of the driver':32} {result['cpu']:8.3f} s CPU, {result['cpu'] / millions:.3f} µs a token",
+        f"  {'sent, received':32} {result['sent'] / 2**20:8.1f} MiB, {result['received'] / 2**20:.1f} MiB",
+        f"  {'memory of its own, at the peak':32} {result['private_peak'] / 2**20:8.1f} MiB,"
+        f" {result['private_before'] / 2**20:.1f} MiB before the first step",
+        f"  {'shared with the object store':32} {result['shared_peak'] / 2**20:8.1f} MiB",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""CPU time of the process that this runs in, by part, and what it holds. Linux alone.
+
+A thread looks at the main thread's stack now and then, and adds the CPU time that has passed to the part whose code is
+innermost on it.
+"""
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+LOOK_SECONDS = 0.002
+REST = "Ray, event loop"
+OTHER_THREADS = "other threads (Ray)"
+PARTS = {  # file of roll_opd, or file and function -> part
+    "workers/sampler.py": "requests and completions",
+    "workers/batched.py": "requests and completions",
+    "rollout/workflow.py": "requests and completions",
+    "workers/reward_pool.py": "rewards",
+    "rollout/batch.py:added_to": "teacher chunks",
+    "rollout/batch.py": "requests and completions",
+    "workers/roles.py:ask_teacher": "teacher chunks",
+    "workers/roles.py:_in_order": "teacher chunks",
+    "workers/roles.py:compute_old_logprobs": "old log-probs",
+    "workers/roles.py:learn": "updates",
+    "workers/roles.py:_for_training": "updates",
+    "workers/roles.py:_actor_metrics": "updates",
+    "workers/learner.py": "updates",
+    "rollout/selection.py": "selection, advantages, metrics",
+    "rollout/advantages.py": "selection, advantages, metrics",
+    "rollout/mismatch.py": "selection, advantages, metrics",
+    "rollout/masks.py": "selection, advantages, metrics",
+    "tracking/metrics.py": "selection, advantages, metrics",
+    "tracking/rewards.py": "selection, advantages, metrics",
+    "pipelines/run_logger.py": "records",
+}
+PACKAGE = "/roll_opd/"
+
+
+class DriverCost:
+    """Adds up what happens between `begin` and `end`, one step at a time."""
+
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, float] = defaultdict(float)
+        self._cpu = self._main = 0.0
+        self._steps = 0
+        self._peak = {"RssAnon": 0, "RssShmem": 0}
+        self._before = 0
+        self.is_counted = False
+        self.tokens = self.sent = self.received = 0
+        self._last, self._began = 0.0, (0.0, 0.0)
+        self._thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._thread)
+
+    def begin(self) -> None:
+        """Count from now on. To be called in the main thread."""
+        if not self.is_counted:
+            self.is_counted = True
+            self._before = memory()["RssAnon"]
+            self._last = time.clock_gettime(self._clock)
+            self._began = time.process_time(), self._last
+            threading.Thread(target=self._look, daemon=True).start()
+
+    def step_ended(self, tokens: int) -> None:
+        """Count a step with so many response tokens."""
+        self._steps, self.tokens = self._steps + 1, self.tokens + tokens
+        self._cpu = time.process_time() - self._began[0]
+        self._main = time.clock_gettime(self._clock) - self._began[1]
+
+    def count(self, sent: int = 0, received: int = 0) -> None:
+        """Count bytes."""
+        if self.is_counted:
+            self.sent, self.received = self.sent + sent, self.received + received
+
+    def figures(self) -> dict[str, Any]:
+        """Return the means over the steps, and the peaks of memory in bytes."""
+        steps = self._steps
+        parts = {name: self._parts[name] / steps for name in dict.fromkeys([*PARTS.values(), REST])}
+        return {
+            "tokens": self.tokens / steps,
+            "parts": {**parts, OTHER_THREADS: (self._cpu - self._main) / steps},
+            "cpu": self._cpu / steps,
+            "sent": self.sent / steps,
+            "received": self.received / steps,
+            "private_before": self._before,
+            "private_peak": self._peak["RssAnon"],
+            "shared_peak": self._peak["RssShmem"],
+        }
+
+    def _look(self) -> None:
+        looks = 0
+        while True:
+            time.sleep(LOOK_SECONDS)
+            now = time.clock_gettime(self._clock)
+            passed, self._last = now - self._last, now
+            if passed:
+                self._parts[part_of(sys._current_frames()[self._thread])] += passed
+            looks += 1
+            if looks % 10 == 0:
+                self._peak = {name: max(value, self._peak[name]) for name, value in memory().items()}
+
+
+def part_of(frame: Any) -> str:
+    """Return the part that the innermost frame of one belongs to."""
+    while frame is not None:
+        _, inside, name = frame.f_code.co_filename.rpartition(PACKAGE)
+        if inside and (part := PARTS.get(f"{name}:{frame.f_code.co_name}") or PARTS.get(name)):
+            return part
+        frame = frame.f_back
+    return REST
+
+
+def memory() -> dict[str, int]:
+    """Return resident bytes of this process: its own, and what it shares with the object store."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "RssShmem"))}
+    return {name: int(value) * 1024 for name, value in fields.items()}

@@ -1,0 +1,114 @@
+"""What a data-parallel rank makes of its share of a mini-batch is, bit for bit, what it would make of the whole."""
+
+import numpy as np
+import pytest
+
+from roll_opd.algorithms.aggregation import loss_scales
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
+from roll_opd.data.experience import Experience, changed
+from roll_opd.data.shares import Packing, cut, without_tokens
+from roll_opd.data.training import HeldTargets
+from roll_opd.frozen import FrozenDict
+from roll_opd.megatron.batches import Sample
+from roll_opd.megatron.trainer import _columns
+from roll_opd.workers.held import opened
+from roll_opd.workers.megatron import policy_weights, train_samples
+from roll_opd.workers.roles import training_kind
+
+WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
+TEACHERS = [TeacherPlan("a", WORKER, 1.0), TeacherPlan("b", WORKER, 0.5)]
+OBJECTIVES = [
+    ObjectivePlan(),
+    ObjectivePlan(loss_agg_mode="seq-mean-token-mean", length_loss_weight=True, difficulty_loss_weight=True),
+    ObjectivePlan(opd_objective="topk", loss_agg_mode="seq-mean-token-sum"),
+]
+
+
+def experience(rng: np.random.Generator, number: int, *, taught: bool) -> tuple[Experience, dict[str, dict]]:
+    """One sample of any kind that a batch may hold, and its teachers' targets."""
+    length, prompt = int(rng.integers(0, 30)), int(rng.integers(1, 9))
+    demonstration = bool(rng.random() < 0.2)
+    names = [] if demonstration else [name for name in ("b", "a") if rng.random() < 0.6]
+
+    def numbers() -> np.ndarray:
+        return -rng.random(length, dtype=np.float32)
+
+    made = Experience(
+        id=str(number),
+        group_id=str(number // 4),
+        tag="",
+        domain="",
+        tokens=rng.integers(0, 100, prompt + length),
+        prompt_length=prompt,
+        action_mask=rng.random(length) < 0.8,
+        rollout_logprobs=None if demonstration else numbers(),
+        finish_reason="stop",
+        weights_version=0,
+        demonstration=demonstration,
+        old_logprobs=None if demonstration else numbers(),
+        teacher_logprobs={name: numbers() for name in names},
+        reward=None if demonstration else 1.0,
+        advantages=None if demonstration else rng.random(length),
+        loss_mask=rng.random(length) < 0.7 if rng.random() < 0.5 else None,
+        extra=FrozenDict({"difficulty": float(rng.random()), "test_cases": "x" * 100}),
+    )
+    targets = {
+        name: {"topk_ids": rng.integers(0, 9, (length, 3)).astype(np.int32), "topk_rest": numbers()}
+        for name in (names if taught else [])
+    }
+    return made, targets
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["sampled", "weighted", "topk"])
+@pytest.mark.parametrize("ranks", [1, 3, 40])
+def test_columns_of_a_share_are_those_of_the_batch(
+    objective: ObjectivePlan, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = objective.opd_objective != "sampled"
+    rng = np.random.default_rng(ranks)
+    made = [experience(rng, number, taught=taught) for number in range(24)]
+    batch, targets = [one for one, _ in made], [own for _, own in made]
+    whole = _columns(train_samples(batch, TEACHERS, objective, targets=targets), objective)
+
+    packing, limits = Packing(ranks, equal=True), MicroBatchLimits(tokens=60)
+    assignment = packing.assign([(one.tokens, one.prompt_length) for one in batch], limits)
+    masks = [one.action_mask if one.loss_mask is None else one.loss_mask for one in batch]
+    held = [as_held(number, own) for number, own in enumerate(targets)]
+    pieces = cut(
+        [changed(one, teacher_targets=own) for one, own in zip(batch, held, strict=True)],
+        assignment,
+        training_kind,
+        without_tokens,
+        scales=loss_scales([int(mask.sum()) for mask in masks], [one.demonstration for one in batch], objective),
+        policy_weights=policy_weights(batch, objective),
+        held=held if taught else (),
+    )
+    bundles = [list(own.values()) for own in targets]
+    monkeypatch.setattr("ray.get", lambda references: [bundles[reference] for reference in references])
+    seen: list[int] = []
+    for share, numbers in zip(pieces.shares, pieces.numbers, strict=True):
+        experiences = share.samples._value  # type: ignore[attr-defined]  # as it arrives
+        arrays = opened(share.held, share.micro_batches) if share.held else None
+        samples = train_samples(experiences, TEACHERS, objective, share.policy_weights, arrays)
+        columns = _columns(samples, objective, share.scales)
+        assert columns and all(len(one.tokens) == 1 for n, one in zip(numbers, columns, strict=True) if n == -1)
+        for place in (place for part in share.micro_batches for place in part):
+            seen.append(numbers[place])
+            same(columns[place], whole[numbers[place]])
+        assert list(columns[0].columns) == list(whole[0].columns)  # what a micro-batch without a sample is made like
+    assert sorted(seen) == list(range(len(batch)))
+    assert [
+        [[pieces.numbers[r][n] for n in part] for part in s.micro_batches] for r, s in enumerate(pieces.shares)
+    ] == (assignment)
+
+
+def as_held(bundle: int, targets: dict[str, dict[str, np.ndarray]]) -> dict[str, HeldTargets]:
+    columns = [{key: (array.dtype.str, array.shape[1:]) for key, array in own.items()} for own in targets.values()]
+    return {name: HeldTargets(bundle, place, columns[place]) for place, name in enumerate(targets)}
+
+
+def same(found: Sample, wanted: Sample) -> None:
+    assert np.array_equal(found.tokens, wanted.tokens) and found.prompt_length == wanted.prompt_length
+    assert found.columns.keys() == wanted.columns.keys()
+    for name, array in wanted.columns.items():
+        assert found.columns[name].dtype == array.dtype and found.columns[name].tobytes() == array.tobytes(), name
