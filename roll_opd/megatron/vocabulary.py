@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll_opd.megatron.memory import CHUNK_BYTES
+
 TILE_ROWS = 1024  # of a tile in backward: enough for the products to be bound by arithmetic
 
 
@@ -34,7 +36,7 @@ class Columns:
 
     def logits(self, hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
         """Return logits divided by the temperature, f32 [C, V], -inf in padding."""
-        logits_CV = (hidden_CE @ weight_VE.T).float()
+        logits_CV = product(hidden_CE, weight_VE)
         if self.inverse_temperature != 1.0:
             logits_CV *= self.inverse_temperature
         if self.real < logits_CV.size(1):
@@ -80,6 +82,16 @@ class Columns:
         return (slice(start, start + step) for start in range(0, max(rows, 1), step))
 
 
+def product(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Return hidden · weightᵀ, f32 [C, V].
+
+    Of bf16 numbers the product is not rounded to bf16 on CUDA: of logits around 16 that alone moves a log-prob by 0.02.
+    """
+    if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
+        return torch.mm(hidden_CE, weight_VE.T, out_dtype=torch.float32)
+    return (hidden_CE @ weight_VE.T).float()
+
+
 def is_taken(columns_CK: Tensor, width: int) -> Tensor:
     """Return which of `width` columns are among `columns_CK`, bool [C, width]; other ranks' columns are not."""
     mine_CK = (columns_CK >= 0) & (columns_CK < width)
@@ -88,9 +100,13 @@ def is_taken(columns_CK: Tensor, width: int) -> Tensor:
 
 
 def columns_of(
-    weight_VE: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_bytes: int
+    weight_VE: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_bytes: int | None
 ) -> Columns:
-    """Return this rank's columns, where every rank of `group` holds as many rows of the output embedding."""
+    """Return this rank's columns, where every rank of `group` holds as many rows of the output embedding.
+
+    `chunk_bytes` None: the device's own (`memory.CHUNK_BYTES`).
+    """
+    chunk_bytes = chunk_bytes or CHUNK_BYTES[weight_VE.device.type]
     first = dist.get_rank(group) * weight_VE.size(0)
     real = min(max(vocab_size - first, 0), weight_VE.size(0))
     return Columns(first, real, group, 1.0 / temperature, chunk_bytes)
@@ -124,7 +140,7 @@ def backward_through_logits(
         hidden_CE = hidden_ME[rows]
         for left in range(0, columns.real, width):
             part = slice(left, min(left + width, columns.real))
-            logits_CV = (hidden_CE @ weight_VE[part].T).float()
+            logits_CV = product(hidden_CE, weight_VE[part])
             if columns.inverse_temperature != 1.0:
                 logits_CV *= columns.inverse_temperature
             grad_CV = logits_grad(logits_CV, rows, part)
