@@ -1,5 +1,6 @@
 """What both sides of the comparison read: random sequences, and the objectives that they are compared in."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def sequences(vocab: int, number: int, length: int, seed: int = 0) -> list[np.nd
     return [rng.integers(0, vocab, int(rng.integers(length // 2, length + 1))) for _ in range(number)]
 
 
-def samples(tokens: list[np.ndarray], reference: Any, objective: str) -> list[Any]:
+def samples(tokens: Sequence[np.ndarray], reference: Any, objective: str) -> list[Any]:
     """Return the train samples of an objective, with the teacher's side as `reference` has it."""
     from roll_opd.data.training import TeacherTargets, TrainSample
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from shapes import SHAPES, Shape
 from work import TRAINED, forward_flops, keys_seen
 
-from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.config.plan import Dtype, Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
 from roll_opd.hf.model_info import read_model
 from roll_opd.megatron import parallel
 from roll_opd.megatron.checkpoint import load_state, save_state
@@ -32,6 +32,7 @@ from roll_opd.megatron.trainer import MegatronTrainer
 
 ROUNDS = 3  # that are timed, after one that is not; the median counts
 HEAD_TOKENS = 4096
+COMPARED: tuple[Dtype, ...] = ("fp32", "bf16")
 
 
 def main() -> int:
@@ -53,7 +54,7 @@ def main() -> int:
     return 0
 
 
-def plan(directory: Path, dtype: str, shape: Shape, learning_rate: float = 1e-4) -> TrainPlan:
+def plan(directory: Path, dtype: Dtype, shape: Shape, learning_rate: float = 1e-4) -> TrainPlan:
     """Return a student on one device."""
     limits = MicroBatchLimits(tokens=shape.pack)
     optimizer = OptimizerPlan(learning_rate=learning_rate, min_learning_rate=learning_rate)
@@ -74,14 +75,16 @@ def running(make: Callable[[], Any]) -> Iterator[Any]:
             torch.cuda.empty_cache()
 
 
-def numerics(directory: Path, shape: Shape, _: str) -> dict[str, Any]:
+def numerics(directory: Path, shape: Shape, _: Dtype) -> dict[str, Any]:
     """Compare with `reference.py`, in f32 and in bf16, and a run with itself."""
     reference = np.load(directory / "reference.npz")
     tokens = sequences(shape.vocab, 4, min(shape.length, 512))
-    return {dtype: compared(directory, shape, dtype, tokens, reference) for dtype in ("fp32", "bf16")}
+    return {dtype: compared(directory, shape, dtype, tokens, reference) for dtype in COMPARED}
 
 
-def compared(directory: Path, shape: Shape, dtype: str, tokens: Sequence[np.ndarray], reference: Any) -> dict[str, Any]:
+def compared(
+    directory: Path, shape: Shape, dtype: Dtype, tokens: Sequence[np.ndarray], reference: Any
+) -> dict[str, Any]:
     """Return how far one dtype is off Hugging Face's f32, and whether two runs, a resumed one and an export agree."""
     found: dict[str, Any] = {}
     still = plan(directory, dtype, shape, learning_rate=0.0)  # every objective meets the same weights
@@ -99,7 +102,11 @@ def compared(directory: Path, shape: Shape, dtype: str, tokens: Sequence[np.ndar
         )
         trainer.load_teacher_head("teacher", reference["head"])
         for objective, divergence in OBJECTIVES.items():
-            settings = {"opd_objective": objective.split()[0], "opd_jsd_beta": BETA, "opd_skew_alpha": ALPHA}
+            settings: dict[str, Any] = {
+                "opd_objective": objective.split()[0],
+                "opd_jsd_beta": BETA,
+                "opd_skew_alpha": ALPHA,
+            }
             settings |= {"opd_divergence": divergence} if divergence else {}
             done = trainer.update(samples(tokens, reference, objective), ObjectivePlan(**settings), TEMPERATURE)
             wanted_loss, wanted_norm = float(reference[f"loss {objective}"]), float(reference[f"norm {objective}"])
@@ -126,7 +133,7 @@ def compared(directory: Path, shape: Shape, dtype: str, tokens: Sequence[np.ndar
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
 
 
-def train(directory: Path, shape: Shape, dtype: str) -> dict[str, Any]:
+def train(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
     """Time whole updates: forward and backward passes, optimizer."""
     tokens = [one for one in sequences(shape.vocab, shape.sequences, shape.length)]
     fixed = {f"teacher {number}": np.zeros(len(one) - PROMPT, np.float32) for number, one in enumerate(tokens)}
@@ -136,7 +143,7 @@ def train(directory: Path, shape: Shape, dtype: str) -> dict[str, Any]:
         return speed(directory, tokens, seconds, TRAINED) | {"peak_bytes": peak_bytes()}
 
 
-def teacher(directory: Path, shape: Shape, dtype: str) -> dict[str, Any]:
+def teacher(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
     """Time the log-probs of a frozen model."""
     tokens = sequences(shape.vocab, shape.sequences, shape.length)
     asked = [(one, PROMPT) for one in tokens]
@@ -155,7 +162,7 @@ def speed(directory: Path, tokens: Sequence[np.ndarray], seconds: float, passes:
     return {"seconds": seconds, "tokens_a_second": sum(counts) / seconds, "flops_a_second": flops / seconds}
 
 
-def export(directory: Path, shape: Shape, dtype: str) -> dict[str, float]:
+def export(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, float]:
     """Time all weights in Hugging Face's names and shapes: left on the device, and as buckets of the host."""
     with running(lambda: MegatronEngine(plan(directory, dtype, shape), seed=0, deterministic=False)) as engine:
         size = sum(tensor.nbytes for _, tensor in hf_tensors(engine))
@@ -164,7 +171,7 @@ def export(directory: Path, shape: Shape, dtype: str) -> dict[str, float]:
     return {"bytes": size, "device_bytes_a_second": size / on_device, "host_bytes_a_second": size / to_host}
 
 
-def head(_: Path, shape: Shape, dtype: str) -> dict[str, Any]:
+def head(_: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:
     """Time token log-probs and their backward pass, in chunks and eagerly, and see what memory each takes beside."""
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     group = torch.distributed.group.WORLD
@@ -239,7 +246,7 @@ def device_name() -> str:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PARTS: dict[str, Callable[[Path, Shape, str], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Path, Shape, Dtype], dict[str, Any]]] = {
     "numerics": numerics,
     "train": train,
     "teacher": teacher,
