@@ -88,12 +88,16 @@ def compared(
     """Return how far one dtype is off Hugging Face's f32, and whether two runs, a resumed one and an export agree."""
     found: dict[str, Any] = {}
     still = plan(directory, dtype, shape, learning_rate=0.0)  # every objective meets the same weights
+    asked = [(one, PROMPT) for one in tokens]
+    found["theirs_mean"] = distances(
+        reference, [reference[f"{dtype} {number}"] for number in range(len(tokens))]
+    ).mean()
+    with running(lambda: MegatronEngine(still, seed=0, deterministic=False)) as engine:
+        off = distances(reference, engine.compute_logprobs(asked, TEMPERATURE))
+        found |= {"fast_mean": off.mean(), "fast_max": off.max()}
     with running(lambda: MegatronTrainer(still, seed=0)) as trainer:
-        computed = trainer.compute_logprobs([(one, PROMPT) for one in tokens], TEMPERATURE)
-        exact = [reference[f"fp32 {number}"] for number in range(len(tokens))]
-        off = np.concatenate([np.abs(computed[n] - exact[n]) for n in range(len(tokens))])
-        theirs = [np.abs(reference[f"{dtype} {n}"] - exact[n]) for n in range(len(tokens))]
-        found |= {"logprob_mean": off.mean(), "logprob_max": off.max(), "theirs_mean": np.concatenate(theirs).mean()}
+        off = distances(reference, trainer.compute_logprobs(asked, TEMPERATURE))
+        found |= {"logprob_mean": off.mean(), "logprob_max": off.max()}
         files = (directory / "student").glob("*.safetensors")
         source = {name: tensor for file in files for name, tensor in load_file(file).items()}
         exported = {name: tensor.cpu() for name, tensor in hf_tensors(trainer)}
@@ -131,6 +135,11 @@ def compared(
     found["resumed_equal"] = all(torch.equal(ends[2][name], ends[0][name]) for name in ends[0])
     found["learned"] = any(not torch.equal(ends[0][name], exported[name]) for name in ends[0])
     return {name: float(value) if isinstance(value, np.floating) else value for name, value in found.items()}
+
+
+def distances(reference: Any, logprobs: Any) -> np.ndarray:
+    """Return how far log-probs of every sequence are off Hugging Face's f32, token for token."""
+    return np.concatenate([np.abs(logprobs[n] - reference[f"fp32 {n}"]) for n in range(len(logprobs))])
 
 
 def train(directory: Path, shape: Shape, dtype: Dtype) -> dict[str, Any]:

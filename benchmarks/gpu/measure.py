@@ -118,10 +118,12 @@ def off(dtype: str, found: Mapping[str, Any]) -> list[str]:
     """Return which numbers of a dtype are further off than they may be."""
     told = [f"{name} is false" for name, value in found.items() if value is False]
     most = MOST_OFF_F32 if dtype == "fp32" else MOST_OFF_BF16
-    if dtype == "fp32" and found["logprob_max"] > most["logprob_max"]:
-        told.append(f"a log-prob is off by {found['logprob_max']:.2g}")
-    if dtype == "bf16" and found["logprob_mean"] > most["times_theirs"] * found["theirs_mean"]:
-        told.append(f"log-probs are off by {found['logprob_mean']:.2g}, Hugging Face's by {found['theirs_mean']:.2g}")
+    for way, name in (("deterministic", "logprob"), ("fast", "fast")):
+        largest, mean = found[f"{name}_max"], found[f"{name}_mean"]
+        if dtype == "fp32" and largest > most["logprob_max"]:
+            told.append(f"a {way} log-prob is off by {largest:.2g}")
+        if dtype == "bf16" and mean > most["times_theirs"] * found["theirs_mean"]:
+            told.append(f"{way} log-probs are off by {mean:.2g}, Hugging Face's by {found['theirs_mean']:.2g}")
     for objective, values in found.items():
         for name, value in values.items() if isinstance(values, Mapping) else ():
             if value > most[name]:
