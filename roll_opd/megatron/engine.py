@@ -44,6 +44,8 @@ class MegatronEngine:
         (see `exact`); without, at less cost, layouts differ by rounding.
         """
         self.plan, self._exact = plan, deterministic
+        if not self.trainable:  # engines may read the weights of one that learns through handles
+            parallel.let_segments_grow()
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         built = self._build(seed)
         self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters

@@ -34,7 +34,6 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
             f"needs {layout.world_size} ranks: start that many, or change the layout"
         )
     if torch.cuda.is_available():
-        _let_segments_grow()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "nccl"
@@ -60,13 +59,14 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     return device
 
 
-def _let_segments_grow() -> None:
-    """Have torch hold CUDA memory in segments that grow, unless the environment says how.
+def let_segments_grow() -> None:
+    """Have torch hold this process's CUDA memory in segments that grow, unless the environment says how. Call it first.
 
-    Packs differ in length: of segments as large as what was asked for first, much would lie idle. In this process
-    alone: vLLM's own pool, which its engines give memory back through, wants them off.
+    Packs differ in length: of segments as large as what was asked for first, much would lie idle. Not for a process
+    whose memory others read through CUDA's handles, which torch need not have for such segments, nor for vLLM's, whose
+    own pool excludes them.
     """
-    if not any(name in os.environ for name in ALLOCATORS):
+    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
