@@ -120,10 +120,9 @@ class Student(StudentRank):
     _build = Teacher._build
 
     def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
-        written: Iterator = (
-            bucketed([("weight", torch.zeros(1))], memories, torch.float32, 64) if memories else iter(())
-        )
-        return written
+        if not memories:  # of a rank that sends nothing
+            return iter(())
+        return bucketed([("weight", torch.zeros(1))], memories, torch.float32, 64)
 
     def save(self, directory: Path) -> None:
         self._write(lambda: [])

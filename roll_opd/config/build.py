@@ -23,6 +23,7 @@ from roll_opd.config import (
     teacher_context,
 )
 from roll_opd.config.check_workflow import argument_problems, name_problem
+from roll_opd.config.correction import check_quantised
 from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
@@ -232,6 +233,7 @@ def _assembled(
         parts.teacher_plan(name, role, top, student, sizes.response) for name, role in roles.teachers.items()
     )
     contexts = tuple(teacher.context for teacher in teachers if teacher.context)
+    check_quantised(roles.infer.strategy.args, roles.infer.tell, top)
     if top.validation and validation:
         args, new = top.validation.generating_args, sizes.held_out or sizes.response
         sampling = parts.sampling_plan(args, args.num_return_sequences or 1, new)

@@ -1,6 +1,9 @@
 """Checks and reads `train_infer_correction`: what is done about the two engines' log-probs being apart."""
 
+from collections.abc import Mapping
+
 from roll_opd.algorithms.table import loss_facts
+from roll_opd.config.errors import Diagnostics
 from roll_opd.config.plan import CorrectionPlan, TokenFilterPlan
 from roll_opd.config.schema import ImportanceWeight, Section, TokenFilter, Top
 
@@ -33,6 +36,17 @@ def check(top: Top, mode: str) -> None:
     elif correction.negatives_delta is not None and not loss_facts(top.policy_loss).reads_advantages:
         correction.tell.problem(
             "negatives_delta", f"policy loss {top.policy_loss} reads no advantages, so none is negative; use filters"
+        )
+
+
+def check_quantised(options: Mapping[str, object], tell: Diagnostics, top: Top) -> None:
+    """Warn of inference engines whose `options` round the student's weights, where nothing is done about it."""
+    key = "quantization"
+    if options.get(key) and read(top) is None:
+        tell.remark(
+            f"strategy_args.strategy_config.{key}",
+            f"{options[key]} samples from rounded weights, whose log-probs are not those of the student that learns;"
+            " switch train_infer_correction on (is_weight or filters)",
         )
 
 

@@ -64,12 +64,14 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("PackedAttention needs packed_seq_params: every batch is packed here")
         key_NGD, value_NGD = (_of_all_ranks(tensor, packed_seq_params) for tensor in (key_nGD, value_nGD))
         pieces, places = [], []
-        for block in _blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device):
+        if packed_seq_params.blocks is None:  # the same for all layers: to make them, a GPU has to be waited for
+            packed_seq_params.blocks = tuple(_blocks(packed_seq_params, self.MAX_PADDING, query_nHD.device))
+        for block in packed_seq_params.blocks:
             attend: Any = self._attend
             if block.position_BQ is not None:  # masks and rows would be kept for the backward pass, in every layer
                 attend = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
             pieces.append(attend(query_nHD, key_NGD, value_NGD, block))
-            places.append(block.asked_BQ[block.answered_BQ])
+            places.append(block.places_A)
         out_nHD = query_nHD.new_empty(*query_nHD.shape[:2], value_nGD.size(-1))
         out_nHD = out_nHD.index_copy(0, torch.cat(places), torch.cat(pieces))
         return out_nHD.flatten(1)
@@ -80,13 +82,17 @@ class PackedAttention(torch.nn.Module):
         k, v = _rows(key_NGD, block.read_BL), _rows(value_NGD, block.read_BL)
         if q.device.type == "cpu":  # where the backward pass of bf16 takes eight times that of f32
             q, k, v = q.float(), k.float(), v.float()
-        mask, grouped, width = block.mask(), q.size(1) != k.size(1), v.size(-1)
+        mask, width = block.mask(), v.size(-1)
         if width != q.size(-1):  # there are only kernels that write out all scores: zeros change nothing
             q, k, v = (F.pad(x, (0, max(width, q.size(-1)) - x.size(-1))) for x in (q, k, v))
+        if q.is_cuda and (mask is not None or q.dtype is torch.float32):
+            # of the kernels that write out no scores only flash attention knows groups, and it takes neither of these
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        grouped = q.size(1) != k.size(1)
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
-        return out[..., :width].transpose(1, 2)[block.answered_BQ].to(query_nHD.dtype)
+        return out[..., :width].transpose(1, 2)[block.answered_A].to(query_nHD.dtype)
 
 
 def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -118,12 +124,13 @@ def written_out(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
 class _Block:
     """Rows of similar length: what is read [B, L], as places in the pack, and which of n ask [B, Q].
 
-    Of those, `answered_BQ` says which ask in earnest; the rest is padding, or a prefix of another's.
+    Of those, A ask in earnest; the rest is padding, or a prefix of another's.
     """
 
     read_BL: Tensor
     asked_BQ: Tensor
-    answered_BQ: Tensor  # bool
+    answered_A: tuple[Tensor, Tensor]  # int64, row and place in the row of those that ask in earnest
+    places_A: Tensor  # int64, which of n they are
     position_BQ: Tensor | None = None  # of what asks, in its sequence; None: all that is read asks, in order
 
     def mask(self) -> Tensor | None:
@@ -178,14 +185,20 @@ def _blocks(pack: PackedSequences, max_padding: float, device: torch.device) -> 
         offsets_BL, real_BL = _padded_offsets(reads)
         read_BL = _places(pack, starts + offsets_BL)
         answered_BL = real_BL & (offsets_BL >= firsts)
-        yield _Block(read_BL, torch.where(real_BL, read_BL - pack.first, 0), answered_BL)
+        yield _block(read_BL, torch.where(real_BL, read_BL - pack.first, 0), answered_BL)
     for block in blocks_of_similar_size([(one.count, one.read) for one in masked], max_padding):
         starts, firsts, reads, counts = _columns_of([masked[number] for number in block], device)
         read_BL = _places(pack, starts + _padded_offsets(reads)[0])
         offsets_BQ, answered_BQ = _padded_offsets(counts)
         position_BQ = firsts + offsets_BQ
         asked_BQ = torch.where(answered_BQ, _places(pack, starts + position_BQ) - pack.first, 0)
-        yield _Block(read_BL, asked_BQ, answered_BQ, position_BQ)
+        yield _block(read_BL, asked_BQ, answered_BQ, position_BQ)
+
+
+def _block(read_BL: Tensor, asked_BQ: Tensor, answered_BQ: Tensor, position_BQ: Tensor | None = None) -> _Block:
+    """Return a block of which `answered_BQ`, bool, says what asks in earnest."""
+    rows_A, columns_A = answered_BQ.nonzero(as_tuple=True)
+    return _Block(read_BL, asked_BQ, (rows_A, columns_A), asked_BQ[rows_A, columns_A], position_BQ)
 
 
 def _columns_of(block: Sequence[_Asked], device: torch.device) -> tuple[Tensor, ...]:

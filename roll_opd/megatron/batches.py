@@ -44,6 +44,7 @@ class PackedSequences(PackedSeqParams):
     places_X: Tensor | None = None  # int64; None: cell x is token x
     cells_N: Tensor | None = None  # int64, the first cell that each token of the pack is written out to; None as above
     whole: PackedSeqParams | None = None  # what Megatron would be told of the sequences written out
+    blocks: tuple[Any, ...] | None = None  # of `PackedAttention`, whose first layer makes them for all
     context: ContextRank = ALONE
     first: int = 0  # place of this rank's first token
     padding_n: Tensor | None = None  # bool, which of this rank's tokens are padding

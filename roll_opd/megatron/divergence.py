@@ -8,6 +8,7 @@ Legend: M scored tokens, C of them in a chunk, E and F hidden sizes of student a
 rank.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ENTROPY, ColumnSum
-from roll_opd.megatron.memory import CHUNK_BYTES
 from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, raw_logits
 
 BLOCK_COLUMNS = 4096  # of a chunk at a time in forward: bounds what the column function stores on the way
@@ -32,7 +32,7 @@ def vocab_parallel_divergence(
     vocab_size: int,
     group: dist.ProcessGroup,
     weight_grad_VE: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Return the divergence between student and teacher over the vocabulary, f32 [M], with gradient to the student.
 
@@ -47,8 +47,9 @@ def vocab_parallel_divergence(
         group, weight_grad_VE, chunk_bytes: as for `vocab_parallel_logprobs`.
     """
     columns = columns_of(
-        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes // 2
-    )  # two sides in each chunk
+        weight_VE, temperature=temperature, vocab_size=vocab_size, group=group, chunk_bytes=chunk_bytes
+    )
+    columns = replace(columns, chunk_bytes=columns.chunk_bytes // 2)  # two sides in each chunk
     return _VocabParallelSum.apply(
         hidden_ME, weight_VE, teacher_hidden_MF, teacher_weight_VF, measure, columns, weight_grad_VE
     )
@@ -62,7 +63,7 @@ def vocab_parallel_entropy(
     vocab_size: int,
     group: dist.ProcessGroup,
     weight_grad_VE: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Return the entropy of the next token's distribution in nats, f32 [M]; arguments as `vocab_parallel_logprobs`."""
     columns = columns_of(

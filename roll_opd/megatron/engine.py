@@ -44,6 +44,8 @@ class MegatronEngine:
         (see `exact`); without, at less cost, layouts differ by rounding.
         """
         self.plan, self._exact = plan, deterministic
+        if not self.trainable:  # engines may read the weights of one that learns through handles
+            parallel.let_segments_grow()
         self.device = parallel.initialize(plan.layout, seed, deterministic)
         built = self._build(seed)
         self.chunks, self.weights, self.adapters = built.chunks, built.weights, built.adapters
@@ -52,7 +54,7 @@ class MegatronEngine:
         self._context = parallel.context_rank()
         # sums over fewer tokens have other last bits; and Transformer Engine finds the pieces of sequences that are
         # cut over context ranks by their lengths
-        is_findable = self._context.ranks == 1 or not uses_transformer_engine()
+        is_findable = self._context.ranks == 1 or not uses_transformer_engine(self.weights.config.params_dtype)
         self.share_prefixes = not deterministic and is_findable
         # sequence parallelism gives each tensor rank an equal slice; whole vectors: see `exact`
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)

@@ -1,9 +1,11 @@
-"""The layer spec: Transformer Engine's where it is installed on a GPU, otherwise a local one.
+"""The layer spec: Transformer Engine's for bf16 and fp16 where it is installed on a GPU, otherwise a local one.
 
+f32 is local everywhere: those are the numerics that are proven, and Transformer Engine multiplies f32 matrices in TF32.
 megatron-core's stock local spec refuses sequence parallelism (its norm) and packed sequences (its attention); the norm
 here and `PackedAttention` lift both limits, with torch operations that exist on every device.
 """
 
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,13 +28,18 @@ from roll_opd.megatron.router import PackedRouter
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
     """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`.
 
-    Layers with latent attention are local everywhere.
+    Those of mixtures of experts, and with latent attention, are local everywhere.
     """
-    latent = getattr(config, "latent", None)
-    if uses_transformer_engine() and latent is None:
+    is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts
+    if is_plain and uses_transformer_engine(config.params_dtype):
         theirs: Any = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         attention = theirs.submodules.self_attention.submodules
-        attention.core_attention = written_out(attention.core_attention)
+        attends = transformer_engine_attends(
+            torch.cuda.get_device_capability(),
+            has_flash_attention=_is_installed("flash-attn"),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        attention.core_attention = written_out(attention.core_attention) if attends else PackedAttention
         if has_adapters:  # they read what the norm gives, which must then be no part of the linear layer
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
@@ -72,9 +79,18 @@ def _local_layer(config: TransformerConfig, experts: int | None, exact: bool) ->
     return spec
 
 
-def uses_transformer_engine() -> bool:
-    """Whether layers are Transformer Engine's: on a GPU, where it is installed."""
-    return torch.cuda.is_available() and transformer_engine_installed()
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers of `dtype` are Transformer Engine's: on a GPU, where it is installed, and not f32."""
+    return dtype is not torch.float32 and torch.cuda.is_available() and transformer_engine_installed()
+
+
+def transformer_engine_attends(capability: tuple[int, int], *, has_flash_attention: bool, deterministic: bool) -> bool:
+    """Whether Transformer Engine has attention over packs whose memory does not grow with the square of their length.
+
+    Without flash-attn 2 it takes cuDNN's: of packs from compute capability 9.0 on; and there, where results are to be
+    deterministic, not of long ones (`get_attention_backend` of its release 2.20).
+    """
+    return has_flash_attention or (capability >= (9, 0) and not deterministic)
 
 
 def transformer_engine_installed() -> bool:
@@ -82,3 +98,10 @@ def transformer_engine_installed() -> bool:
     from megatron.core.extensions import transformer_engine
 
     return bool(transformer_engine.HAVE_TE)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.memory import CHUNK_BYTES
 from roll_opd.megatron.vocabulary import Columns, backward_through_logits, columns_of, is_taken
 
 
@@ -23,7 +22,7 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup,
     weight_grad_VE: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     with_rest: bool = False,
 ) -> Tensor:
     """Return log softmax(hidden · weightᵀ / temperature)[target] as f32 [M] or [M, K].
@@ -38,7 +37,7 @@ def vocab_parallel_logprobs(
         group: the tensor-parallel ranks, in vocabulary order.
         weight_grad_VE: f32 buffer to which the gradient of `weight_VE` is added, instead of being returned to
             autograd as a tensor of that size.
-        chunk_bytes: bound on the f32 logits held at a time.
+        chunk_bytes: bound on the f32 logits held at a time; None: the device's own (`memory.CHUNK_BYTES`).
         with_rest: also give, as column K+1, the log-prob of all other tokens together. For targets [M, K].
     """
     columns = columns_of(
@@ -57,7 +56,7 @@ def vocab_parallel_topk(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the `k` most likely tokens, most likely first: ids int64 [M, K] and log-probs f32 [M, K+1], no gradient.
 

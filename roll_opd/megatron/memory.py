@@ -22,7 +22,9 @@ from roll_opd.hf.model_info import ModelInfo
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PADDED_TO = 32  # columns a tensor rank: the engine's vocabulary is a multiple of it (`exact.VECTOR`)
-CHUNK_BYTES = 64 * 2**20  # f32 logits that the head holds at a time on one rank
+# f32 logits that the head holds at a time on one rank. A GPU reads the output embedding anew for each chunk, and small
+# chunks would be bound by that; on a CPU they stay near its caches
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 JUDGE_SEQUENCES = 64  # that a judge's memory is estimated for
 VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
 VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
@@ -228,7 +230,7 @@ def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
     """Return what the last stage holds at its head: hidden states before and after the norm, a chunk of logits."""
     if stage != shard.layout.pp - 1:
         return {}
-    logits = min(CHUNK_BYTES, 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
+    logits = min(CHUNK_BYTES["cpu"], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
     return {"head": 2 * tokens * shard.info.hidden * size + logits}
 
 

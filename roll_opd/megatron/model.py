@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from roll_opd.config.plan import LoraPlan, MegatronPlan, TrainPlan
+from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.frozen import thaw
 from roll_opd.hf.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.megatron.batches import PackedBatch
@@ -147,13 +147,14 @@ def build_model(
     dtype = DTYPES[plan.model.dtype]
     exact = exact and dtype is torch.float32
     overrides = {
-        **usable(thaw(plan.megatron_args), has_kernels=uses_transformer_engine() and not exact),
+        **fusions(dtype, plan.layout),
+        **usable(thaw(plan.megatron_args), has_kernels=uses_transformer_engine(dtype)),
         # the log-probs and the one global denominator of the losses rest on these: no user may change them
         "sequence_parallel": plan.layout.tp > 1 and (plan.layout.sequence_parallel or has_experts(hf_config)),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": False,  # Megatron's output layer, which every model has, asks for Apex then
         "fp16": dtype is torch.float16,
         **({"activation_func": exact_silu(hf_config)} if exact else {}),
         **scores_scaled(hf_config),
@@ -178,6 +179,19 @@ def build_model(
     if dtype is not torch.float32:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return BuiltModel(chunks, weights, adapters)
+
+
+def fusions(dtype: torch.dtype, layout: Layout) -> dict[str, bool]:
+    """Return the fused kernels of Megatron's that are on where a configuration does not say otherwise.
+
+    None in f32, nor on a CPU, where torch would compile them against the port. `bias_dropout_fusion` is left off: there
+    are neither biases nor dropout, so that it would save nothing.
+    """
+    if dtype is torch.float32 or not torch.cuda.is_available():
+        return {}
+    # Transformer Engine would work positions out again where context ranks share sequences
+    rope = uses_transformer_engine(dtype) and layout.cp == 1
+    return {"bias_activation_fusion": True, "apply_rope_fusion": rope}
 
 
 def _adapters(

@@ -16,6 +16,7 @@ from roll_opd.megatron.context import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 from roll_opd.megatron.rotary import install_rotation
 
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where a user says how CUDA memory is held
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint
 _writers: dist.ProcessGroup | None = None
 
@@ -40,8 +41,7 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     else:
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
-    if layout.cp > 1 or device.type == "cpu":
-        install_rotation()
+    install_rotation()
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
@@ -57,6 +57,17 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return device
+
+
+def let_segments_grow() -> None:
+    """Have torch hold this process's CUDA memory in segments that grow, unless the environment says how. Call it first.
+
+    Packs differ in length: of segments as large as what was asked for first, much would lie idle. Not for a process
+    whose memory others read through CUDA's handles, which torch need not have for such segments, nor for vLLM's, whose
+    own pool excludes them.
+    """
+    if torch.cuda.is_available() and not any(name in os.environ for name in ALLOCATORS):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def returns_results() -> bool:

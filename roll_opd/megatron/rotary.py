@@ -1,8 +1,9 @@
 """Rotary embeddings of packed sequences: the bits of megatron-core's, in half of its passes over memory.
 
-megatron-core computes cosines and sines again in each layer, for queries and for keys, and joins halves twice. Here a
-pack's are computed once, and the rotation's gradient is the rotation back. Of a pack that is cut over context ranks,
-megatron-core would work out positions itself, from sequences that it is not told of.
+megatron-core computes cosines and sines again in each layer, for queries and for keys, and joins halves twice; on a GPU
+it also waits each time until lengths have come to the host. Here a pack's are computed once, and the rotation's
+gradient is the rotation back. Of a pack that is cut over context ranks, megatron-core would work out positions itself,
+from sequences that it is not told of.
 
 Legend: N packed tokens, H heads, D head width.
 """
@@ -24,8 +25,11 @@ def rotated(
 ) -> Tensor:
     """Return queries or keys with their positions, as `megatron.core`'s `apply_rotary_pos_emb`.
 
-    `freqs` f32 [N, 1, 1, D] are the tokens' own; `cu_seqlens` int32 [2] bounds the one segment that they are.
+    With `apply_rope_fusion` Transformer Engine's kernel does it, which keeps f32 to the end. `freqs` f32 [N, 1, 1, D]
+    are the tokens' own; `cu_seqlens` int32 [2] bounds the one segment that they are.
     """
+    if config.apply_rope_fusion and config.context_parallel_size == 1:
+        return stock(t_NHD, freqs, config, cu_seqlens, **options)
     usual = (
         cu_seqlens is not None
         and len(cu_seqlens) == 2

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll_opd.megatron.memory import CHUNK_BYTES
+
 TILE_ROWS = 1024  # of a tile in backward: enough for the products to be bound by arithmetic
 
 
@@ -99,9 +101,13 @@ def is_taken(columns_CK: Tensor, width: int) -> Tensor:
 
 
 def columns_of(
-    weight_VE: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_bytes: int
+    weight_VE: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_bytes: int | None
 ) -> Columns:
-    """Return this rank's columns, where every rank of `group` holds as many rows of the output embedding."""
+    """Return this rank's columns, where every rank of `group` holds as many rows of the output embedding.
+
+    `chunk_bytes` None: the device's own (`memory.CHUNK_BYTES`).
+    """
+    chunk_bytes = chunk_bytes or CHUNK_BYTES[weight_VE.device.type]
     first = dist.get_rank(group) * weight_VE.size(0)
     real = min(max(vocab_size - first, 0), weight_VE.size(0))
     return Columns(first, real, group, 1.0 / temperature, chunk_bytes)
