@@ -16,6 +16,7 @@ from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.source import Files, Given
+from roll_opd.phases import Part
 
 
 class MegatronFollower(MegatronEngine):
@@ -56,9 +57,15 @@ class MegatronFollower(MegatronEngine):
             with Files(directory) as files:
                 self.weights.load(self._models, files)
 
+    def _tensors(self) -> dict[Part, list[Tensor]]:
+        tensors = super()._tensors()
+        tensors[Part.WEIGHTS] += self._averages or []
+        return tensors
+
     @contextmanager
     def _in_full(self) -> Iterator[None]:
         """Have averages, where they are apart, stand in for the weights; afterwards these are the averages, rounded."""
+        self.memory.check("its weights", Part.WEIGHTS)
         rounded = [parameter.data for parameter in self._parameters]
         for parameter, average in zip(self._parameters, self._averages or rounded, strict=True):
             parameter.data = average

@@ -20,6 +20,7 @@ from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, Object
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
+from roll_opd.phases import Part, Phase
 
 _WRITER = ThreadPoolExecutor(1, "checkpoint")
 
@@ -72,6 +73,14 @@ class _Rank:
         from roll_opd.megatron.engine import MegatronEngine
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
+
+    def give_back(self, parts: Sequence[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase."""
+        self._engine.give_back(parts, phase)
+
+    def take_back(self, parts: Sequence[Part]) -> None:
+        """Have what `give_back` brought away on the device again."""
+        self._engine.memory.take_back(parts)
 
     def compute_logprobs(
         self, sequences: Sequence[tuple[np.ndarray, int]], temperature: float, **routes: Any
