@@ -445,6 +445,10 @@ class RunKeys(Section):
     logging_steps: Positive = key(1, "steps between lines on the console")
     eval_steps: Count = key(10, "steps between validations; 0: never")
     device_memory_gb: AboveZero | None = key(None, "GiB of a device, to warn of what does not fit; else its own", OURS)
+    is_offload_states: bool | None = key(
+        None,
+        "whether roles that share devices give their memory back while it is another's turn; without it: on GPUs",
+    )
     startup_seconds: AboveZero = key(
         1800.0, "how long any part of a run may take to start, until the run gives up", OURS
     )

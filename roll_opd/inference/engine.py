@@ -8,7 +8,7 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
+from roll_opd.inference.nap import Nap
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
@@ -58,6 +59,7 @@ class InferenceEngine:
         self._request_ids = itertools.count()
         self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
         self._broken: str | None = None
+        self._nap = Nap(llm)
 
     @classmethod
     async def start(
@@ -70,13 +72,14 @@ class InferenceEngine:
         engine_args: Mapping[str, Any] | None = None,
         deterministic: bool = False,
         routes: bool = False,
+        sleeps: bool = False,
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
         `max_model_len` counts prompt and response tokens. `engine_args` are vLLM's own and go through
         untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
         is run from the same weights: batches then run one after another, each from an empty prefix cache. With
-        `routes`, responses say to which experts each token was sent.
+        `routes`, responses say to which experts each token was sent. With `sleeps`, it can give its memory back.
         """
         arguments = _vllm_arguments(
             model,
@@ -85,6 +88,7 @@ class InferenceEngine:
             tensor_parallel_size=tensor_parallel_size,
             engine_args=dict(engine_args or {}),
             routes=routes,
+            sleeps=sleeps,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
         # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
@@ -120,14 +124,14 @@ class InferenceEngine:
         the iterator early aborts what is still running (use `contextlib.aclosing`). ValueError for a prompt
         that is empty or leaves no room for a response.
         """
-        self._check_usable()
+        self._check_awake()
         self._check_prompts(prompts, seeds)
         ids = [f"sample-{next(self._request_ids)}" for _ in prompts]
         unfinished = set(range(len(ids)))
         async with AsyncExitStack() as stack:
             if self._deterministic:
                 await stack.enter_async_context(self._turn)
-                self._check_usable()
+                self._check_awake()
             try:
                 waiting = await self._submit(ids, prompts, sampling, seeds)
                 async with aclosing(self._gather(waiting)) as completions:
@@ -191,6 +195,7 @@ class InferenceEngine:
         """
         async with self._turn:
             self._check_usable()
+            self._nap.check_update()
             await self._pause("wait")
             try:
                 await self._transfer(buckets, version)
@@ -200,7 +205,23 @@ class InferenceEngine:
                     raise
                 raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
             self.weights_version = version
-            await self._llm.resume_generation()
+            self._nap.lacks_weights = False
+            if not self._nap.away:  # else as the last of its memory comes back
+                await self._llm.resume_generation()
+
+    async def sleep(self, level: int, phase: str) -> None:
+        """Give all memory back to others in a phase, where vLLM can; requests are refused from here on.
+
+        Requests under way end first. At level 2 the weights are given up: after `wake_up`, new ones have to come.
+        """
+        async with self._turn:
+            self._check_usable()
+            await self._nap.begin(level, phase)
+
+    async def wake_up(self, tags: Collection[str]) -> None:
+        """Take memory back: "weights", "kv_cache" or both. With the last of it, generation goes on."""
+        async with self._turn:
+            await self._nap.end(tags)
 
     async def _pause(self, mode: Literal["keep", "wait"]) -> None:
         # as `pause_generation` does, which sleeps for 20 ms afterwards
@@ -221,7 +242,7 @@ class InferenceEngine:
         """Return log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
         from vllm import SamplingParams
 
-        self._check_usable()
+        self._check_awake()
         self._check_prompts([tokens], [0])
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         request_id = f"prompt-{next(self._request_ids)}"
@@ -255,6 +276,10 @@ class InferenceEngine:
         if self._broken:
             raise RuntimeError(f"this engine cannot be used: {self._broken}")
 
+    def _check_awake(self) -> None:
+        self._check_usable()
+        self._nap.check_awake()
+
     def _check_prompts(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed a prompt")
@@ -267,7 +292,7 @@ class InferenceEngine:
 
 
 def _vllm_arguments(
-    model: ModelPlan, *, engine_args: Mapping[str, Any], routes: bool, **plan: int
+    model: ModelPlan, *, engine_args: Mapping[str, Any], routes: bool, sleeps: bool, **plan: int
 ) -> "AsyncEngineArgs":
     # not is_available(), which would start CUDA in this process, and vLLM may fork it
     on_cpu = torch.cuda.device_count() == 0
@@ -284,4 +309,6 @@ def _vllm_arguments(
     # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
     gc.collect()
     gc.freeze()
+    if sleeps and current_platform.is_sleep_mode_available():
+        arguments["enable_sleep_mode"] = True
     return AsyncEngineArgs(**arguments)

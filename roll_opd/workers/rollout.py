@@ -1,6 +1,6 @@
 """Ray actor around one vLLM engine."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -9,6 +9,7 @@ import ray
 
 from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.compact import Compact
+from roll_opd.phases import Part, Phase
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request
 
@@ -19,8 +20,8 @@ class RolloutWorker:
 
     _engine: Any
 
-    async def setup(self, plan: RolloutPlan, seed: int, deterministic: bool) -> None:
-        """Start the engine."""
+    async def setup(self, plan: RolloutPlan, seed: int, deterministic: bool, sleeps: bool = False) -> None:
+        """Start the engine; with `sleeps`, one that can give its memory back."""
         from roll_opd.inference.engine import InferenceEngine  # in the actor's process alone: it starts vLLM
 
         self._engine = await InferenceEngine.start(
@@ -31,7 +32,17 @@ class RolloutWorker:
             engine_args=plan.engine_args,
             deterministic=deterministic,
             routes=plan.returns_routes,
+            sleeps=sleeps,
         )
+        self._sleep_level = plan.sleep_level
+
+    async def give_back(self, parts: Collection[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase. An engine gives back everything."""
+        await self._engine.sleep(self._sleep_level, phase)
+
+    async def take_back(self, parts: Collection[Part]) -> None:
+        """Have parts of the memory on the device again."""
+        await self._engine.wake_up(parts)
 
     async def generate(
         self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int | None = None
