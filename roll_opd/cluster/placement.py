@@ -46,7 +46,7 @@ class Placement:
         self.starting = starting or StartUp()
         self._per_node, self._deterministic = devices_per_node, deterministic
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        self._resource = "GPU" if on_gpu else SLOT
+        self.on_gpus, self._resource = on_gpu, "GPU" if on_gpu else SLOT
         # a cluster that is large enough but busy is waited for, one that is too small is not
         offered = [node["Resources"].get(self._resource, 0) for node in ray.nodes() if node["Alive"]]
         room = sum(int(count // devices_per_node) for count in offered)

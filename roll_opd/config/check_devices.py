@@ -9,6 +9,7 @@ from roll_opd.config.roles import Role
 from roll_opd.config.schema import Run
 from roll_opd.config.strategies import OPTIONS
 from roll_opd.megatron.memory import device_memory, readable_bytes
+from roll_opd.phases import members_on_gpus
 
 
 def nodes(roles: list[Role], top: Run) -> int:
@@ -56,8 +57,9 @@ def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
     if full:
         most = max(full, key=needs.__getitem__)
         names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
+        how = "even as they take turns" if members_on_gpus(plan) else "all of which stay in memory"
         tell.warn(
             f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
-            f" {readable_bytes(needs[most])} for {names}, all of which stay in memory; give roles devices of their own,"
+            f" {readable_bytes(needs[most])} for {names}, {how}; give roles devices of their own,"
             " split them further, or lower gpu_memory_utilization or the tokens of a micro-batch"
         )
