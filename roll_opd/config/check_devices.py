@@ -10,6 +10,7 @@ from roll_opd.config.roles import Role
 from roll_opd.config.schema import Run
 from roll_opd.config.strategies import OPTIONS
 from roll_opd.megatron.memory import device_memory, readable_bytes
+from roll_opd.phases import members_on_gpus
 
 
 def nodes(roles: list[Role], top: Run) -> int:
@@ -74,7 +75,8 @@ def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
         if full:
             most = max(full, key=needs.__getitem__)
             names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
-            what = "all of which stay in memory" if computing else "even without what they compute with"
+            all_there = "even as they take turns" if members_on_gpus(plan) else "all of which stay in memory"
+            what = all_there if computing else "even without what they compute with"
             text = (
                 f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
                 f" {readable_bytes(needs[most])} for {names}, {what}; give roles devices of their own, split them"

@@ -28,6 +28,7 @@ from roll_opd.config.schema import (
 )
 from roll_opd.frozen import thaw
 from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
+from roll_opd.phases import members_on_gpus
 from roll_opd.terminal import table, wrapped
 from roll_opd.tracking.secrets import without_secrets
 
@@ -299,7 +300,11 @@ def _device_lines(plan: RunPlan) -> list[str]:
     needs = device_memory(plan, limit)
     of = f" of {plan.device_memory_gb:g} GiB" if plan.device_memory_gb else ""
     lines = [f"    {devices}: {readable_bytes(size)}{of}" for size, devices in _alike(needs).items()]
-    return ["  a device (all weights, states and caches stay; activations of one role at a time):", *lines]
+    if members_on_gpus(plan):
+        how = "on GPUs roles that share one take turns: what the phase that needs most has there at once"
+    else:
+        how = "all weights, states and caches stay; activations of one role at a time"
+    return [f"  a device ({how}):", *lines]
 
 
 def objective_text(plan: RunPlan) -> str:

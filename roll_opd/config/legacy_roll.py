@@ -16,7 +16,7 @@ def _names(text: str) -> frozenset[str]:
 IGNORED_TOP = _names("""
     logging_dir rollout_dump_dir checkpoint_config reward_pretrain base_dir rpc_timeout
     local_rank profiler_timeline profiler_memory
-    profiler_output_dir length_profiler_dir report_length_and_rewards is_offload_states
+    profiler_output_dir length_profiler_dir report_length_and_rewards
     is_offload_optimizer_states_in_train_step model_update_buffer_size_mb model_download_type rollout_mock
     generate_opt_level is_num_return_sequences_expand user_defined_rollout_loop_cls router_args
     deepspeed_zero deepspeed_zero2 deepspeed_zero3 deepspeed_zero3_cpuoffload reward l2
@@ -129,7 +129,7 @@ IGNORED_MEGATRON = _names("""
 """)
 # ROLL's own words inside a vLLM strategy_config
 IGNORED_VLLM = _names("""
-    sleep_level logger_level data_parallel_rank online_quantization online_quantization_config
+    logger_level data_parallel_rank online_quantization online_quantization_config
 """)
 
 REWARD_CLASSES_OF_ROLL = {

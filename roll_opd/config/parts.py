@@ -139,6 +139,7 @@ def _engines(role: Role, top: Top, sampling: SamplingPlan, max_model_len: int) -
         sampling=sampling,
         max_model_len=role.strategy.max_model_len or max_model_len,
         engine_args=FrozenDict(role.strategy.args),
+        sleep_level=role.strategy.sleep_level,
         env=environment(top, role.worker),
     )
 

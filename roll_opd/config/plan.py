@@ -187,6 +187,7 @@ class RolloutPlan:
     engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
     max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
     returns_routes: bool = False  # to which experts each token was sent
+    sleep_level: int = 2  # while other roles have its devices; 2: its weights are given up, and sent to it again
     env: FrozenDict = field(default_factory=FrozenDict)
 
     @property

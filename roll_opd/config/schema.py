@@ -447,6 +447,10 @@ class RunKeys(Section):
     device_memory_gb: AboveZero | None = key(
         None, "GiB of a device: what cannot fit is refused, what hardly can is warned of; else its own", OURS
     )
+    is_offload_states: bool | None = key(
+        None,
+        "whether roles that share devices give their memory back while it is another's turn; without it: on GPUs",
+    )
     startup_seconds: AboveZero = key(
         1800.0, "how long any part of a run may take to start, until the run gives up", OURS
     )

@@ -31,6 +31,7 @@ OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *OVERLAPS)
 # what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
 RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
+SLEEP_LEVELS = (1, 2)  # vLLM's
 # an option of sglang -> vLLM's
 SGLANG = {
     "mem_fraction_static": "gpu_memory_utilization",
@@ -50,6 +51,7 @@ class Strategy:
     use_distributed_optimizer: bool = True
     overlaps: tuple[str, ...] = ()  # of `OVERLAPS`, those that are asked for
     max_model_len: int | None = None  # of vLLM, as it is written
+    sleep_level: int = 2  # of vLLM
 
 
 def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
@@ -234,6 +236,10 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
     tell.ignore(*IGNORED_VLLM & config.keys())
     given = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
     tp, length = given.pop("tensor_parallel_size", 1), given.pop("max_model_len", None)
+    level = given.pop("sleep_level", 2)
+    if level not in SLEEP_LEVELS or isinstance(level, bool):
+        tell.problem("sleep_level", f"should be 1 (weights go to the host) or 2 (they are given up), got {level!r}")
+        return Strategy()
     for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
         if size is not None and not _is_positive(key, size, tell):
             return Strategy()
@@ -247,4 +253,4 @@ def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, 
         )
         devices = None
     args = {key: value for key, value in given.items() if _counts("vLLM", key, value, tell)}
-    return Strategy(devices, Layout(tp=tp, dp=len(devices or ()) // tp), args, max_model_len=length)
+    return Strategy(devices, Layout(tp=tp, dp=len(devices or ()) // tp), args, max_model_len=length, sleep_level=level)

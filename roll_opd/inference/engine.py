@@ -8,7 +8,7 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
+from roll_opd.inference.nap import Nap
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
@@ -60,6 +61,7 @@ class InferenceEngine:
         self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
         self._broken: str | None = None
         self._incoming = 0  # version of the weights that are on their way
+        self._nap = Nap(llm)
 
     @classmethod
     async def start(
@@ -73,6 +75,7 @@ class InferenceEngine:
         deterministic: bool = False,
         routes: bool = False,
         weight_transfer: str = SHARED_MEMORY,
+        sleeps: bool = False,
     ) -> "InferenceEngine":
         """Load `model` (a Hugging Face directory) into a new engine; its weights are version 0.
 
@@ -80,7 +83,7 @@ class InferenceEngine:
         untouched; ValueError for unknown ones. With `deterministic`, a batch gives the same bits whenever it
         is run from the same weights: batches then run one after another, each from an empty prefix cache. With
         `routes`, responses say to which experts each token was sent. `weight_transfer` is the backend through which
-        weights arrive.
+        weights arrive. With `sleeps`, it can give its memory back.
         """
         arguments = _vllm_arguments(
             model,
@@ -90,6 +93,7 @@ class InferenceEngine:
             engine_args=dict(engine_args or {}),
             routes=routes,
             weight_transfer=weight_transfer,
+            sleeps=sleeps,
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
         # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
@@ -125,14 +129,14 @@ class InferenceEngine:
         the iterator early aborts what is still running (use `contextlib.aclosing`). ValueError for a prompt
         that is empty or leaves no room for a response.
         """
-        self._check_usable()
+        self._check_awake()
         self._check_prompts(prompts, seeds)
         ids = [f"sample-{next(self._request_ids)}" for _ in prompts]
         unfinished = set(range(len(ids)))
         async with AsyncExitStack() as stack:
             if self._deterministic:
                 await stack.enter_async_context(self._turn)
-                self._check_usable()
+                self._check_awake()
             try:
                 waiting = await self._submit(ids, prompts, sampling, seeds)
                 async with aclosing(self._gather(waiting)) as completions:
@@ -213,9 +217,12 @@ class InferenceEngine:
         of what follows, when weights did not arrive; the engine is then unusable.
         """
         await self._turn.acquire()
-        if self._broken:
+        try:
+            self._check_usable()
+            self._nap.check_update()
+        except Exception:
             self._turn.release()
-        self._check_usable()
+            raise
         self._incoming = version
         with self._breaking():
             await self._pause("wait")
@@ -236,7 +243,9 @@ class InferenceEngine:
             await self._llm.finish_weight_update()
             await self._llm.reset_prefix_cache()
             self.weights_version = self._incoming
-            await self._llm.resume_generation()
+            self._nap.lacks_weights = False
+            if not self._nap.away:  # else as the last of its memory comes back
+                await self._llm.resume_generation()
         self._turn.release()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
@@ -259,6 +268,20 @@ class InferenceEngine:
                 raise
             raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
 
+    async def sleep(self, level: int, phase: str) -> None:
+        """Give all memory back to others in a phase, where vLLM can; requests are refused from here on.
+
+        Requests under way end first. At level 2 the weights are given up: after `wake_up`, new ones have to come.
+        """
+        async with self._turn:
+            self._check_usable()
+            await self._nap.begin(level, phase)
+
+    async def wake_up(self, tags: Collection[str]) -> None:
+        """Take memory back: "weights", "kv_cache" or both. With the last of it, generation goes on."""
+        async with self._turn:
+            await self._nap.end(tags)
+
     async def _pause(self, mode: Literal["keep", "wait"]) -> None:
         # as `pause_generation` does, which sleeps for 20 ms afterwards
         await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
@@ -267,7 +290,7 @@ class InferenceEngine:
         """Return log-probs of tokens 1..T-1 at temperature 1, f32 [T-1]; T must leave room for one more token."""
         from vllm import SamplingParams
 
-        self._check_usable()
+        self._check_awake()
         self._check_prompts([tokens], [0])
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         request_id = f"prompt-{next(self._request_ids)}"
@@ -301,6 +324,10 @@ class InferenceEngine:
         if self._broken:
             raise RuntimeError(f"this engine cannot be used: {self._broken}")
 
+    def _check_awake(self) -> None:
+        self._check_usable()
+        self._nap.check_awake()
+
     def _check_prompts(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: give one seed a prompt")
@@ -313,7 +340,13 @@ class InferenceEngine:
 
 
 def _vllm_arguments(
-    model: ModelPlan, *, engine_args: Mapping[str, Any], routes: bool, weight_transfer: str, **plan: int
+    model: ModelPlan,
+    *,
+    engine_args: Mapping[str, Any],
+    routes: bool,
+    weight_transfer: str,
+    sleeps: bool,
+    **plan: int,
 ) -> "AsyncEngineArgs":
     # not is_available(), which would start CUDA in this process, and vLLM may fork it
     on_cpu = torch.cuda.device_count() == 0
@@ -331,4 +364,6 @@ def _vllm_arguments(
     # what is imported by now stays; a full garbage collection over it would stall some batch for 0.3 s
     gc.collect()
     gc.freeze()
+    if sleeps and current_platform.is_sleep_mode_available():
+        arguments["enable_sleep_mode"] = True
     return AsyncEngineArgs(**arguments)

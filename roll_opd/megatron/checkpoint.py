@@ -26,10 +26,11 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 
 from roll_opd.megatron import parallel
 from roll_opd.megatron.export import Written
-from roll_opd.megatron.learner import MegatronLearner
+from roll_opd.megatron.learner import MegatronLearner, chained
 from roll_opd.megatron.lora import sharded_state
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.optimizer_state import optimizer_pieces
+from roll_opd.phases import Part
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -65,6 +66,7 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
     With `later`, copies are taken, and written as the answer is called, collectively, by any thread. Raises on every
     rank when one of them cannot write.
     """
+    learner.memory.check("its state", Part.WEIGHTS, Part.OPTIMIZER)
     learner.settle()
     for optimizer in _optimizers(learner):
         if not optimizer.optimizer.state:  # no update has been applied yet, and Megatron wants to save a state
@@ -81,6 +83,7 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Restore what `save_state` wrote. Collective."""
+    learner.memory.check("another state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
         _allocate_optimizer_state(optimizer)
     state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
@@ -97,7 +100,7 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
 
 
 def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
-    return _chain(learner).chained_optimizers
+    return chained(learner.optimizer)
 
 
 def _chain(learner: MegatronLearner) -> ChainedOptimizer:

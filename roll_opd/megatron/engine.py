@@ -5,7 +5,7 @@ the same arguments, or each data-parallel rank with its own share of them, `assi
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from roll_opd.megatron.exact import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrapped
+from roll_opd.megatron.offload import Memory
+from roll_opd.phases import Part, Phase
 
 # what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
@@ -60,6 +62,7 @@ class MegatronEngine:
         self._pack_multiple = math.lcm(plan.layout.tp, VECTOR)
         # called before each micro-batch, and after the last one: how many were begun, and how many there are
         self.on_micro_batch: Callable[[int, int], None] = lambda begun, total: None
+        self.memory = Memory(plan.name, self.device, self._tensors, is_constant=type(self) is MegatronEngine)
 
     def _build(self, seed: int) -> BuiltModel:
         return build_model(self.plan, seed=seed, trainable=self.trainable, exact=self._exact)
@@ -164,6 +167,7 @@ class MegatronEngine:
 
     def output_head(self) -> np.ndarray | None:
         """Return the whole output embedding [W, E] (see `data.tensors`) on one rank, None on the others. Collective."""
+        self.memory.check("its output embedding", Part.WEIGHTS)
         self.settle()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
@@ -222,6 +226,7 @@ class MegatronEngine:
         micro-batch on that stage: with `forward_only` whatever `finish` returned, else the report of `finish`, which is
         a loss function then.
         """
+        self.memory.check("a pass through its layers", Part.WEIGHTS)
         if not assigned:
             return []
         routes = next((sample.routes.shape[1:] for sample in samples if sample.routes is not None), None)
@@ -264,6 +269,16 @@ class MegatronEngine:
         self.on_micro_batch(len(packed), len(packed))
         self._after_run(packed)
         return outputs
+
+    def give_back(self, parts: Iterable[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase, as `Memory.give_back` does. Collective."""
+        if Part.WEIGHTS in parts:
+            self.settle()
+        self.memory.give_back(parts, phase)
+
+    def _tensors(self) -> dict[Part, list[Tensor]]:
+        """Return what takes memory between two calls."""
+        return {Part.WEIGHTS: [parameter for chunk in self.chunks for parameter in chunk.parameters()]}
 
     def settle(self) -> None:
         """Wait for what still changes the weights, before they are read. Collective."""

@@ -16,6 +16,7 @@ from roll_opd.hf import adapter_files
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.stream import Shapes
+from roll_opd.phases import Part
 
 Bundle = list[tuple[str, Tensor]]  # some weights, by name
 Written = Callable[[], list[Path]]  # ends a save: writes what is left to write, and returns all files
@@ -29,6 +30,7 @@ def hf_tensors(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 
     Adapters are in the weights that they stand beside.
     """
+    engine.memory.check("its weights", Part.WEIGHTS)
     engine.settle()
     return engine.weights.whole_tensors([unwrapped(chunk) for chunk in engine.chunks])
 
@@ -53,6 +55,7 @@ def save_adapter(engine: MegatronEngine, directory: Path, *, later: bool = False
     """
     adapters = engine.adapters
     assert adapters is not None
+    engine.memory.check("its adapters", Part.WEIGHTS)
     engine.settle()
     state = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in adapters.tensors()}
     plan = adapters.plan

@@ -17,6 +17,7 @@ from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.arriving import Arriving
 from roll_opd.megatron.weights.source import Files
+from roll_opd.phases import Part
 
 
 class MegatronFollower(MegatronEngine):
@@ -39,6 +40,7 @@ class MegatronFollower(MegatronEngine):
 
         They come in parts, of which one is the `last`. A model that is equal to `weights` already stays it, to the bit.
         """
+        self.memory.check("its weights", Part.WEIGHTS)
         self._arriving = self._arriving or Arriving(self.weights, self._models, self._take_over)
         self._arriving.take(weights)
         if last:
@@ -68,9 +70,15 @@ class MegatronFollower(MegatronEngine):
             with Files(directory) as files:
                 self.weights.load(self._models, files)
 
+    def _tensors(self) -> dict[Part, list[Tensor]]:
+        tensors = super()._tensors()
+        tensors[Part.WEIGHTS] += self._average_of.values()
+        return tensors
+
     @contextmanager
     def _in_full(self) -> Iterator[None]:
         """Have averages, where they are apart, stand in for the weights; afterwards these are the averages, rounded."""
+        self.memory.check("its weights", Part.WEIGHTS)
         rounded = [parameter.data for parameter in self._parameters]
         for parameter, own in zip(self._parameters, rounded, strict=True):
             parameter.data = self._average_of.get(parameter, own)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.model import DTYPES, unwrapped
 from roll_opd.megatron.replay import disagreement
 from roll_opd.megatron.router import RouterLosses, begin_counts, expert_layers, has_losses, update_biases
+from roll_opd.phases import Part
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class MegatronLearner(MegatronEngine):
         samples are kept in one micro-batch. With `assigned`, micro-batches of numbers of `samples`, these are this
         rank's share alone.
         """
+        self.memory.check("an update", *Part)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -119,6 +121,18 @@ class MegatronLearner(MegatronEngine):
             applied=bool(applied),
             of_routers=self._of_routers,
         )
+
+    def _tensors(self) -> dict[Part, list[Tensor]]:
+        """Return weights, gradients and optimizer state; a buffer's own tensor has its padding, too."""
+        tensors = super()._tensors()
+        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        tensors[Part.WEIGHTS] += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        tensors[Part.GRADIENTS] = [buffer.grad_data for buffer in buffers]
+        optimizers = [each.optimizer for each in chained(self.optimizer) if each.optimizer]
+        masters = [weight for each in optimizers for group in each.param_groups for weight in group["params"]]
+        moments = [value for each in optimizers for values in each.state.values() for value in values.values()]
+        tensors[Part.OPTIMIZER] = [value for value in masters + moments if isinstance(value, Tensor)]
+        return tensors
 
     def _overlap(self, config: Any) -> None:
         """Have gradients reduced, and parameters gathered, while something else is computed."""
@@ -169,6 +183,12 @@ class MegatronLearner(MegatronEngine):
         everywhere = torch.tensor(float(finite), device=self.device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return bool(everywhere.item())
+
+
+def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers that one is made of: experts have one of their own."""
+    assert isinstance(optimizer, ChainedOptimizer)
+    return optimizer.chained_optimizers
 
 
 def _optimizer_config(plan: TrainPlan) -> OptimizerConfig:

@@ -19,6 +19,8 @@ from roll_opd.config.plan import (
     TrainPlan,
 )
 from roll_opd.hf.model_info import ModelInfo
+from roll_opd.phases import Parts as Held
+from roll_opd.phases import Phase, at_once, members_on_gpus
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PADDED_TO = 32  # columns a tensor rank: the engine's vocabulary is a multiple of it (`exact.VECTOR`)
@@ -31,7 +33,9 @@ VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
 GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
 MOMENT_BYTES = 8  # two fp32 Adam moments a parameter
 MASTER_BYTES = 4  # fp32 master weights where the model itself is not fp32
+COMPUTES = frozenset(Phase) - {Phase.START, Phase.RESTORE, Phase.WEIGHT_SYNC, Phase.CHECKPOINT}
 PASSING = ("activations", "head")  # parts that a role needs only while it computes
+BESIDE_WEIGHTS = ("averages", "teacher_heads")  # parts that come and go with the weights
 
 Parts = dict[str, int]  # name of a part -> bytes a rank
 
@@ -257,8 +261,12 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
 
     Weights, optimizer and caches of all roles stay; of activations there are those of one role at a time, and none
     without `computing`. An engine on a device of known size takes the share of it that gpu_memory_utilization says.
+    Roles that take turns have there what `phases.at_once` says, in the phase that needs most; judges and auxiliary
+    models stay.
     """
     stays: dict[int, int] = {}
+    turns = {member.name: member for member in members_on_gpus(plan)}
+    in_turn: dict[int, dict[str, dict[str, int]]] = {}  # device -> member -> its parts
     passes: dict[int, int] = {}
     for name, role in plan.roles().items():
         if isinstance(role, MegatronPlan) and plan.serving(role).name != name:
@@ -266,11 +274,32 @@ def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: 
         for device, parts in _of_devices(role, plan.memory[name]):
             passing = sum(parts.get(part, 0) for part in PASSING)
             staying = sum(parts.values()) - passing
+            if name in turns:
+                own = dict(parts)
+                if device_bytes and isinstance(role, RolloutPlan):
+                    whole = role.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION) * device_bytes
+                    own["kv_cache"] = max(0, int(whole) - own["weights"])
+                in_turn.setdefault(device, {})[name] = own
+                continue
             if device_bytes and isinstance(role, RolloutPlan):
                 staying = int(role.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION) * device_bytes)
             stays[device] = stays.get(device, 0) + staying
             passes[device] = max(passes.get(device, 0), passing)
-    return {device: stays[device] + computing * passes[device] for device in sorted(stays)}
+    needs = {device: stays[device] + computing * passes[device] for device in stays}
+    for device, members in in_turn.items():
+        here = [turns[name] for name in members]
+        most = max(
+            sum(_held(members[name], held, computing and phase in COMPUTES) for name, held in by_name.items())
+            for phase, by_name in at_once(here)
+        )
+        needs[device] = needs.get(device, 0) + most
+    return {device: needs[device] for device in sorted(needs)}
+
+
+def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
+    """Return the bytes of a member's parts: what it holds, and what passes where it `computes`."""
+    names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
+    return sum(size for name, size in parts.items() if name in names)
 
 
 def _of_devices(

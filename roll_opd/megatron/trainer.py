@@ -29,6 +29,7 @@ from roll_opd.megatron.distillation import distillation_loss, teacher_columns
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import HeadModel, unwrapped
+from roll_opd.phases import Part
 
 
 class MegatronTrainer(MegatronLearner):
@@ -80,8 +81,14 @@ class MegatronTrainer(MegatronLearner):
         done = self._learn(columns, loss, temperature, group_size, assigned)
         return TrainResult(done.sums, done.by_sample("logprobs"), done.grad_norm, done.learning_rate, done.applied)
 
+    def _tensors(self) -> dict[Part, list[Tensor]]:
+        tensors = super()._tensors()
+        tensors[Part.WEIGHTS] += [head.weight_VF for head in self.teacher_heads.values()]
+        return tensors
+
     def load_teacher_head(self, name: str, head: np.ndarray) -> None:
         """Store this rank's part of a teacher's whole output embedding [W, F], for the objective `full`."""
+        self.memory.check("a teacher's output embedding", Part.WEIGHTS)
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return
         group = parallel_state.get_tensor_model_parallel_group()

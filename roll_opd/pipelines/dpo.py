@@ -5,6 +5,7 @@ How much likelier, each against the frozen reference policy, is the implicit rew
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -13,12 +14,14 @@ from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import present
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.training import TrainSample, supervised_samples
+from roll_opd.phases import Phase
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
 from roll_opd.tracking.summary import STEP_TOKENS
 from roll_opd.workers.roles import FrozenModel
 from roll_opd.workers.supervised import SupervisedStudent
+from roll_opd.workers.writing import Writing
 
 OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
 OF_VALIDATION = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")
@@ -30,24 +33,37 @@ async def train(run: Run) -> None:
     run.logger.note("Starting student and reference policy ...")
     student, reference = await start_supervised(plan, run.placement)
     assert reference is not None
+    turns = student.turns
+    await turns.enter(Phase.READ)
     held_out = await _with_reference(run.held_out, reference)
 
     async def validate() -> dict[str, float]:
+        await turns.enter(Phase.READ)
         return await _validate(student, held_out, plan)
 
-    await run.restore(student.load)
+    async def save(directory: Path) -> Writing:
+        await turns.enter(Phase.CHECKPOINT)
+        return await student.save(directory)
+
+    async def load(directory: Path) -> None:
+        await turns.enter(Phase.RESTORE)
+        await student.load(directory)
+
+    await run.restore(load)
     await run.log_start(validate)
 
     for step in run.steps:
         rows = source.take(plan.rollout_batch_size)
+        await turns.enter(Phase.READ)
         with run.clock.phase("teacher"):
             samples = await _with_reference(rows, reference)
+        await turns.enter(Phase.TRAIN)
         with run.clock.phase("train"), run.progress.showing(student.updates):
             logprobs, loss, metrics = await student.learn(samples, plan.objective)
         metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, OF_TRAINING)}
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics |= await run.validation(step, validate)
-        async with run.checkpoint(step, student.save):
+        async with run.checkpoint(step, save):
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
     student.end()
     reference.group.end()

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+from roll_opd.phases import Phase
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, teacher_as_student
@@ -12,6 +13,7 @@ from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import FrozenModels
 from roll_opd.workers.sampler import Sampler
+from roll_opd.workers.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,12 @@ class Measuring:
         by: str = STUDENT,
         readers: FrozenModels | None = None,
         workflow: Workflow | None = None,
+        turns: Turns | None = None,
     ) -> dict[str, float]:
-        """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged."""
+        """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged.
+
+        Of `turns`, it is the engines'.
+        """
         plan, run = self.run.plan, self.run
         assert plan.validation is not None and plan.rollout is not None
         sampling, chunk = plan.validation.sampling, chunk_samples(plan)
@@ -47,6 +53,8 @@ class Measuring:
         )
         metrics, answers = await validate(rollout, run.held_out)
         shown = first_answers(answers, sampling.n, plan.samples_per_step)
+        if turns:
+            await turns.enter(Phase.READ)
         if readers:
             shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
         run.logger.answers(step, by, shown)

@@ -8,10 +8,18 @@ from functools import partial
 from roll_opd.algorithms.table import loss_facts
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.source import MixedSource
+from roll_opd.phases import Phase
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.measuring import Measuring
 from roll_opd.pipelines.reward_trial import try_rewards
-from roll_opd.pipelines.start import RunWorkers, chunk_samples, start_reward_pools, start_workers, start_workflow
+from roll_opd.pipelines.start import (
+    RunWorkers,
+    chunk_samples,
+    reads_beside_generation,
+    start_reward_pools,
+    start_workers,
+    start_workflow,
+)
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
@@ -23,6 +31,7 @@ from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
 from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.workers.roles import FrozenModels
 from roll_opd.workers.workflow_pool import WorkflowPool
 
 
@@ -46,14 +55,19 @@ async def train(run: Run) -> None:
     await workers.send_weights(version=run.steps_done, has_learned=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
-    measure = partial(measuring.measure, workers.sampler, readers=workers.frozen_models, workflow=workflow)
+    frozen_models, turns = workers.frozen_models, workers.turns
     pools: list[RewardPool | WorkflowPool] = [*reward_pools, *([workflow_pool] if workflow_pool else [])]
 
+    async def measure(step: int) -> dict[str, float]:
+        await workers.begin_generation(step)
+        return await measuring.measure(workers.sampler, step, readers=frozen_models, workflow=workflow, turns=turns)
+
     async def measured_first() -> dict[str, float]:
-        return await measure() | _counted(pools)
+        return await measure(0) | _counted(pools)
 
     await run.log_start(measured_first)
 
+    reads_beside = reads_beside_generation(plan, turns)
     rollout = Rollout(
         workers.sampler,
         plan.rollout.sampling,
@@ -61,7 +75,7 @@ async def train(run: Run) -> None:
         plan.seed,
         chunk_samples(plan),
         clock,
-        workers.frozen_models,
+        frozen_models if reads_beside else FrozenModels(),
         workflow,
         exclude_failed=not plan.rewards_are_monitored,
         progress=run.progress,
@@ -74,15 +88,21 @@ async def train(run: Run) -> None:
     preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 
     for step in run.steps:
+        await workers.begin_generation(step - 1)
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
         experiences = batch.experiences
+        await turns.enter(Phase.READ)
         with clock.phase("teacher"):
+            if not reads_beside:
+                experiences = await frozen_models.compute_logprobs(experiences, temperature)
             await preflight.check(experiences, temperature)
         if objective.recompute_old_logprobs or len(experiences) > plan.student.mini_batch_sequences:
             with clock.phase("old_logprobs"):
+                await turns.enter(Phase.OLD_LOGPROBS)
                 experiences = await workers.student.compute_old_logprobs(experiences, temperature)
         if workers.critic:
             with clock.phase("values"):
+                await turns.enter(Phase.VALUES)
                 experiences = await workers.critic.compute_values(experiences)
         if plan.update_reads_rewards:
             with clock.phase("reward"):
@@ -127,7 +147,7 @@ async def train(run: Run) -> None:
             | mask_metrics(sampled)
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
         )
-        metrics |= await run.validation(step, partial(measure, step=step))
+        metrics |= await run.validation(step, partial(measure, step))
         metrics |= _counted(pools)
         async with run.checkpoint(step, workers.save, kl_coef):
             run.logger.step(step, batch, experiences, metrics)

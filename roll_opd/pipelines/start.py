@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from roll_opd.config.plan import (
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.phases import Phase, members_of
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
@@ -32,6 +33,7 @@ from roll_opd.workers.roles import Follower, FrozenModel, FrozenModels, Student,
 from roll_opd.workers.rollout import RolloutWorker
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.supervised import SupervisedStudent
+from roll_opd.workers.turns import Turns
 from roll_opd.workers.weight_sync import stream, sync_of, way_of
 from roll_opd.workers.workflow import WorkflowWorker
 from roll_opd.workers.workflow_pool import WorkflowPool
@@ -49,6 +51,7 @@ class RunWorkers:
     frozen_models: FrozenModels
     critic: Critic | None
     followers: Sequence[Follower] = ()
+    turns: Turns = field(default_factory=Turns)  # of roles that share devices
 
     async def learn(
         self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
@@ -58,12 +61,17 @@ class RunWorkers:
         Where `student_learns` is False, the critic learns alone.
         """
         if self.critic and not student_learns:
+            await self.turns.enter(Phase.TRAIN)
             return experiences, await self.critic.learn(experiences)
         assert plan.rollout is not None
         temperature = plan.rollout.sampling.temperature
+        await self.turns.enter(Phase.TRAIN)
         student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
         if self.critic is None:
             return await student
+        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # or each update would move both
+            learned, metrics = await student
+            return learned, metrics | await self.critic.learn(experiences)
         (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
         return learned, metrics | of_critic
 
@@ -77,13 +85,22 @@ class RunWorkers:
 
         `has_learned` False: these have them already, as a run begins.
         """
+        await self.turns.enter(Phase.WEIGHT_SYNC)
         due = [follower for follower in self.followers if has_learned and follower.is_due(version)]
         assert self.sampler.sync
         await self.sampler.sync.push(version, [follower.group for follower in due])
+        self.turns.engines_have_weights()
         await self._send_heads(due)
+
+    async def begin_generation(self, version: int) -> None:
+        """Have the engines there, with the student's weights of `version`, which they may have given up since."""
+        if self.turns.lack_weights:
+            await self.send_weights(version, has_learned=False)
+        await self.turns.enter(Phase.GENERATE)
 
     async def save(self, directory: Path) -> Writing:
         """Write the state of student and critic, and the weights of teachers that follow the student."""
+        await self.turns.enter(Phase.CHECKPOINT)
         parts = [await self.student.save(directory)]
         if self.critic:
             parts.append(await self.critic.save(directory / CRITIC))
@@ -92,12 +109,14 @@ class RunWorkers:
 
     async def load(self, directory: Path) -> None:
         """Put back what `save` wrote."""
+        await self.turns.enter(Phase.RESTORE)
         await self.student.load(directory)
         if self.critic:
             await self.critic.load(directory / CRITIC)
         for follower in self.followers:
             await follower.load(directory / FOLLOWERS)
         if live := [follower for follower in self.followers if follower.plan.is_live]:
+            await self.turns.enter(Phase.WEIGHT_SYNC)
             dtype = self.student.plan.model.dtype
             await stream(self.student.group, [follower.group for follower in live], dtype, version=0)
         await self._send_heads(self.followers)
@@ -126,13 +145,13 @@ async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
 async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     """Start every role but the rewards, all at once, and wait until all are up."""
     assert plan.rollout is not None
-    rollout = plan.rollout
+    rollout, turns = plan.rollout, _turns(plan, placement)
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
     way = way_of(plan.student.devices, rollout.devices, on_gpu=over_gpus)
-    sampler = asyncio.ensure_future(start_sampler(plan, rollout, placement, way))
+    sampler = asyncio.ensure_future(start_sampler(plan, rollout, placement, way, turns))
     await asyncio.sleep(0)  # its engines start first: they take longest
-    student = Student(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
-    own = {worker.name: _frozen(plan, worker, placement) for worker in _served(plan)}
+    student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
+    own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
     groups: dict[str, FrozenGroup] = {**own, plan.student.name: WithoutAdapter(student.group)}
     teachers = tuple(
         Teacher(t.worker.name, groups[plan.serving(t.worker).name], _vocab_size(t.worker), t) for t in plan.teachers
@@ -143,13 +162,13 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
         reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
     critic = None
     if plan.critic:
-        critic = Critic(plan.critic, WorkerGroup(CriticWorker, plan.critic, placement, _environment(plan)))
+        critic = Critic(plan.critic, _group(CriticWorker, plan, plan.critic, placement, turns))
     learners = [role.group for role in (student, critic) if role]
     await asyncio.gather(sampler, *_setups(plan, placement, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
     engines = sampler.result().engines
     synced = Sampler(engines, sync_of(way, student.group, engines, rollout.model.dtype, rollout.tp))
-    return RunWorkers(student, synced, FrozenModels(teachers, reference=reference), critic, followers)
+    return RunWorkers(student, synced, FrozenModels(teachers, reference=reference), critic, followers, turns)
 
 
 async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
@@ -166,9 +185,10 @@ async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
 
 async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, FrozenModel | None]:
     """Start the student that learns from rows, and the reference policy where there is one."""
-    student = SupervisedStudent(plan.student, WorkerGroup(TrainWorker, plan.student, placement, _environment(plan)))
+    turns = _turns(plan, placement)
+    student = SupervisedStudent(plan.student, _group(TrainWorker, plan, plan.student, placement, turns), turns)
     reference = None
-    own = [_frozen(plan, worker, placement) for worker in _served(plan)]
+    own = [_frozen(plan, worker, placement, turns) for worker in _served(plan)]
     if plan.reference:
         group = own[0] if own else WithoutAdapter(student.group)
         reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
@@ -177,9 +197,14 @@ async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[Supervi
 
 
 async def start_sampler(
-    plan: RunPlan, rollout: RolloutPlan, placement: Placement, weight_transfer: str = SHARED_MEMORY
+    plan: RunPlan,
+    rollout: RolloutPlan,
+    placement: Placement,
+    weight_transfer: str = SHARED_MEMORY,
+    turns: Turns | None = None,
 ) -> Sampler:
-    """Start the engines of `rollout`; new weights can reach them through `weight_transfer`."""
+    """Start the engines of `rollout`, which may be a member of `turns`; weights reach them by `weight_transfer`."""
+    turns = turns or Turns()
     actor_class: Any = RolloutWorker  # Ray's types do not know its `options`
     actors: list[Any] = []
     names: list[str] = []
@@ -189,10 +214,16 @@ async def start_sampler(
         # the engine core is a process of its own and must not outlive a killed run
         env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
-    arguments = (rollout, plan.seed, plan.deterministic, weight_transfer)
-    setups = asyncio.gather(*[actor.setup.remote(*arguments) for actor in actors])
-    await placement.starting.of(f"{rollout.name} (vLLM)", setups)
-    return Sampler(ActorGroup(actors, names))
+    engines = ActorGroup(actors, names)
+    in_turn = turns.join(rollout.name, engines)
+
+    async def setup() -> None:
+        async with turns.starting(rollout.name):
+            sleeps = in_turn is not engines
+            await engines.call("setup", rollout, plan.seed, plan.deterministic, weight_transfer, sleeps=sleeps)
+
+    await placement.starting.of(f"{rollout.name} (vLLM)", setup())
+    return Sampler(in_turn)
 
 
 @asynccontextmanager
@@ -279,9 +310,29 @@ def chunk_samples(plan: RunPlan) -> int:
     return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
 
 
-def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement) -> WorkerGroup:
+def reads_beside_generation(plan: RunPlan, turns: Turns) -> bool:
+    """Whether teachers and reference policy can read samples while others are still being written."""
+    assert plan.rollout is not None
+    workers = [*(teacher.worker for teacher in plan.teachers), *([plan.reference] if plan.reference else [])]
+    readers = {plan.serving(worker).name for worker in workers}
+    if plan.objective.opd_topk_source == "student" and plan.objective.opd_objective == "topk":
+        readers.add(plan.student.name)
+    return not any(turns.share(reader, plan.rollout.name) for reader in readers)
+
+
+def _turns(plan: RunPlan, placement: Placement) -> Turns:
+    """Return the turns of a run's roles: on GPUs, and elsewhere where that is written."""
+    taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
+    return Turns(members_of(plan) if taken else ())
+
+
+def _group(actor: Any, plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: Turns) -> Any:
+    return turns.join(worker.name, WorkerGroup(actor, worker, placement, _environment(plan)))
+
+
+def _frozen(plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: Turns) -> Any:
     actor = FollowingWorker if isinstance(worker, FollowingPlan) else LogprobWorker
-    return WorkerGroup(actor, worker, placement, _environment(plan))
+    return _group(actor, plan, worker, placement, turns)
 
 
 def _served(plan: RunPlan) -> list[MegatronPlan]:

@@ -24,6 +24,7 @@ from roll_opd.data.experience import Experience
 from roll_opd.data.shares import Packing, Share
 from roll_opd.data.training import HeldTargets, TeacherTargets, TrainSample, ValueSample
 from roll_opd.inference.settings import DTYPE_NAMES
+from roll_opd.phases import Part, Phase
 from roll_opd.workers.held import hold, opened
 from roll_opd.workers.weight_buckets import OnHost, WritesBuckets, Written
 
@@ -84,6 +85,14 @@ class _Rank(OnHost):
         from roll_opd.megatron.engine import MegatronEngine
 
         return MegatronEngine(plan, seed=seed, deterministic=deterministic)
+
+    def give_back(self, parts: Sequence[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase."""
+        self._engine.give_back(parts, phase)
+
+    def take_back(self, parts: Sequence[Part]) -> None:
+        """Have what `give_back` brought away on the device again."""
+        self._engine.memory.take_back(parts)
 
     def compute_logprobs(self, share: Share[Text], temperature: float) -> Compact:
         """Return what `MegatronEngine.compute_logprobs` does."""

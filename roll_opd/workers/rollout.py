@@ -1,6 +1,6 @@
 """Ray actor around one vLLM engine."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,7 @@ from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.bucket import Description
 from roll_opd.data.compact import Compact
 from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.phases import Part, Phase
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request
 from roll_opd.workers.weight_buckets import OnHost
@@ -23,9 +24,14 @@ class RolloutWorker(OnHost):
     _engine: Any
 
     async def setup(
-        self, plan: RolloutPlan, seed: int, deterministic: bool, weight_transfer: str = SHARED_MEMORY
+        self,
+        plan: RolloutPlan,
+        seed: int,
+        deterministic: bool,
+        weight_transfer: str = SHARED_MEMORY,
+        sleeps: bool = False,
     ) -> None:
-        """Start the engine; weights will arrive through the backend `weight_transfer`."""
+        """Start the engine; weights arrive through `weight_transfer`. With `sleeps`, it can give its memory back."""
         from roll_opd.inference.engine import InferenceEngine  # in the actor's process alone: it starts vLLM
 
         self._engine = await InferenceEngine.start(
@@ -37,7 +43,17 @@ class RolloutWorker(OnHost):
             deterministic=deterministic,
             routes=plan.returns_routes,
             weight_transfer=weight_transfer,
+            sleeps=sleeps,
         )
+        self._sleep_level = plan.sleep_level
+
+    async def give_back(self, parts: Collection[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase. An engine gives back everything."""
+        await self._engine.sleep(self._sleep_level, phase)
+
+    async def take_back(self, parts: Collection[Part]) -> None:
+        """Have parts of the memory on the device again."""
+        await self._engine.wake_up(parts)
 
     async def generate(
         self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int | None = None

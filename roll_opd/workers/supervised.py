@@ -1,7 +1,7 @@
 """The student of supervised training (SFT, DPO), whose rows bring their answers, as the driver sees it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -11,10 +11,14 @@ from roll_opd.data.shares import Cut, cut, without_tokens
 from roll_opd.data.training import TrainSample
 from roll_opd.workers.learner import Learner, optimizer_metrics, total
 from roll_opd.workers.roles import gathered
+from roll_opd.workers.turns import Turns
 
 
+@dataclass
 class SupervisedStudent(Learner):
     """A student that learns from given answers."""
+
+    turns: Turns = field(default_factory=Turns)  # with a reference policy that shares its devices
 
     async def compute_logprobs(self, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Return the log-probs of every answer, f32 [T-P] each, under the weights as they are now."""

@@ -235,10 +235,17 @@ def test_routes_that_nobody_has(plan: Plan, changes: dict[str, Any], said: str) 
 
 
 def test_vllm_settings_pass_through(plan: Plan) -> None:
-    config = {"tensor_parallel_size": 2, "block_size": 16, "load_format": "dummy", "sleep_level": 2}
+    config = {"tensor_parallel_size": 2, "block_size": 16, "load_format": "dummy", "sleep_level": 1}
     run = plan({"student_infer.strategy_args.strategy_config": config})
+    assert run.rollout.sleep_level == 1
     assert (run.rollout.tp, run.rollout.engines) == (2, 1)
     assert run.rollout.engine_args == {"block_size": 16, "load_format": "dummy"}
+
+
+@pytest.mark.parametrize("level", [0, 3, True, "2"])
+def test_engines_sleep_at_levels_of_vllms(plan: Plan, level: object) -> None:
+    with pytest.raises(ConfigError, match=r"sleep_level.*should be 1 .* or 2"):
+        plan({"student_infer.strategy_args.strategy_config.sleep_level": level})
 
 
 def test_environments_merge(plan: Plan) -> None:

@@ -21,7 +21,15 @@ from roll_opd.config.plan import (
 )
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelInfo, read_model
-from roll_opd.megatron.memory import Shard, device_memory, logprob_memory, rollout_memory, shard_of, train_memory
+from roll_opd.megatron.memory import (
+    Shard,
+    device_memory,
+    fullest,
+    logprob_memory,
+    rollout_memory,
+    shard_of,
+    train_memory,
+)
 
 GIB = 2**30
 SHAPES: dict[str, dict[str, Any]] = {  # as in the models' own config.json
@@ -182,7 +190,7 @@ def test_keys_and_values(
 
 
 def test_devices_sum_what_stays_and_the_largest_of_what_passes(plan: Callable[..., RunPlan]) -> None:
-    run = plan()
+    run = plan({"is_offload_states": False})
     needs = device_memory(run)
     by_hand: dict[int, list[list[int]]] = {}
     for name, role in run.roles().items():
@@ -195,6 +203,21 @@ def test_devices_sum_what_stays_and_the_largest_of_what_passes(plan: Callable[..
         device: sum(stay for stay, _ in roles) + max(passing for _, passing in roles)
         for device, roles in by_hand.items()
     }
+
+
+@pytest.mark.parametrize("known", [None, 80 * GIB])
+def test_turns_need_what_the_largest_phase_does(plan: Callable[..., RunPlan], known: int | None) -> None:
+    """A student and its engines on one device: it learns, they generate, or both have their weights there."""
+    run = plan({"student_infer.device_mapping": "[0]", "student_train.device_mapping": "[0]"})
+    student, engines = (dict(fullest(run.memory[name])) for name in ("student_train", "student_infer"))
+    if known:
+        engines["kv_cache"] = int(0.9 * known) - engines["weights"]
+    synced = student["weights"] + engines["weights"]
+    alone = device_memory(run, known)[0] - max(sum(student.values()), sum(engines.values()), synced)
+    assert alone == 0
+    apart = device_memory(replace(run, is_offload_states=False), known)[0]
+    passing = student["activations"] + student["head"]
+    assert apart == sum(student.values()) - passing + sum(engines.values()) + passing
 
 
 def test_devices_that_are_too_small_are_refused_or_warned_of(

@@ -124,6 +124,14 @@ PASSES = {
 SIBLINGS = {5: 1, 7: 0, 8: 0}  # number of a sequence -> of the one whose prompt it has
 CONTINUED = {4: 3, 9: 2}  # number of a sequence -> of the one that its prompt begins with, response and all
 
+# trainers whose memory comes and goes: layout, model, distributed optimizer, tokens a micro-batch, and what is special
+TURNS = [
+    ("tp1", "qwen3_tied", False, None, "fp32"),
+    ("dp2", "qwen3_tied", True, 70, "fp32"),
+    ("dp2", "deep", True, 70, "bf16"),
+    ("tp2sp", "deep", True, 70, "bf16"),
+    ("dp2", "deep", True, 70, "lora"),
+]
 TEMPERATURE = 0.9
 TRAIN_MODELS = {"qwen3_tied": "opd", "qwen2_tied": "ppo", "deep": "opd"}  # model -> its objective
 OBJECTIVES = {
@@ -640,6 +648,7 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
             jobs.append({"op": "supervised", "name": f"{schema}-{layout}", "schema": schema, "layout": layout})
     for layout in (name for name in FOLLOW_LAYOUTS if LAYOUTS[name].world_size == world):
         jobs.append({"op": "follow", "name": f"follow-{layout}", "layout": layout})
+    jobs += turns_jobs(world)
     if world == 1:
         jobs.append(_critic_job("tp1", "qwen3"))
         jobs.append({"op": "memory", "name": "memory", "layout": "tp1"})
@@ -651,6 +660,17 @@ def _jobs_of(world: int) -> list[dict[str, Any]]:
             jobs.append({"op": "loading", "name": f"loading-{model}-{layout}", "model": model, "layout": layout})
         for layout, value in POISON.items():
             jobs.append({"op": "poison", "name": f"poison-{layout}", "layout": layout, "value": value})
+    return jobs
+
+
+def turns_jobs(world: int) -> list[dict[str, Any]]:
+    """Those of `TURNS`: what another job trains, with memory that comes and goes."""
+    jobs = []
+    for layout, model, distributed, tokens, dtype in (job for job in TURNS if LAYOUTS[job[0]].world_size == world):
+        same = lora_job(layout) if dtype == "lora" else _train_job(layout, model, distributed, tokens)
+        name = f"half-{layout}" if dtype == "bf16" else same["name"]
+        extra = {"dtype": dtype} if dtype == "bf16" else {}
+        jobs.append({**same, **extra, "op": "turns", "as": name, "name": f"turns-{name}"})
     return jobs
 
 

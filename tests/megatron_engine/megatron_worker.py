@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron_turns import AFTER_UPDATE, BEFORE_UPDATE, InTurns
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,6 +58,7 @@ from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_t
 from roll_opd.megatron.memory import shard_of, train_memory
 from roll_opd.megatron.model import build_model
 from roll_opd.megatron.trainer import MegatronTrainer
+from roll_opd.phases import Phase
 
 Job = dict[str, Any]
 WRITER = ThreadPoolExecutor(1)
@@ -93,7 +95,7 @@ def write_arrays(path: Path, mine: dict[int, np.ndarray] | None) -> None:
 
 def optimizer_of(job: Job, distributed: bool) -> OptimizerPlan:
     """That of `cases`, with what the job overlaps."""
-    plan, overlaps = cases.optimizer_plan(distributed), job["name"] in cases.OVERLAPPED
+    plan, overlaps = cases.optimizer_plan(distributed), job.get("as", job["name"]) in cases.OVERLAPPED
     learner_module.DistributedDataParallelConfig = partial(  # Megatron's own buckets hold 40 M values
         DistributedDataParallelConfig, bucket_size=cases.BUCKET if overlaps else None
     )
@@ -223,22 +225,27 @@ def routers(job: Job, root: Path) -> None:
     write_results(root / f"{job['name']}.npz", found)
 
 
-def lora(job: Job, root: Path) -> None:
-    """Train adapters, which begin as they are on disk; save and export them."""
+def adapters_of(job: Job, root: Path) -> MegatronTrainer:
     layout, path = cases.LAYOUTS[job["layout"]], cases.model_path(root, job["model"])
     adapter = str(root / "models" / f"adapter-{len(job['targets'])}")
-    devices = tuple(range(layout.world_size))
     plan = TrainPlan(
         "train",
         ModelPlan(path),
-        devices,
+        tuple(range(layout.world_size)),
         layout,
         MicroBatchLimits(tokens=100),
         train_limits=MicroBatchLimits(tokens=70),
         optimizer=optimizer_of(job, True),
         lora=LoraPlan(job["targets"], path=adapter, **cases.LORA),
     )
-    trainer = MegatronTrainer(plan, seed=0)
+    return MegatronTrainer(plan, seed=0)
+
+
+def lora(job: Job, root: Path) -> None:
+    """Train adapters, which begin as they are on disk; save and export them."""
+    trainer = adapters_of(job, root)
+    plan, layout = trainer.plan, trainer.plan.layout
+    devices, path = plan.devices, plan.model.path
     if job["load"]:
         checkpoint.load_state(trainer, root / job["load"])
     sequences = cases.sequences(cases.VOCABULARY)
@@ -264,6 +271,35 @@ def lora(job: Job, root: Path) -> None:
     meet_anew(root / f"port-{job['name']}-base")
     bare = MegatronEngine(MegatronPlan("bare", ModelPlan(path), devices, layout, MicroBatchLimits(tokens=100)), seed=0)
     write_arrays(root / f"{job['name']}-base.npz", bare.compute_logprobs(sequences, 1.0))
+
+
+def turns(job: Job, root: Path) -> None:
+    """Train as the job `as` does, while memory comes and goes between all that is done."""
+    if job["as"].startswith("lora"):
+        trainer = adapters_of(job, root)
+        objective, count = "opd", 12
+    else:
+        trainer = trainer_of(job, root, optimizer_of(job, job["distributed"]), MicroBatchLimits(tokens=job["tokens"]))
+        objective, count = cases.TRAIN_MODELS[job["model"]], 12
+    in_turns = InTurns(trainer)
+    records = []
+    for step in range(cases.UPDATES):
+        in_turns.phases(*BEFORE_UPDATE)
+        samples = cases.train_samples(step, objective, count)
+        records.append(record(trainer.update(samples, cases.OBJECTIVES[objective], cases.TEMPERATURE)))
+        in_turns.phases(*AFTER_UPDATE)
+        if step == 0:
+            in_turns.in_any_order()
+    in_turns.phase(Phase.CHECKPOINT)
+    save(trainer, root / f"{job['name']}.ckpt")
+    in_turns.phase(Phase.GENERATE)  # while the copies are written
+    saved()
+    in_turns.phase(Phase.RESTORE)
+    checkpoint.load_state(trainer, root / f"{job['name']}.ckpt")
+    in_turns.phases(Phase.GENERATE, Phase.WEIGHT_SYNC)
+    write_json(root / f"{job['name']}.json", records)
+    write_json(root / f"{job['name']}-sizes.json", in_turns.sizes)
+    save_hf(trainer, root / f"{job['name']}.hf")
 
 
 def invariance(job: Job, root: Path) -> None:
@@ -824,6 +860,7 @@ OPERATIONS = {
     "loading": loading,
     "experts": experts,
     "lora": lora,
+    "turns": turns,
     "routers": routers,
     "replay": replay,
     "frozen": frozen,

@@ -1,0 +1,138 @@
+"""A trainer whose memory comes and goes as the machine of phases says, beside engines and a reference policy.
+
+Of these two there are the names alone: what the trainer has to do for them is the same.
+"""
+
+import random
+from typing import Any
+
+import megatron_cases as cases
+import numpy as np
+import torch
+
+from roll_opd.megatron.learner import MegatronLearner
+from roll_opd.megatron.offload import MemoryAwayError
+from roll_opd.phases import Kind, Machine, Member, Move, Part, Phase, PhaseError, State
+
+TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
+ASKED = {  # phase -> what is asked in it
+    Phase.RESTORE: [(TRAINER, "load")],
+    Phase.WEIGHT_SYNC: [(TRAINER, "weights"), (ENGINES, "update_weights")],
+    Phase.GENERATE: [(ENGINES, "generate")],
+    Phase.READ: [(REFERENCE, "compute_logprobs")],
+    Phase.OLD_LOGPROBS: [(TRAINER, "compute_logprobs")],
+    Phase.TRAIN: [(TRAINER, "update")],
+    Phase.CHECKPOINT: [(TRAINER, "save")],
+}
+BEFORE_UPDATE = (Phase.WEIGHT_SYNC, Phase.GENERATE, Phase.READ, Phase.OLD_LOGPROBS, Phase.TRAIN)
+AFTER_UPDATE = (Phase.WEIGHT_SYNC, Phase.GENERATE, Phase.READ, Phase.CHECKPOINT)
+RANDOM_ORDERS = 100
+COMPARED = (Part.WEIGHTS, Part.OPTIMIZER)
+
+
+class InTurns:
+    """Goes through phases and holds, after each, what the trainer has against what it had."""
+
+    def __init__(self, trainer: MegatronLearner) -> None:
+        devices = frozenset({0})
+        members = [
+            Member(TRAINER, Kind.STUDENT, devices),
+            Member(ENGINES, Kind.ENGINES, devices, keeps_weights=False),
+            Member(REFERENCE, Kind.FROZEN, devices),
+        ]
+        self.trainer, self.machine, self.state = trainer, Machine(members), State()
+        for name in (ENGINES, TRAINER, REFERENCE):
+            self._make(self.machine.start(self.state, name))
+        self.sizes: list[dict[str, int]] = []
+
+    def phases(self, *order: Phase) -> None:
+        for phase in order:
+            self.phase(phase)
+
+    def phase(self, phase: Phase) -> None:
+        """Go through one phase; before engines without weights generate, which is refused, through that for them."""
+        if phase is Phase.GENERATE and self.state.blank:
+            try:
+                self.machine.enter(self.state, phase)
+            except PhaseError as error:
+                assert ENGINES in str(error) and "weight_sync" in str(error), error
+            else:
+                raise AssertionError("engines without weights generate")
+            self.phase(Phase.WEIGHT_SYNC)
+        self._make(self.machine.enter(self.state, phase))
+        for name, call in ASKED[phase]:
+            self._make(self.machine.act(self.state, name, call))
+            self.state = self.machine.done(self.state, name, call)
+            self._check(phase)
+
+    def in_any_order(self) -> None:
+        """Go through phases in random orders, and lose nothing."""
+        self.phase(Phase.TRAIN)
+        before, views = self._values(), self._views()
+        logprobs = self.trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0)
+        drawn = random.Random(5)  # the same on every rank
+        for _ in range(RANDOM_ORDERS):
+            self.phase(drawn.choice(list(ASKED)))
+            if Part.WEIGHTS in self.state.of(TRAINER):
+                found = self.trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0)
+                _assert_same_logprobs(found, logprobs)
+        self.phase(Phase.TRAIN)
+        assert self._views() == views
+        after = self._values()
+        for part in COMPARED:
+            assert len(after[part]) == len(before[part])
+            assert all(torch.equal(one, other) for one, other in zip(after[part], before[part], strict=True)), part
+        assert all(not gradient.any() for gradient in after[Part.GRADIENTS])
+        self.sizes.append(self._bytes())
+
+    def _check(self, phase: Phase) -> None:
+        """What is away is gone, and asking for it is an error that names role and phase."""
+        held, found = self.state.of(TRAINER), self._bytes()
+        for part in (*COMPARED, Part.GRADIENTS):
+            assert (found[part] > 0) == (part in held) or part is Part.OPTIMIZER, (phase, part, found, held)
+            assert part in held or not found[part]
+        if Part.WEIGHTS not in held:
+            try:
+                self.trainer.compute_logprobs(cases.sequences(cases.VOCABULARY), 1.0)
+            except MemoryAwayError as error:
+                assert error.args[0].startswith(f"{TRAINER} was asked for") and "in the phase" in str(error), error
+            else:
+                raise AssertionError("log-probs of weights that are away")
+            self.sizes.append(found)
+
+    def _make(self, made: tuple[list[Move], State]) -> None:
+        moves, self.state = made
+        for move in moves:
+            if move.member == TRAINER and move.away:
+                self.trainer.give_back(move.parts, self.state.phase)
+            elif move.member == TRAINER:
+                self.trainer.memory.take_back(move.parts)
+
+    def _bytes(self) -> dict[str, int]:
+        return {str(part): size for part, size in self.trainer.memory.bytes_on_device().items()}
+
+    def _values(self) -> dict[Part, list[torch.Tensor]]:
+        tensors = self.trainer._tensors()
+        return {part: [tensor.detach().clone() for tensor in values] for part, values in tensors.items()}
+
+    def _views(self) -> list[Any]:
+        """Where parameters, and the gradients that the output head adds to, lie in Megatron's buffers."""
+        buffers = [buffer for chunk in self.trainer.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        places: list[Any] = []
+        for buffer in buffers:
+            for parameter in buffer.params:
+                gradient = parameter.main_grad
+                assert gradient.untyped_storage()._cdata == buffer.grad_data.untyped_storage()._cdata
+                places.append((gradient.storage_offset(), gradient.shape))
+                if buffer.param_data is not None:
+                    assert parameter.untyped_storage()._cdata == buffer.param_data.untyped_storage()._cdata
+                    places.append((parameter.storage_offset(), parameter.shape))
+        return places
+
+
+def _assert_same_logprobs(found: dict[int, np.ndarray] | None, before: dict[int, np.ndarray] | None) -> None:
+    assert (found is None) == (before is None)
+    for number, values in (before or {}).items():
+        assert found is not None and np.array_equal(found[number], values)
+        # what a model without weights says of every token
+        assert len(values) < 2 or not np.allclose(values, -np.log(cases.VOCABULARY), atol=1e-3)
