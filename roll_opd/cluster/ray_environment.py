@@ -21,7 +21,10 @@ OWN_CLUSTER = dict.fromkeys(
         "RAY_enable_worker_prestart",
     ),
     "0",
-)
+) | {
+    # of hosts that are gone the run knows by itself (`line`); packets that are lost for 20 s are no reason to hang up
+    "RAY_grpc_keepalive_timeout_ms": "60000",
+}
 
 
 def prepare_environment() -> None:

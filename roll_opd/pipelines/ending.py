@@ -14,7 +14,7 @@ from roll_opd.pipelines.checkpoints import Checkpoints
 from roll_opd.terminal import tell
 from roll_opd.workers.errors import Interrupted, RunError, Terminated
 
-LOST_SECONDS = 20.0  # for a run to end that has lost a part of its cluster
+LOST_SECONDS = 15.0  # for a run to end that has lost a part of its cluster
 
 
 class Ending:
