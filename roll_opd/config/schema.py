@@ -484,7 +484,7 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = key(None, "how tokens become one loss; without it the loss's own, else seq-mean-token-mean")
-    strict_strategies: bool = key(False, "refuse strategies that do not exist here, rather than take the nearest", OURS)
+    strict_strategies: bool = key(False, "refuse a strategy or precision that is not here; else: the nearest", OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
