@@ -41,7 +41,7 @@ class Memory:
         self._name, self._device, self._tensors, self._is_constant = name, device, tensors, is_constant
         self._away: dict[Part, list[_Stored]] = {}
         self._since: dict[Part, Phase] = {}
-        self._copies: dict[Part, dict[int, _Stored]] = {}  # pinned memory is slow to get, and so it is kept
+        self._copies: dict[Part, dict[int, Tensor]] = {}  # pinned memory is slow to get, and so it is kept
 
     def check(self, asked_for: str, *parts: Part) -> None:
         """MemoryAwayError unless these parts are on the device."""
@@ -101,15 +101,15 @@ class Memory:
         constant = self._is_constant and part is Part.WEIGHTS
         known, stored = self._copies.pop(part, {}), []
         for storage in storages:
-            size, before = storage.nbytes(), known.get(storage._cdata)
-            copy = before.copy if before is not None and before.size == size else None
-            if copy is None or not constant:
-                if copy is None:
-                    copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=_is_cuda(storage))
+            size, copy = storage.nbytes(), known.get(storage._cdata)
+            is_new = copy is None or len(copy) != size
+            if copy is None or is_new:
+                copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=_is_cuda(storage))
+            if is_new or not constant:
                 copy.copy_(_values(storage), non_blocking=True)
             stored.append(_Stored(storage, size, copy))
         if constant or any(_is_cuda(storage) for storage in storages):
-            self._copies[part] = {each.storage._cdata: each for each in stored}
+            self._copies[part] = {each.storage._cdata: each.copy for each in stored if each.copy is not None}
         return stored
 
 

@@ -84,3 +84,16 @@ def test_a_resumed_run_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
         one, other = (load_file(run.path / "checkpoints/step_2" / file) for run in (whole, resumed))
         assert all(torch.equal(one[name], other[name]) for name in one), file
+
+
+def test_a_run_in_turns_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
+    """All on one device, from a checkpoint, with the base as reference policy, writing beside the work."""
+    turns = ("is_offload_states=true", "async_save=true", "actor_infer.device_mapping=[0]")
+    run = run_of(tmp_path / "output", f"resume_from_checkpoint={whole.path / 'checkpoints/step_1'}", *turns)
+    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        one, other = (load_file(each.path / "checkpoints/step_2" / file) for each in (whole, run))
+        assert all(torch.equal(one[name], other[name]) for name in one), file
+    read = [
+        [row["ref_logprobs"] for row in each.rows("samples.jsonl") if row["step"] == STEPS] for each in (whole, run)
+    ]
+    assert read[0] == read[1]
