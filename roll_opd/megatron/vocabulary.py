@@ -83,7 +83,7 @@ class Columns:
 def raw_logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
     """Return the product of hidden states and an output embedding, f32 [C, V].
 
-    Of bf16 factors a GPU has the sums in f32, and gives them as they are: rounded to bf16, a logit of 16 may be wrong by
+    Of bf16 factors a GPU has the sums in f32, and gives them as they are: rounded to bf16, a logit of 16 may be off by
     0.06, as much as a student and its teacher differ by in the end. torch's kernels for CPUs know rounded ones alone.
     """
     if hidden_CE.is_cuda and hidden_CE.dtype is not torch.float32:
