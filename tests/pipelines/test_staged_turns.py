@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from stage import CRITIC_SCHEDULE, REFERENCE, TEACHER, WITH_CRITIC, Stage, optim
 
 from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
-from roll_opd.data.compact import Compact
+from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.phases import ALL, members_of
 from roll_opd.pipelines import rlvr
 from roll_opd.pipelines.start import RunWorkers
+from roll_opd.workers.roles import gathered
+from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.turns import Turns
+from roll_opd.workers.weight_sync import sync_of
 
 SHORT = (
     "deterministic=true",
@@ -66,13 +70,14 @@ class Taking:
         joined = {name: turns.join(name, group) for name, group in found.items()}
         self.groups = {member.name: found[member.name] for member in members}
         self.parts = {member.name: ALL[member.kind] for member in members}
+        engines = joined[plan.rollout.name]
         student = replace(there.student, group=joined[there.student.plan.name])
         teachers = [replace(t, group=joined[plan.serving(t.plan.worker).name]) for t in models.teachers]
         reference = models.reference and replace(models.reference, group=joined[models.reference.name])
         return replace(
             there,
             student=student,
-            sampler=replace(there.sampler, engines=joined[plan.rollout.name]),
+            sampler=Sampler(engines, sync_of(SHARED_MEMORY, student.group, engines, plan.rollout.model.dtype, 1)),
             critic=there.critic and replace(there.critic, group=joined[there.critic.plan.name]),
             frozen_models=replace(
                 models, teachers=teachers, reference=reference, student=student if models.student else None
@@ -81,7 +86,8 @@ class Taking:
         )
 
     async def asked(self, name: str) -> None:
-        await self.groups[name].call("compute_logprobs", Compact([(np.arange(8), 2)]), 1.0)
+        sample: Any = SimpleNamespace(tokens=np.arange(8), prompt_length=2)
+        await gathered(self.groups[name], "compute_logprobs", [sample], 1.0)
 
     async def back(self) -> None:
         """Have everything where other runs of the stage look for it."""
