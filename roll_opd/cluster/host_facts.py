@@ -12,7 +12,7 @@ from typing import Any
 
 import roll_opd
 
-PACKAGES = ("ray", "torch", "vllm", "megatron-core", "mbridge", "transformers", "transformer-engine")
+PACKAGES = ("ray", "torch", "vllm", "megatron-core", "transformers", "transformer-engine")
 SEEN_SECONDS = 10.0  # for a network file system to show a new file
 
 
