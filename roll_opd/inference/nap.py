@@ -48,8 +48,8 @@ class Nap:
         """Give back what is there, once no request is under way."""
         if self.away == PARTS:
             return
-        if self.away:
-            raise RuntimeError("an inference engine that is half awake cannot sleep; wake the rest of it first")
+        if "weights" in self.away:  # vLLM takes it for asleep, and would leave the cache where it is
+            raise RuntimeError("an inference engine without its weights cannot sleep; wake them first")
         await self._llm.sleep(level if self._has_sleep_mode else 0, mode="wait")
         self.away, self._phase = PARTS, phase
         self.lacks_weights = self.lacks_weights or level >= GIVES_UP

@@ -17,7 +17,7 @@ from roll_opd.phases import Kind, Machine, Member, Move, Part, Phase, PhaseError
 TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
 ASKED = {  # phase -> what is asked in it
     Phase.RESTORE: [(TRAINER, "load")],
-    Phase.WEIGHT_SYNC: [(TRAINER, "weights"), (ENGINES, "update_weights")],
+    Phase.WEIGHT_SYNC: [(TRAINER, "weights"), (ENGINES, "load_weights")],
     Phase.GENERATE: [(ENGINES, "generate")],
     Phase.READ: [(REFERENCE, "compute_logprobs")],
     Phase.OLD_LOGPROBS: [(TRAINER, "compute_logprobs")],
@@ -62,7 +62,8 @@ class InTurns:
         self._make(self.machine.enter(self.state, phase))
         for name, call in ASKED[phase]:
             self._make(self.machine.act(self.state, name, call))
-            self.state = self.machine.done(self.state, name, call)
+            if call == "load_weights":
+                self.state = self.machine.sent(self.state)
             self._check(phase)
 
     def in_any_order(self) -> None:
