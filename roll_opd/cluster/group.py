@@ -154,11 +154,12 @@ class WithoutAdapter:
 
 def dead() -> str | None:
     """Say which actor of a group that has not been ended has died, and how; None: none has, or Ray cannot tell."""
-    known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
-    names = {actor._actor_id.hex(): name for actor, name in known}
     try:
-        found = actors(actor_state_name="DEAD") if names else {}
-    except Exception:  # Ray is ending, or has lost its GCS
+        known = [(actor, name) for group in _GROUPS for actor, name in zip(group.actors, group.names, strict=True)]
+        names = {actor._actor_id.hex(): name for actor, name in known}
+        job = ray.get_runtime_context().get_job_id()
+        found = actors(job_id=ray.JobID.from_hex(job), actor_state_name="DEAD") if names else {}
+    except Exception:  # Ray is ending, or has lost its GCS; or a group has come just now
         return None
     ended = ((names[key], each) for key, each in found.items() if key in names)
     return next((f"{name} has died: {exit_detail(str(each.get('DeathCause') or ''))}" for name, each in ended), None)
@@ -169,8 +170,9 @@ FrozenGroup = WorkerGroup | WithoutAdapter
 
 def _is_of_a_death(error: ray.exceptions.RayError) -> bool:
     """Whether an actor has ended, or, of one that lives, its engine core: vLLM's error for that."""
-    cause = type(getattr(error, "cause", None)).__name__
-    return isinstance(error, ray.exceptions.RayActorError) or cause == "EngineDeadError"
+    if isinstance(error, ray.exceptions.RayTaskError):  # of one that lives, though it may have asked one that does not
+        return type(getattr(error, "cause", None)).__name__ == "EngineDeadError"
+    return isinstance(error, ray.exceptions.RayActorError)
 
 
 def _shared(value: Any) -> Any:

@@ -18,6 +18,7 @@ from roll_opd.cluster.start_up import ClusterError, StartUp
 
 ANSWER_SECONDS = 60.0  # for a host to look at its files
 LATE_SECONDS = 10.0  # that a run which cannot be waits for the hosts, to tell them
+RUN = "ROLL_OPD_RUN"  # in the environment of the attempts of one run: what its hosts know it by
 TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 
 
@@ -30,6 +31,7 @@ class Hosts:
         `again`: seconds for which the others look for a driver that comes after this one; 0: none does.
         """
         self._host, self._again = host, again
+        self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
         self._late = LATE_SECONDS  # that `end` waits for those who are not there
         self.warm: str | None = None  # what the other hosts' `WarmServer` imports
         self._inbox: queue.Queue[tuple[Line, dict[str, Any] | None]] = queue.Queue()
@@ -194,14 +196,15 @@ class Hosts:
             line.close()
             return False
         rank, there = message["rank"], self._lines.get(message["rank"])
-        if not 0 < rank < self._host.size or (there and there.there != line.there):
+        is_another = bool(there) and message.get("run") != self._run
+        if not 0 < rank < self._host.size or message["size"] != self._host.size or is_another:
             who = f"{message['name']} ({line.there}) says that it is host {rank} of {message['size']}"
-            why = f"as {there.there} does" if there else f"and there are {self._host.size}"
-            self._refused.append(f"{who}, {why}; give every host a rank of its own")
+            why = f"as {there.there} does" if there and is_another else f"and there are {self._host.size}"
+            self._refused.append(f"{who}, {why}; give every host a rank of its own, and every run a MASTER_PORT")
             line.say(end=2, again=False)
             return False
         self._lines[rank], self._facts[rank] = line, message
-        line.say(again=self._again)
+        line.say(again=self._again, run=self._run)
         return True
 
 

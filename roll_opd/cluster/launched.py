@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from roll_opd.config.errors import ConfigError
 
 DEFAULT_PORT = 29500  # torchrun's MASTER_PORT
+LARGEST_PORT = 2**16 - 1
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of the rest of what it sets
 
@@ -31,11 +32,12 @@ class Host:
 
 def launched(environ: Mapping[str, str]) -> Host | None:
     """Return which host this is, None where it is the only one. LaunchError where that cannot be told."""
+    variable = next((name for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if name in environ), "")
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         here = _number(environ, "LOCAL_WORLD_SIZE", "1")
         first, how = "", "--nproc_per_node 1"
-    elif "SLURM_PROCID" in environ and not _is_batch_script(environ):
+    elif "SLURM_PROCID" in environ and not _is_of_one_process(environ):
         rank = _number(environ, "SLURM_PROCID")
         size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
@@ -53,7 +55,10 @@ def launched(environ: Mapping[str, str]) -> Host | None:
         return None
     if here > 1:
         raise LaunchError(
-            [f"{here} processes were launched on a host; a run has one on each, which starts the others: use {how}"]
+            [
+                f"{here} processes were launched on a host; a run has one on each, which starts the others: use {how};"
+                f" on this host alone, unset {variable}"
+            ]
         )
     if environ.get("RAY_ADDRESS"):
         raise LaunchError(
@@ -64,8 +69,10 @@ def launched(environ: Mapping[str, str]) -> Host | None:
         raise LaunchError(
             [f"{size} hosts were launched and MASTER_ADDR is not set; set it to the address of host 0 on every host"]
         )
-    # at MASTER_PORT itself torchrun listens
-    return Host(rank, size, address, _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1)
+    port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # at MASTER_PORT itself torchrun listens
+    if port > LARGEST_PORT:
+        raise LaunchError([f"MASTER_PORT is {port - 1}, and hosts meet at the next one; use a lower one"])
+    return Host(rank, size, address, port)
 
 
 def forget(environ: MutableMapping[str, str]) -> None:
@@ -80,9 +87,9 @@ def first_node(nodes: str) -> str:
     return "".join(part or "" for part in found.groups()) if found else ""
 
 
-def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether this is the script of an sbatch job itself, which runs once, and not a step that srun has started."""
-    return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
+def _is_of_one_process(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm has started this alone: the script of an sbatch job, or a shell in a terminal (srun --pty)."""
+    return "SLURM_PTY_PORT" in environ or (environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ)
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: str = "") -> int:

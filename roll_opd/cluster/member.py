@@ -33,7 +33,7 @@ class _Member:
         self._host, self._say = host, say
         self._signals: list[int] = []
         self._again = FIRST_SECONDS  # seconds for which a driver is looked for; 0: it has had its only one
-        self._line: Line | None = None
+        self._run = ""  # by what the driver knows the run
 
     def serve(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -45,7 +45,7 @@ class _Member:
             line = self._connected(inbox)
             if line is None:
                 return self._failed()
-            line.say(rank=self._host.rank, size=self._host.size, **facts)
+            line.say(rank=self._host.rank, size=self._host.size, run=self._run, **facts)
             node = _Node(inbox)
             try:
                 code = self._serve_one(line, inbox, node)
@@ -75,7 +75,7 @@ class _Member:
             elif source is not line:
                 continue
             elif "again" in message and "end" not in message:
-                self._again = message["again"]
+                self._again, self._run = message["again"], message["run"]
             elif "check" in message:
                 line.say(**host_facts.look(**message["check"]))
             elif "join" in message:
@@ -128,6 +128,7 @@ class _Node:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            errors="replace",
             start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
         )
         assert self._process.stdin is not None
@@ -151,6 +152,6 @@ class _Node:
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         for text in process.stdout:
-            with suppress(ValueError):  # a library's own words
+            with suppress(ValueError, TypeError):  # a library's own words
                 self._inbox.put((self, json.loads(text) | {"node": True}))
         self._inbox.put((self, {"failed": f"its part of Ray has ended (exit code {process.wait()})"}))

@@ -26,6 +26,7 @@ GRACE_SECONDS = 1.0  # for those that leave by themselves
 LEAVING_SECONDS = 0.05  # between looks at them
 # of Python's own processes that remove the shared memory and the semaphores of those that were killed
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 5.0
+REAPER, REAPER_SECONDS = "roll_opd.cluster.process_reaper", 15.0
 
 
 class Reaper:
@@ -46,7 +47,7 @@ def guarded() -> Iterator[Reaper]:
     driver = psutil.Process()
     preexisting = [str(child.pid) for child in driver.children(recursive=True)]  # not started inside the block
     reaper = subprocess.Popen(
-        [sys.executable, "-m", "roll_opd.cluster.process_reaper", str(driver.pid), *preexisting],
+        [sys.executable, "-m", REAPER, str(driver.pid), *preexisting],
         stdin=subprocess.PIPE,  # closes with this process, however it ends
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
@@ -77,8 +78,10 @@ def watch(driver: int, preexisting: set[int]) -> None:
         shared |= {path for process in ours for path in _shared_memory(process)}
     started = [process for process in descendants if process.pid not in spared]
     trackers = [process for process in started if _is_tracker(process)]
-    _end([process for process in started if process not in trackers], GRACE_SECONDS)
+    reapers = [process for process in started if _is_reaper(process)]
+    _end([process for process in started if process not in (*trackers, *reapers)], GRACE_SECONDS)
     _end(trackers, TRACKER_SECONDS)
+    _end(reapers, REAPER_SECONDS)
     for directory in directories:
         _remove(Path(directory))
     for path in shared:
@@ -118,6 +121,14 @@ def _computes(process: psutil.Process) -> bool:
 def _is_tracker(process: psutil.Process) -> bool:
     try:
         return TRACKER in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _is_reaper(process: psutil.Process) -> bool:
+    """Whether it is another one's, which has its own work to end."""
+    try:
+        return REAPER in process.cmdline()
     except psutil.Error:
         return False
 

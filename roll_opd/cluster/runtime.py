@@ -60,15 +60,17 @@ def ray_cluster(
             starting.logs = session / "logs"
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(session)
+        try:
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):
-                    hosts.join(
-                        started.address_info["gcs_address"], devices_per_node, min(starting.seconds, MOST_SECONDS)
-                    )
-        try:
+                    hosts.join(_gcs_address(), devices_per_node, min(starting.seconds, MOST_SECONDS))
             yield
         finally:
             ray.shutdown()
+
+
+def _gcs_address() -> str:
+    return ray.get_runtime_context().gcs_address
 
 
 def joined_node(address: str, here: str, devices_per_node: int) -> Node:

@@ -260,7 +260,7 @@ class InferenceEngine:
         try:
             yield
         except BaseException as error:  # also when cancelled
-            if isinstance(error, WeightUpdateError):  # of a part of this update
+            if isinstance(error, WeightUpdateError) or self._broken:  # of a part of this update
                 raise
             self._turn.release()
             self._broken = f"update to weights version {self._incoming} failed: {error or type(error).__name__}"

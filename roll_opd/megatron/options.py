@@ -64,7 +64,7 @@ def usable(args: Mapping[str, Any], *, has_kernels: bool) -> dict[str, Any]:
     """Return the options without those that need Transformer Engine, unless it is there (`has_kernels`)."""
     if has_kernels:
         return dict(args)
-    found = {name: value for name, value in args.items() if name not in FOR_GPUS}
+    found = {name: value for name, value in args.items() if name not in FOR_GPUS or not value}
     if modules := found.get("recompute_modules"):
         found["recompute_modules"] = [module for module in modules if module != RECOMPUTED_ON_GPUS]
     return found

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from roll_opd.terminal import tell
 from roll_opd.workers.errors import Interrupted, RunError, Terminated
 
 LOST_SECONDS = 15.0  # for a run to end that has lost a part of its cluster
+SAME_SECONDS = 10.0  # in which the same SIGTERM comes from every host of a run
 
 
 class Ending:
@@ -24,6 +26,8 @@ class Ending:
         """`grace_seconds`: how long the step may still take; `say` prints a line."""
         self._checkpoints, self._grace, self._say = checkpoints, grace_seconds, say
         self.is_asked_for = False
+        self._asked_at = 0.0
+        self._comes_from_all = False  # SIGTERM, from each host that has got it
         self.is_training = False  # there are steps, which are worth to be finished
         self._lost: str | None = None  # why the run cannot go on, although nothing in it has failed yet
         self._is_over = False
@@ -41,6 +45,10 @@ class Ending:
         finally:
             signal.signal(signal.SIGTERM, before)
 
+    def hear_all_hosts(self) -> None:
+        """Take a SIGTERM that follows on another at once for the same one, of another host."""
+        self._comes_from_all = True
+
     def listen(self) -> None:
         """Take SIGTERM over, again after a library has."""
         if threading.current_thread() is threading.main_thread():
@@ -56,7 +64,7 @@ class Ending:
         try:
             yield
         except asyncio.CancelledError:
-            if self._lost:
+            if self._lost and not self.is_asked_for:
                 raise self._without_a_part() from None
             if not self.is_asked_for:
                 raise
@@ -101,19 +109,23 @@ class Ending:
         if self._lost:
             task.cancel()
             return
+        if self.is_asked_for and self._comes_from_all and time.monotonic() - self._asked_at < SAME_SECONDS:
+            return
         if self.is_asked_for or not self.is_training:
             self.is_asked_for = True
             task.cancel()
             return
-        self.is_asked_for = True
+        self.is_asked_for, self._asked_at = True, time.monotonic()
         self._say(f"SIGTERM: the run ends with this step and a checkpoint, or in {self._grace:g} s (grace_seconds)")
         asyncio.get_running_loop().call_later(self._grace, task.cancel)
 
     def _stop(self, *_: object) -> None:
-        if self._lost and not self._is_over:
-            self._is_over = True
-            raise self._without_a_part()
         if self.is_asked_for:
             return  # the run is ending already
+        if self._lost:
+            if self._is_over:
+                return
+            self._is_over = True
+            raise self._without_a_part()
         self.is_asked_for = True
         raise Terminated(f"ended by SIGTERM{self.how_to_go_on()}")

@@ -86,12 +86,19 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
         host = launched(os.environ)
     except LaunchError as error:
         return exit_code(error)
-    if host and host.rank:
+    if host is None:
+        forget(os.environ)  # of a torchrun on one host: libraries would take it for theirs
+    elif host.rank:
         forget(os.environ)
         return serve(host, lambda text: tell(text, sys.stderr))
     with recorded():
         done = _launch(parsed, pure, pipeline, host)
-    return done if isinstance(done, int) else restarted(done.max_restarts)
+    if isinstance(done, int):
+        return done
+    code = restarted(done.max_restarts)
+    if host and code and done.max_restarts:
+        _tell_the_others(host, code)  # where they await another attempt
+    return code
 
 
 def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None) -> int | RunPlan:
@@ -120,7 +127,11 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
         code = FAILED
         try:
             code = _served(plan, server, hosts)
+        except Terminated as error:  # between the run and its end
+            code = exit_code(error)
         finally:
+            for number in (signal.SIGTERM, signal.SIGINT):  # of the other hosts: the end is under way
+                signal.signal(number, signal.SIG_IGN)
             hosts.end(code, again=code == FAILED and restarts_left() > 0)
         return code
 

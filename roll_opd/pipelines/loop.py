@@ -160,6 +160,7 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording, hosts: Hosts | Non
         ):
             ending.listen()
             if hosts:
+                ending.hear_all_hosts()
                 hosts.watch(ending.lose)
             devices = placement.Placement(
                 plan.num_nodes,

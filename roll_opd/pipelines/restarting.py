@@ -9,26 +9,29 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from types import FrameType
 
+from roll_opd.cluster.hosts import RUN
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.command_line import FAILED, INTERRUPTED, RUN_DIRECTORY_FILE, TERMINATED
 from roll_opd.pipelines.checkpoints import complete
 from roll_opd.terminal import tell
 
 LEFT = "ROLL_OPD_RESTARTS_LEFT"  # in the environment of an attempt
+_LEFT = os.environ.pop(LEFT, None)  # a run that an attempt starts, in a workflow say, is not one of its attempts
 OF_SIGNALS = {-signal.SIGTERM: TERMINATED, -signal.SIGINT: INTERRUPTED}  # of an attempt that had not begun to listen
 
 
 def is_attempt() -> bool:
     """Whether this process is one of those that `restarted` starts."""
-    return LEFT in os.environ
+    return _LEFT is not None
 
 
 def restarts_left() -> int:
     """Return how often the run may be started again after this attempt."""
-    return int(os.environ.get(LEFT, "0"))
+    return int(_LEFT or "0")
 
 
 def restarted(restarts: int) -> int:
@@ -37,7 +40,8 @@ def restarted(restarts: int) -> int:
     Each goes on from the last checkpoint that the run has written, and begins afresh where there is none yet. Return
     the exit code of the last. What cannot work is not tried again, and a run that was asked to end has ended.
     """
-    with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded():
+    with tempfile.TemporaryDirectory(prefix="roll_opd-") as scratch, guarded() as reaper:
+        reaper.remove_at_the_end(Path(scratch))
         attempts = _Attempts(Path(scratch, "run_directory"))
         for left in reversed(range(restarts + 1)):
             code = attempts.run(left)
@@ -59,6 +63,7 @@ _CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.S
 class _Attempts:
     def __init__(self, told: Path) -> None:
         self._told, self._outer = told, os.environ.get(RUN_DIRECTORY_FILE)
+        self._run = uuid.uuid4().hex
         self.asked = False  # to end
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -66,7 +71,7 @@ class _Attempts:
 
     def run(self, left: int) -> int:
         """Run the command once, with so many restarts `left` after it; return its exit code, -n for signal n."""
-        environment = os.environ | {RUN_DIRECTORY_FILE: str(self._told), LEFT: str(left)}
+        environment = os.environ | {RUN_DIRECTORY_FILE: str(self._told), LEFT: str(left), RUN: self._run}
         self._process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *self._resumed()],
             env=environment,
@@ -84,7 +89,11 @@ class _Attempts:
         if not self._told.exists():
             return []
         directory = self._told.read_text(encoding="utf-8")
-        return [f"resume_from_checkpoint='{directory}'"] if complete(Path(directory)) else []
+        if not complete(Path(directory)):
+            return []
+        from hydra.core.override_parser.types import Quote, QuotedString
+
+        return [f"resume_from_checkpoint={QuotedString(directory, Quote.single).with_quotes()}"]
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         self.asked = True

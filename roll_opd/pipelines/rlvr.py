@@ -30,6 +30,7 @@ from roll_opd.rollout.selection import group_filter, without_rejected
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.workers.held import release
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import FrozenModels
 from roll_opd.workers.workflow_pool import WorkflowPool
@@ -88,7 +89,8 @@ async def train(run: Run) -> None:
     preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 
     for step in run.steps:
-        await workers.begin_generation(step - 1)
+        with clock.phase("weight_sync"):
+            await workers.begin_generation(step - 1)
         batch = await fill_batch(source, plan.rollout_batch_size, rollout, extra=plan.extra_prompts, passes=passes)
         experiences = batch.experiences
         await turns.enter(Phase.READ)
@@ -134,6 +136,7 @@ async def train(run: Run) -> None:
             metrics: dict[str, float] = {}
             if any(e.is_learned_from for e in experiences):  # else the step is left out, as in ROLL
                 experiences, metrics = await workers.learn(plan, experiences, step, student_learns=student_learns)
+            release(experiences)
         with clock.phase("weight_sync"):
             await workers.send_weights(version=step)
         with clock.phase("reward"):  # those that nothing has waited for

@@ -4,7 +4,7 @@ The driver holds references and hands them on. A student's rank opens those of i
 driver releases them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
 from roll_opd.data.training import HeldTargets
 
 BUNDLE_BYTES = 2**20  # small samples share an object, for each object has a price; one that is larger is fetched alone
@@ -43,6 +44,13 @@ def opened(
         return {name: np.zeros((0, *shape), dtype) for name, (dtype, shape) in one.columns.items()}
 
     return [{name: arrays(number, one) for name, one in by.items()} for number, by in enumerate(held)]
+
+
+def release(experiences: Iterable[Experience]) -> None:
+    """Let go of what is held of samples; nobody reads it any more."""
+    for experience in experiences:
+        for held in experience.teacher_targets.values():
+            held.released()
 
 
 def as_sent(held: Mapping[str, HeldTargets]) -> dict[str, HeldTargets]:

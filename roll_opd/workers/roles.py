@@ -206,8 +206,6 @@ class Student(Learner):
                 for number, values in logprobs.items():
                     learned[start + number] = changed(learned[start + number], old_logprobs=values)
                 self._check_applied(update, learned[start : start + size])
-        for held in (held for experience in learned for held in experience.teacher_targets.values()):
-            held.released()
         return learned, _actor_metrics(updates)
 
     def _cut(self, experiences: Sequence[Experience], objective: ObjectivePlan) -> Cut[Experience]:
@@ -238,15 +236,19 @@ def training_kind(experience: Experience) -> tuple:
 def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
     """Remove what only rewards and teachers read: the test cases of a batch can be larger than all the rest of it.
 
-    What is held goes beside them.
+    What is held goes beside them; of whom it is stays, by which samples are told apart.
     """
     kept = ("difficulty",)  # of which a weight may be made
+
+    def names(targets: Mapping[str, Any]) -> dict[str, Any]:
+        return dict.fromkeys(targets)
+
     return [
         replace(
             e,
             extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra}),
             teacher_prompts={},
-            teacher_targets={},
+            teacher_targets=names(e.teacher_targets),
         )
         if e.extra or e.teacher_prompts or e.teacher_targets
         else e

@@ -97,7 +97,15 @@ class Turns:
             wanted, state = moves()
         except PhaseError as error:
             raise RunError(str(error)) from error
-        for move in wanted:
+        moving = asyncio.ensure_future(self._carry_out(wanted, state))
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            await asyncio.wait([moving])  # else some would be made, and nobody would know who holds what
+            raise
+
+    async def _carry_out(self, moves: Sequence[Move], state: State) -> None:
+        for move in moves:
             if move.away:
                 await self._groups[move.member].call("give_back", move.parts, state.phase)
             else:

@@ -49,7 +49,8 @@ class WritesBuckets:
         self._written = self.begin_writing(self._memories, dtype)
         if memories:
             return self.next_bucket()
-        assert not list(self._written)
+        left = list(self._written)  # taking part is to go through it
+        assert not left
         return None
 
     def next_bucket(self) -> tuple[Description, bool]:

@@ -112,7 +112,12 @@ async def stream(
             content = await student.ask(0, "share_bucket") if sends else []
             following = None if last else asyncio.ensure_future(student.ask(0, "next_bucket"))
             bucket["version"] = version
-            await asyncio.gather(*[host.give(bucket, content, last=last) for host in hosts])
+            try:
+                await asyncio.gather(*[host.give(bucket, content, last=last) for host in hosts])
+            except BaseException:
+                if following:
+                    following.cancel()
+                raise
             del content  # of the store, before the next one comes there
             if following is None:
                 break

@@ -70,6 +70,21 @@ def test_two_hosts_of_one_rank_and_strangers(hosts: Hosts) -> None:
         hosts.gather(1, print)
 
 
+def test_another_runs_host_takes_nobodys_place(hosts: Hosts) -> None:
+    """From the same machine, too: two runs may have one MASTER_PORT. A host that comes again knows its run."""
+    first = Other(port(hosts))
+    hosts.gather(10, print)
+    assert first.heard("again") == 7.0
+    another = Other(port(hosts))
+    asked = threading.Thread(target=lambda: hosts._take(time.monotonic() + 1))
+    asked.start()
+    assert another.heard("end") == 2
+    asked.join()
+    assert "says that it is host 1 of 2, as 127.0.0.1 does" in hosts._refused[-1]
+    hosts._lines[1].say(still="there")
+    assert first.heard("still") == "there"
+
+
 def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: Path) -> None:
     model, absent = tmp_path / "model", tmp_path / "out" / "runs"
     model.mkdir()

@@ -41,6 +41,7 @@ MPIRUN = {
         ({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "400"}, Host(1, 3, "10.0.0.1", 401)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # a step of one task in a job of three
         ({**SRUN, **TORCHRUN, "RANK": "2"}, Host(2, 3, "10.0.0.1", 29501)),  # torchrun, started by srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_PTY_PORT": "4000"}, None),  # in a shell of srun --pty
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH"}, None),  # in sbatch's script, without srun
         ({"SLURM_NTASKS": "8"}, None),  # in salloc's shell
         (MPIRUN, Host(1, 3, "10.0.0.1", 29501)),

@@ -32,6 +32,11 @@ def test_it_gives_no_answers_until_it_has_weights_and_a_cache(shared_engine: Run
     run(engine.update_weights(buckets_of(make_model(12)), next(VERSIONS)))
     with pytest.raises(RuntimeError, match="while its kv_cache were away"):
         shared_engine.batch([tokens], ANSWERS, [0])
+    run(engine.sleep(2, "checkpoint"))  # after new weights, and before anything is generated
+    with pytest.raises(RuntimeError, match=r"its kv_cache, weights were away: it gave .* in the phase checkpoint"):
+        shared_engine.batch([tokens], ANSWERS, [0])
+    run(engine.wake_up(["weights"]))
+    run(engine.update_weights(buckets_of(make_model(12)), next(VERSIONS)))
     run(engine.wake_up(["kv_cache"]))
     found = run(engine.prompt_logprobs(tokens))
     np.testing.assert_allclose(found, hf_logprobs(make_model(12), tokens), atol=1e-5, rtol=0)

@@ -29,7 +29,7 @@ done
 for each; do [ $each = /proc/1 ] || echo "left running: $(tr '\\0' ' ' < $each/cmdline)"; done
 exit $code"""
 LEFT = "left running: "
-TOOLS = ("ip", "unshare", "mount", "taskset")
+TOOLS = ("ip", "unshare", "mount", "taskset", "hostname")
 
 
 def why_not() -> str | None:
@@ -39,14 +39,19 @@ def why_not() -> str | None:
         return f"needs {', '.join(missing)} (Debian: apt-get install iproute2 util-linux)"
     if os.getuid():
         return "needs root, for network namespaces"
-    made = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces cannot be made: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", f"try{os.getpid()}"], check=True)
-    return None
+    if any(Path("/tmp") in place.parents for place in (REPOSITORY, Path(sys.prefix))):
+        return "the code is below /tmp, which each host has for itself"
+    name = f"try{os.getpid()}"
+    tried = (["ip", "netns", "add", name], ["ip", "link", "add", name, "type", "bridge"])
+    tried = (*tried, ["unshare", "--mount", "--pid", "--uts", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"])
+    done = [subprocess.run(command, capture_output=True, text=True) for command in tried]
+    subprocess.run(["ip", "link", "del", name], capture_output=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return next((f"hosts cannot be made: {one.stderr.strip()}" for one in done if one.returncode), None)
 
 
-needs_hosts = pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+WHY_NOT = why_not()
+needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=str(WHY_NOT))
 
 
 @dataclass
