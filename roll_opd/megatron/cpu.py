@@ -6,9 +6,12 @@ built in a patched process gets corrupt buffers.
 """
 
 import contextlib
+import datetime
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import token_dispatcher
+from torch.distributed import distributed_c10d
 
 _CPU = torch.device("cpu")
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
@@ -139,11 +143,39 @@ def install_cpu_port() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
+class _OnOneDevice(dist.ProcessGroupGloo):
+    """A group whose connections the first group's thread watches, instead of one of its own."""
+
+    devices: list[Any] = []  # noqa: RUF012 - of this process, as long as it lives
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options: Any
+        if self.devices:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices, options._timeout = self.devices, timeout
+            super().__init__(store, rank, size, options)
+        else:
+            super().__init__(store, rank, size, timeout)
+            options = self.options
+            self.devices.extend(options._devices)
+            _yield_to_workers()
+
+
+def _yield_to_workers() -> None:
+    """Lower the priority of gloo's thread for connections, which spins while a worker that it woke holds one's lock."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # of a thread that has ended
+            if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":
+                os.setpriority(os.PRIO_PROCESS, int(thread), 10)
+
+
 @contextlib.contextmanager
 def shared_groups() -> Iterator[None]:
     """Give Megatron one process group for each set of ranks inside the `with` block, instead of some thirty.
 
-    gloo gives each group threads of its own, which wake up a hundred times a second as long as they live.
+    gloo gives each group a thread that wakes up a hundred times a second as long as the group lives; here all groups of
+    a process have the same one.
     """
     create, made = parallel_state.create_group, {}
 
@@ -153,8 +185,10 @@ def shared_groups() -> Iterator[None]:
         return made[tuple(ranks)]
 
     state: Any = parallel_state
-    state.create_group = created
+    groups: Any = distributed_c10d
+    gloo = groups.ProcessGroupGloo
+    state.create_group, groups.ProcessGroupGloo = created, _OnOneDevice
     try:
         yield
     finally:
-        state.create_group = create
+        state.create_group, groups.ProcessGroupGloo = create, gloo

@@ -45,8 +45,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     with groups:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,

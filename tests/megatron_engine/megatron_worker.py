@@ -910,6 +910,14 @@ def main() -> None:
             meet_anew(root / f"port-{number}-{job['name']}")
             OPERATIONS[job["op"]](job, root)
             parallel.shutdown()
+    (root / f"priorities-{process}.json").write_text(json.dumps(priorities_of_connections()))
+
+
+def priorities_of_connections() -> list[int]:
+    """Of this process's threads that watch connections of gloo's groups."""
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    names = {thread: Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in threads}
+    return [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads if names[thread] == "gloo_tcp_loop"]
 
 
 if __name__ == "__main__":

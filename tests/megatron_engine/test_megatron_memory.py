@@ -32,5 +32,11 @@ def test_loading_takes_little_more_than_the_ranks_own_part(answers: Answers, mod
         assert 48 * 2**20 < share <= peak < 1.3 * share
 
 
+@pytest.mark.parametrize("process", range(4))
+def test_groups_share_one_thread_for_connections_that_lets_others_go_first(answers: Answers, process: int) -> None:
+    """After all jobs, each of which had groups of its own."""
+    assert json.loads((answers.root / f"priorities-{process}.json").read_text()) == [10]
+
+
 def test_the_vocabulary_is_padded_as_the_engine_pads_it() -> None:
     assert PADDED_TO == VECTOR

@@ -20,6 +20,8 @@ from network import LEFT, NetworkHost, Process, kill, network, plainly, torchrun
 from runs import PURE, REPOSITORY, SMALL
 
 STEPS, SECONDS = 4, 280.0
+MANY = 60  # steps of a run that outlives all `VICTIMS`
+BOTH = ("num_gpus_per_node=2", "teacher.device_mapping=[1]")  # devices of one host
 ALONE = tuple(word for word in SMALL if "teacher.strategy" not in word)
 TP2 = "teacher.strategy_args.strategy_config.tensor_model_parallel_size=2"
 TWO = ("num_nodes=2", "num_gpus_per_node=1", "teacher.device_mapping=[1]")
@@ -51,9 +53,11 @@ def launch(hosts: Sequence[NetworkHost], output: Path, *more: str) -> list[Proce
     return [host.start(torchrun(hosts, rank, *command(output, *more))) for rank, host in enumerate(hosts)]
 
 
-def model(output: Path, step: int = STEPS) -> bytes:
+def model(output: Path) -> bytes:
     """The weights at a run's end."""
-    return (output / "demo/latest/checkpoints" / f"step_{step}" / "hf/model.safetensors").read_bytes()
+    checkpoints = (output / "demo/latest/checkpoints").glob("step_*")
+    last = max(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
+    return (last / "hf/model.safetensors").read_bytes()
 
 
 def steps_of(output: Path) -> list[int]:
@@ -103,6 +107,15 @@ def told(name: str, began: float, processes: Sequence[Process], more: str = "") 
     print(f"## {name}: {time.monotonic() - began:.1f} s, codes {codes}, left {left}{more}\n   {words}", flush=True)
 
 
+def alone(output: Path, *more: str) -> bytes:
+    """The weights of a run on one host, which is made if it is not there."""
+    if not (output / "demo").exists():
+        with network(1, output, output.parent) as (host,):
+            began = time.monotonic()
+            told("one host", began, [host.start([sys.executable, *command(output, *BOTH, *more)])])
+    return model(output)
+
+
 def same(name: str, place: Path, reference: bytes, count: int, *more: str) -> None:
     """A run over hosts has the same bits at its end as the one on a single host."""
     with network(count, place / name, place) as hosts:
@@ -113,11 +126,12 @@ def same(name: str, place: Path, reference: bytes, count: int, *more: str) -> No
         told(name, began, processes, f", same bits as on one host: {equal}")
 
 
-def kills(place: Path, reference: bytes, rng: random.Random) -> None:
+def kills(place: Path, rng: random.Random) -> None:
     """A run that goes on by itself through the deaths of all `VICTIMS`, each at a random moment."""
-    output, ended = place / "kills", 0
+    output, ended, length = place / "kills", 0, f"max_steps={MANY}"
+    reference = alone(place / "many", length)
     with network(2, output, place) as hosts:
-        words = [sys.executable, *command(output, *TWO, "save_steps=1", f"max_restarts={len(VICTIMS)}")]
+        words = [sys.executable, *command(output, *TWO, length, "save_steps=1", f"max_restarts={len(VICTIMS)}")]
         processes = [host.start(words, **plainly(hosts, rank)) for rank, host in enumerate(hosts)]
         for name, (word, rank) in VICTIMS.items():
             if not until(lambda word=word, rank=rank: find(hosts[rank], word)) or processes[0].popen.poll() is not None:
@@ -143,12 +157,7 @@ def kills(place: Path, reference: bytes, rng: random.Random) -> None:
 def main(place: Path, scenarios: Sequence[str]) -> None:
     place.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
-    if not (place / "one/demo").exists():
-        with network(1, place / "one", place) as (host,):
-            began = time.monotonic()
-            both = ("num_gpus_per_node=2", "teacher.device_mapping=[1]")
-            told("one host", began, [host.start([sys.executable, *command(place / "one", *both)])])
-    reference = model(place / "one")
+    reference = alone(place / "one")
     for scenario in scenarios:
         if scenario == "two":
             same(scenario, place, reference, 2, *TWO)
@@ -157,7 +166,7 @@ def main(place: Path, scenarios: Sequence[str]) -> None:
         elif scenario == "three":
             same(scenario, place, reference, 3, *THREE)
         elif scenario == "kills":
-            kills(place, reference, rng)
+            kills(place, rng)
         elif scenario == "cable":
             cable(place, reference)
         elif scenario in ("SIGTERM", "SIGINT"):
