@@ -3,7 +3,8 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
-# sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
+# sessions of pytest: three share the cores, since each of them waits a good deal. The first two take longest, one test
+# after the other, and so come before the others where cores are short
 SESSIONS := test-rooms test-launches test-megatron test-staged test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
 PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v --durations=30
@@ -52,16 +53,16 @@ test-launches:
 	@$(PYTEST) tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)
 
 test-megatron:
-	@$(PYTEST) tests/megatron_engine $(SHOWN)
+	@nice -n 5 $(PYTEST) tests/megatron_engine $(SHOWN)
 
 test-staged:
-	@$(PYTEST) $(STAGED) $(SHOWN)
+	@nice -n 5 $(PYTEST) $(STAGED) $(SHOWN)
 
 test-engines:
-	@$(PYTEST) tests/inference $(SHOWN)
+	@nice -n 5 $(PYTEST) tests/inference $(SHOWN)
 
 test-config:
-	@$(PYTEST) tests/config $(SHOWN)
+	@nice -n 5 $(PYTEST) tests/config $(SHOWN)
 
 # half of the time goes to configurations, which Hydra composes anew for every test
 test-fast: setup

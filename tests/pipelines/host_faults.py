@@ -30,7 +30,7 @@ THREE = ("num_nodes=3", "num_gpus_per_node=1", "teacher.device_mapping=[1,2]", T
 # who is killed: a word of its command line, and its host; engine and teacher are on host 1
 VICTIMS = {
     "teacher": ("ray::LogprobWorker", 1),
-    "engine": ("VLLM::EngineCor", 1),
+    "engine": ("engine", 1),
     "raylet of host 1": ("/raylet/raylet", 1),
     "driver": ("driver", 0),
     "GCS": ("gcs_server", 0),
@@ -68,7 +68,8 @@ def steps_of(output: Path) -> list[int]:
 def find(host: NetworkHost, word: str) -> psutil.Process | None:
     """A process of the host by a word of its command line, the first to be started; without a word the very first.
 
-    The driver has the command line of the command that has started it.
+    The driver has the command line of the command that has started it, and an engine's core that of the warm server, of
+    which it is a fork.
     """
     for process in host.started[-1].processes():
         try:
@@ -77,7 +78,10 @@ def find(host: NetworkHost, word: str) -> psutil.Process | None:
                 return process
             if line.startswith("bash") or "torch.distributed.run" in line:  # they name what they start
                 continue
-            if word == "driver" and (PURE in line and PURE in " ".join(process.parent().cmdline()[1:2])):
+            above = process.parent().cmdline()
+            if word == "driver" and (PURE in line and PURE in " ".join(above[1:2])):
+                return process
+            if word == "engine" and "serve(" in line and above == process.cmdline():
                 return process
             if word in line:
                 return process
