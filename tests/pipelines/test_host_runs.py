@@ -25,7 +25,7 @@ def test_two_hosts_end_with_the_bits_of_one(tmp_path: Path) -> None:
         assert LEFT not in first + second
         assert f"Devices: 0 on {hosts[0].address}, 1 on {hosts[1].address}" in first
         assert "step 2/2" in first and "step" not in second
-    assert model(tmp_path / "two", 2) == model(tmp_path / "one", 2)
+    assert model(tmp_path / "two") == model(tmp_path / "one")
 
 
 def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
