@@ -3,8 +3,7 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
-# sessions of pytest: three share the cores, since each of them waits a good deal. The first two take longest, one test
-# after the other, and so come before the others where cores are short
+# sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
 SESSIONS := test-rooms test-launches test-megatron test-staged test-engines test-config
 STAGED := $(wildcard tests/pipelines/test_staged_*.py)
 PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v --durations=30
@@ -53,16 +52,16 @@ test-launches:
 	@$(PYTEST) tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)
 
 test-megatron:
-	@nice -n 5 $(PYTEST) tests/megatron_engine $(SHOWN)
+	@$(PYTEST) tests/megatron_engine $(SHOWN)
 
 test-staged:
-	@nice -n 5 $(PYTEST) $(STAGED) $(SHOWN)
+	@$(PYTEST) $(STAGED) $(SHOWN)
 
 test-engines:
-	@nice -n 5 $(PYTEST) tests/inference $(SHOWN)
+	@$(PYTEST) tests/inference $(SHOWN)
 
 test-config:
-	@nice -n 5 $(PYTEST) tests/config $(SHOWN)
+	@$(PYTEST) tests/config $(SHOWN)
 
 # half of the time goes to configurations, which Hydra composes anew for every test
 test-fast: setup
