@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ def install_cpu_port() -> None:
 class _OnOneDevice(dist.ProcessGroupGloo):
     """A group whose connections the first group's thread watches, instead of one of its own."""
 
-    devices: list[Any] = []  # noqa: RUF012 - of this process, as long as it lives
+    devices: ClassVar[list[Any]] = []  # of this process, as long as it lives
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options: Any

@@ -42,6 +42,10 @@ class Ending:
         self.listen()
         try:
             yield
+        except SystemError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # the handler has raised it inside Ray's C code
         finally:
             signal.signal(signal.SIGTERM, before)
 

@@ -210,8 +210,6 @@ def exit_code(
 
     A traceback is shown of a run alone: before one `is_started`, every error is a sentence.
     """
-    if isinstance(error, SystemError) and error.__cause__:  # a signal's handler has raised it inside Ray's C code
-        error = error.__cause__
     if isinstance(error, Terminated):
         return _ended(str(error), TERMINATED)
     if isinstance(error, KeyboardInterrupt):

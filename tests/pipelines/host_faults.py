@@ -173,6 +173,8 @@ def main(place: Path, scenarios: Sequence[str]) -> None:
             kills(place, rng)
         elif scenario == "cable":
             cable(place, reference)
+        elif scenario in VICTIMS:
+            killed(scenario, place, rng)
         elif scenario in ("SIGTERM", "SIGINT"):
             signalled(scenario, place)
 
@@ -189,6 +191,22 @@ def cable(place: Path, reference: bytes) -> None:
         codes = [process.wait(SECONDS) for process in processes]
         equal = not any(codes) and model(place / "cable") == reference
         told("cable drawn for 20 s", began, processes, f", same bits as on one host: {equal}")
+
+
+def killed(name: str, place: Path, rng: random.Random) -> None:
+    """A run that does not go on by itself, of which a victim dies in its steps."""
+    word, rank = VICTIMS[name]
+    output = place / name.replace(" ", "-")
+    with network(2, output, place) as hosts:
+        words = [sys.executable, *command(output, *TWO, f"max_steps={MANY}")]
+        processes = [host.start(words, **plainly(hosts, number)) for number, host in enumerate(hosts)]
+        until(lambda: "\nstep " in processes[0].output)
+        time.sleep(rng.uniform(0, 3))
+        found = find(hosts[rank], PURE if word == "driver" else word)  # which is the command itself
+        assert found, name
+        began = time.monotonic()
+        kill(found)
+        told(name, began, processes, f", after steps {steps_of(output)[-1:]}")
 
 
 def signalled(name: str, place: Path) -> None:

@@ -81,3 +81,14 @@ def test_an_interruption_says_how_to_go_on() -> None:
     assert str(ending().interrupted()) == (
         "interrupted; go on after step 4 with resume_from_checkpoint=true (runs/a/step_4)"
     )
+
+
+def test_what_the_handler_raises_inside_of_rays_code_is_raised_as_itself() -> None:
+    """Ray's code gives it as the cause of a SystemError; one of another cause is a bug, and stays what it is."""
+    with pytest.raises(Terminated, match="ended by SIGTERM"), ending().before_the_loop():
+        try:
+            terminate()
+        except Terminated as raised:
+            raise SystemError("returned a result with an exception set") from raised
+    with pytest.raises(SystemError), ending().before_the_loop():
+        raise SystemError("a bug")

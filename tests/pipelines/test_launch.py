@@ -34,13 +34,6 @@ def test_exit_codes(error: BaseException, code: int, message: str, capsys: pytes
     assert ("Traceback" in said) == (message == "Traceback")
 
 
-def test_what_a_signal_raises_inside_of_rays_code_is_told_as_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    error = SystemError("returned a result with an exception set")
-    error.__cause__ = RunError("host 1: Ray's raylet has ended")
-    assert exit_code(error) == 1
-    assert capsys.readouterr().err == "roll-opd: host 1: Ray's raylet has ended\n"
-
-
 @pytest.mark.parametrize("entry", ["distill", "rlvr", "sft", "dpo"])
 def test_every_entry_is_a_command(entry: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"distill": "onpolicy_distill", "rlvr": "rlvr", "sft": "sft", "dpo": "dpo"}
