@@ -30,7 +30,7 @@ THREE = ("num_nodes=3", "num_gpus_per_node=1", "teacher.device_mapping=[1,2]", T
 # who is killed: a word of its command line, and its host; engine and teacher are on host 1
 VICTIMS = {
     "teacher": ("ray::LogprobWorker", 1),
-    "engine": ("engine", 1),
+    "engine": ("engine's core", 1),
     "raylet of host 1": ("/raylet/raylet", 1),
     "driver": ("driver", 0),
     "GCS": ("gcs_server", 0),
@@ -81,7 +81,7 @@ def find(host: NetworkHost, word: str) -> psutil.Process | None:
             above = process.parent().cmdline()
             if word == "driver" and (PURE in line and PURE in " ".join(above[1:2])):
                 return process
-            if word == "engine" and "serve(" in line and above == process.cmdline():
+            if word == "engine's core" and "serve(" in line and above == process.cmdline():
                 return process
             if word in line:
                 return process
