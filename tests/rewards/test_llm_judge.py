@@ -125,10 +125,13 @@ def test_what_only_the_user_can_mend_is_told_at_once(
 
 @pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_holds_for_all(serve: Serve, judge: Callable[..., LLMJudge], as_date: bool) -> None:
-    pause = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True) if as_date else "1"
-    server = serve(compare, [f"429 after {pause}"])
+    until = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=3)  # a date is in whole seconds
+    held_until = time.monotonic() + (until - datetime.now(UTC)).total_seconds()
+    server = serve(compare, [f"429 after {format_datetime(until, usegmt=True) if as_date else 1}"])
     assert values(scored(judge(server, concurrency=1), SAMPLES[:5])) == TRUTHS[:5]
-    assert 0.9 <= server.times[1] - server.times[0] < 3  # a date is in whole seconds
+    if not as_date:
+        held_until = server.times[0] + 1
+    assert -0.1 <= server.times[1] - held_until < 2
     assert server.times[-1] - server.times[1] < 1
 
 

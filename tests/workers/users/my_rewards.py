@@ -24,6 +24,11 @@ async def awaited(samples):
     return [Score(n, {"half": n / 2}, parity[int(n) % 2]) for n in map(number, samples)]
 
 
+async def unhurried(samples):
+    await asyncio.sleep(3.0)
+    return [number(sample) for sample in samples]
+
+
 class Scaled:
     def __init__(self, factor):
         self.factor = factor
