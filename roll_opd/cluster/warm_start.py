@@ -44,12 +44,12 @@ class WarmServer:
 
     def import_for(self, wanted: str | None) -> None:
         """Have the server import what is `wanted_by` a plan; where that is None, all processes begin cold."""
+        if wanted is None:
+            os.environ.pop(ADDRESS, None)
         if self._process is None or self._process.stdin is None:
             return
         with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
             told.write((wanted or "").encode())
-        if wanted is None:
-            os.environ.pop(ADDRESS)
 
 
 def wanted_by(plan: RunPlan) -> str | None:

@@ -15,6 +15,9 @@ from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -83,8 +86,9 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
             warnings.filterwarnings("ignore", message=".*is not available")  # of the search path: told where it matters
             places = search_path(parsed, file)
             arguments = hydra_arguments(parsed, file, places, _chosen_groups(name, parsed, places))
+            loader = _Loader.in_place_of_hydras()
             config = compose(name, arguments)
-            origins = _origins(name, arguments, places)
+            origins = _origins(loader.defaults, places)
     except yaml.YAMLError as error:
         raise ConfigError([yaml_message(error, file)]) from None
     except RecursionError:
@@ -102,7 +106,7 @@ def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
     values = resolve(config, tell)
     if tell.problems:
         raise ConfigError(tell.problems)
-    variables = frozenset(REFERS.findall(OmegaConf.to_yaml(config)))
+    variables = frozenset(REFERS.findall(str(OmegaConf.to_container(config))))
     return LoadedConfig(name, directory, values, origins, variables)
 
 
@@ -170,11 +174,26 @@ def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> 
     return frozenset(found.overrides.known_choices)
 
 
-def _origins(name: str, arguments: list[str], places: SearchPath) -> dict[str, str]:
+class _Loader(ConfigLoaderImpl):
+    """Hydra's loader, which keeps the defaults list of what it composed: to compute it again would take as long."""
+
+    defaults: tuple[ResultDefault, ...] = ()
+
+    @classmethod
+    def in_place_of_hydras(cls) -> "_Loader":
+        hydra: Any = GlobalHydra.instance().hydra
+        hydra.config_loader = cls(hydra.config_loader.config_search_path)
+        return cast(_Loader, hydra.config_loader)
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        self.defaults = tuple(defaults)
+        return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:
     """Map each dotted key to "file:line"; a later file of the defaults list wins, as its value does."""
-    composed = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN).defaults
     origins: dict[str, str] = {}
-    for default in composed:
+    for default in defaults:
         if default.config_path is None or default.config_path.startswith("hydra/"):
             continue
         for root in places.directories:

@@ -49,7 +49,8 @@ def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
 
     As in Hydra, `hydra.searchpath` on the command line takes the place of the one in the file.
     """
-    written: Any = OmegaConf.select(_primary(file), SEARCH_PATH)
+    asked = SEARCH_PATH.rpartition(".")[2] in file.read_text(encoding="utf-8")  # else not worth being read as YAML
+    written: Any = OmegaConf.select(_primary(file), SEARCH_PATH) if asked else None
     for override in overrides:
         if override.get_key_element() == SEARCH_PATH:
             written = override.value()

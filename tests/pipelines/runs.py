@@ -1,22 +1,36 @@
-"""Starts the real launcher in a process of its own, and reads what a run left behind."""
+"""Starts the real launcher in a process of its own, and reads what a run left behind.
+
+A launcher and its processes import for longer than a short run takes. Where a test asks for `forks`, all of them are
+forks of one warm server, as a run's own processes always are; where it does not, and where a run is to be killed, a
+launcher starts as a user starts it.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import psutil
+import pytest
 
+from roll_opd.cluster import warm_worker
+from roll_opd.cluster.preloaded import EAGER_ENGINES
+from roll_opd.cluster.warm_start import WarmServer, warm_server
 from roll_opd.tracking.run_directory import read_jsonl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
 SECONDS = 400
 MARK = "ROLL_OPD_TEST_RUN"  # in the environment of everything a run starts
+FORKS = "forks"  # the mark of the warm server, and so of its forks
+FORKED_AT = ""  # its address, while it is there
 
 # of pure distillation: fewer processes to start than the demo's own spread has, and a teacher that is tensor-parallel
 SPREAD = (
@@ -49,6 +63,17 @@ class Run:
         return read_jsonl(self.path / name)
 
 
+@contextmanager
+def forks() -> Iterator[None]:
+    """Have the launchers that are started in the block be forks of one warm server."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        with mock.patch.dict(os.environ, {MARK: FORKS}):
+            server = stack.enter_context(warm_server())
+            server.import_for(EAGER_ENGINES)
+            patch.setattr(sys.modules[__name__], "FORKED_AT", os.environ[warm_worker.ADDRESS])
+        yield
+
+
 def launch(
     output_dir: Path,
     *overrides: str,
@@ -63,36 +88,62 @@ def launch(
     """
     mark = f"{output_dir}-{time.monotonic_ns()}"
     log = output_dir.parent / f"{output_dir.name}-{time.monotonic_ns()}.log"
-    command = [
-        sys.executable,
-        str(REPOSITORY / "examples" / launcher),
-        "--config_path",
-        config[0],
-        "--config_name",
-        config[1],
-    ]
+    arguments = ["--config_path", config[0], "--config_name", config[1], f"output_dir={output_dir}", *overrides]
+    words = [str(REPOSITORY / "examples" / launcher), *arguments]
+    start = _forked if FORKED_AT and not kill_when else _started
     began = time.monotonic()
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            [*command, f"output_dir={output_dir}", *overrides],
-            cwd=REPOSITORY,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: mark, "COLUMNS": str(columns)},
-        )
-        deadline = time.monotonic() + SECONDS
-        while process.poll() is None:
-            if kill_when and kill_when():
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            elif time.monotonic() > deadline:
-                process.kill()
-                raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()[-4000:]}")
-            time.sleep(0.01)
+    with mock.patch.dict(os.environ, {MARK: mark, "COLUMNS": str(columns)}):
+        pid, ended = start(words, log)
+    deadline = time.monotonic() + SECONDS
+    while (code := ended()) is None:
+        if kill_when and kill_when():
+            os.kill(pid, signal.SIGKILL)
+            kill_when = None
+        elif time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"no end after {SECONDS} s:\n{log.read_text()[-4000:]}")
+        time.sleep(0.01)
     seconds = time.monotonic() - began
     wait_until_gone(mark)
     latest = output_dir / config[0] / "latest"
-    return Run(process.returncode, log.read_text(), latest, seconds)
+    return Run(code, log.read_text(), latest, seconds)
+
+
+def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
+    """Start a Python program as a user does, and return its process id, and what tells its exit code."""
+    with log.open("w") as sink:
+        process = subprocess.Popen([sys.executable, *words], cwd=REPOSITORY, stdout=sink, stderr=subprocess.STDOUT)
+    return process.pid, process.poll
+
+
+def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
+    """Start it as a fork of the warm server."""
+    process = warm_worker.WarmProcess(target=_run_program, args=(list(words), log))
+    with pytest.MonkeyPatch.context() as patch:  # only this process is to be a fork
+        for module, names in (
+            (warm_worker._SERVER, ("_forkserver_address", "_forkserver_alive_fd", "ensure_running")),
+            (warm_worker._TRACKER, ("_fd",)),
+        ):
+            for name in names:
+                patch.setattr(module, name, getattr(module, name))
+        patch.setenv(warm_worker.ADDRESS, FORKED_AT)
+        warm_worker.connect(FORKED_AT)
+        process.start()
+    assert process.pid
+    return process.pid, lambda: process.exitcode
+
+
+def _run_program(words: list[str], log: Path) -> None:
+    """Run a launcher in a fork, whose processes begin as forks of the same server."""
+    from roll_opd.pipelines import launch
+
+    with log.open("w") as sink:
+        for output in (1, 2):
+            os.dup2(sink.fileno(), output)
+    os.chdir(REPOSITORY)
+    already: Any = lambda: nullcontext(WarmServer(None))  # noqa: E731
+    launch.warm_server = already
+    warm_worker._run_program(words)
 
 
 def wait_until_gone(mark: str, seconds: float = 10.0) -> None:
@@ -105,6 +156,7 @@ def wait_until_gone(mark: str, seconds: float = 10.0) -> None:
 
 def _belongs(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(MARK) == mark
+        found = process.environ().get(MARK)
+        return found == mark or (found == FORKS and process.ppid() != os.getpid())
     except (psutil.Error, OSError):
         return False

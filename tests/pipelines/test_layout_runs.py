@@ -13,6 +13,7 @@ from runs import REPOSITORY, Run, launch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
+pytestmark = pytest.mark.usefixtures("forks")
 START = REPOSITORY / "examples/demo/models/student"
 STEPS = 3
 LEARNING_RATE = "student_train.training_args.learning_rate"

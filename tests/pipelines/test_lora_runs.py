@@ -11,6 +11,7 @@ from runs import REPOSITORY, RLVR, Run, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+pytestmark = pytest.mark.usefixtures("forks")
 START = REPOSITORY / "examples/demo/models/student"
 STEPS = 2
 LORA = (

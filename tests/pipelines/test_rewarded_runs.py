@@ -77,7 +77,10 @@ def test_advantages_follow_from_the_record_alone(mixed: Run) -> None:
         mean, scale = tokens.mean(), np.sqrt(tokens.var(ddof=1) + 1e-8)
         for row, reward in zip(batch, normalised, strict=True):
             ((name, coefficient),) = row["opd_kl_coef"].items()
-            gap = np.array(row["student_logprobs"]) - np.array(row["teacher_logprobs"][name])
+            student, scored = (
+                np.array(of, np.float32) for of in (row["student_logprobs"], row["teacher_logprobs"][name])
+            )
+            gap = student - scored  # in the precision of the run: a float32 near -17 is exact to 1e-6 itself
             token_rewards = -coefficient * gap
             token_rewards[-1] += row["reward"]
             assert row["token_level_rewards"] == pytest.approx(token_rewards, abs=1e-6)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from roll_opd.tracking.collapse import AGREEMENT, ENTROPY, READ
 from tests.pages import blocks
 
+pytestmark = pytest.mark.usefixtures("forks")
 START = REPOSITORY / "examples/demo/models/hinted"
 HINTS = ("demo", "hints")
 

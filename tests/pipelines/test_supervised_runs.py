@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from roll_opd.pipelines import launch as launcher
 
+pytestmark = pytest.mark.usefixtures("forks")
 DPO = {"launcher": "start_dpo_pipeline.py", "config": ("demo", "dpo")}
 SFT = {"launcher": "start_sft_pipeline.py", "config": ("demo", "sft")}
 STEPS, SAVED = 30, 14
