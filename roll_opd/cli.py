@@ -73,6 +73,8 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
+    of_hosts = "how long the first of several hosts waits for the others"
+    parser.add_argument("--host-seconds", type=float, default=600.0, metavar="S", help=of_hosts)
 
 
 def _score(arguments: argparse.Namespace) -> int:

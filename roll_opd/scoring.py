@@ -4,13 +4,19 @@ import argparse
 import json
 import math
 import os
-import subprocess
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from roll_opd.cli import SIZES
-from roll_opd.cluster.launched import LaunchError, forget, launched
+from roll_opd.cluster import torch_ranks
+from roll_opd.cluster.hosts import Hosts, dismiss
+from roll_opd.cluster.launched import Host, LaunchError, forget, launched
+from roll_opd.cluster.member import serve
 from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.start_up import ClusterError
+from roll_opd.command_line import DONE, FAILED, INTERRUPTED, USER_ERROR
 from roll_opd.config.errors import Diagnostics
 from roll_opd.failures import os_sentence
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
@@ -26,32 +32,66 @@ ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
 def run(options: argparse.Namespace) -> int:
     """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1.
 
-    Launched on several hosts, each has its share of the ranks.
+    Launched on several hosts, each has its share of the ranks; the first reads the rows and writes the answers.
     """
     try:
         host = launched(os.environ)
     except LaunchError as error:
-        tell(f"roll-opd score: {error}", sys.stderr)
-        return 2
-    problems = _problems(options, host.size if host else 1)
-    if problems:
-        tell("roll-opd score: " + "\n  ".join(problems), sys.stderr)
-        return 2
-    ranks = options.tp * options.pp * options.cp * options.dp
-    settings = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
-    settings["model"] = str(find_model(options.model))
-    here = ranks // host.size if host else ranks
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={here}"]
+        return _told(str(error), USER_ERROR)
     forget(os.environ)
+    if host and host.rank:
+        return serve(host, lambda text: tell(text, sys.stderr))
+    size = host.size if host else 1
+    if problems := _problems(options, size):
+        if host:
+            dismiss(host, USER_ERROR)
+        return _told("\n  ".join(problems), USER_ERROR)
+    left_out = ("command", "run", "host_seconds")
+    settings = {name: value for name, value in vars(options).items() if name not in left_out}
+    settings["model"] = str(find_model(options.model))
+    ranks = math.prod(getattr(options, name) for name in SIZES) // size
+    command = {"ranks": ranks, "hosts": size, "module": "roll_opd.megatron.score", "arguments": [json.dumps(settings)]}
     if host:
-        launcher += [f"--nnodes={host.size}", f"--node_rank={host.rank}"]
-        launcher += [f"--master_addr={host.address}", f"--master_port={host.port}"]
-    else:
-        launcher.append("--standalone")
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here)), **os.environ}
+        return _over_hosts(host, command, settings["model"], options.host_seconds)
     with guarded():
-        done = subprocess.run([*launcher, "-m", "roll_opd.megatron.score", json.dumps(settings)], env=environment)
-    return 1 if done.returncode else 0
+        return FAILED if torch_ranks.start(command).wait() else DONE
+
+
+def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float) -> int:
+    code = FAILED
+    try:
+        hosts = Hosts(host)
+    except LaunchError as error:
+        return _told(str(error), USER_ERROR)
+    try:
+        hosts.gather(seconds, tell)
+        hosts.check([model], None, command["ranks"])
+        with socket.create_server(("", 0)) as free:
+            command |= {"address": host.address, "port": free.getsockname()[1], "host": 0}
+        with guarded():
+            hosts.start_ranks(command)
+            process = torch_ranks.start({**command, "here": host.own_address()})
+
+            def lost(why: str) -> None:
+                if process.poll() is None:  # else all is over
+                    _told(why, FAILED)
+                    process.terminate()  # its ranks wait for those that are gone
+
+            hosts.watch(lost)
+            code = FAILED if process.wait() else DONE
+    except (LaunchError, ClusterError) as error:
+        code = _told(str(error), USER_ERROR if isinstance(error, LaunchError) else FAILED)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        raise
+    finally:
+        hosts.end(code)
+    return code
+
+
+def _told(text: str, code: int) -> int:
+    tell(f"roll-opd score: {text}", sys.stderr)
+    return code
 
 
 def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
@@ -63,6 +103,8 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     for name in SIZES:
         if getattr(options, name) < 1:
             diagnostics.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
+    if not 0 < options.host_seconds < math.inf:
+        diagnostics.problem("--host-seconds", f"{options.host_seconds} must be a number greater than 0")
     if not 0 < options.temperature < math.inf:
         diagnostics.problem("--temperature", f"{options.temperature} must be a number greater than 0")
     if options.max_tokens_per_microbatch < 1:

@@ -46,9 +46,10 @@ def model_files(path: str) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in directory.iterdir() if file.suffix in (".json", ".safetensors")}
 
 
-def look(models: Sequence[str], directory: str, nonce: str) -> dict[str, Any]:
+def look(models: Sequence[str], directory: str | None, nonce: str) -> dict[str, Any]:
     """Return what this host has of `models`, and whether it shares `directory`, into which host 0 has put `nonce`."""
-    return {"models": {path: model_files(path) for path in models}, "answer": _answer(Path(directory), nonce)}
+    answer = _answer(Path(directory), nonce) if directory else ""
+    return {"models": {path: model_files(path) for path in models}, "answer": answer}
 
 
 def _answer(directory: Path, nonce: str) -> str:

@@ -6,8 +6,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,14 @@ class Hosts:
         if problems or self._refused:
             raise LaunchError([*problems, *self._refused])
 
-    def check(self, models: Sequence[str], directory: str, devices: int) -> None:
+    def check(self, models: Sequence[str], directory: str | None, devices: int) -> None:
         """Compare versions, `models` and GPUs, and see that all share `directory`. LaunchError that names who does not.
 
-        `devices`: GPUs of a host that the run needs, where there are GPUs.
+        `directory` None: nothing need be shared. `devices`: GPUs of a host that the run needs, where there are GPUs.
         """
         own, problems = self._facts[0], list(self._refused)
         mine = {path: host_facts.model_files(path) for path in models}
-        with _nonce(Path(directory)) as (nonce, cleared):
+        with _nonce(Path(directory)) if directory else nullcontext(("", Path)) as (nonce, cleared):
             asked = {"models": list(models), "directory": directory, "nonce": nonce}
             found = self._all_answer(ANSWER_SECONDS, check=asked)
             for rank in range(1, self._host.size):
@@ -79,7 +79,7 @@ class Hosts:
                     problems.append(f"{self.name(rank)} has not said within {ANSWER_SECONDS:g} s what files it has")
                     continue
                 problems += [f"{self.name(rank)} {what}" for what in host_facts.model_problems(mine, seen["models"])]
-                if not (seen["answer"] and host_facts.appears(cleared(seen["answer"]))):
+                if directory and not (seen["answer"] and host_facts.appears(cleared(seen["answer"]))):
                     problems.append(
                         f"{self.name(rank)} does not share {directory}: what one host writes there the other does not"
                         " see; make output_dir a directory of a file system that all hosts share, writable on each"
@@ -102,6 +102,11 @@ class Hosts:
         failed = [f"{self.name(rank)}: {said['failed']}" for rank, said in sorted(found.items()) if "failed" in said]
         if failed:
             raise ClusterError("\n".join(failed))
+
+    def start_ranks(self, command: Mapping[str, Any]) -> None:
+        """Have each host start its share of the ranks of a program; see `torch_ranks`."""
+        for rank, line in self._lines.items():
+            line.say(ranks={**command, "host": rank})
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """From now on tell of a host that is `lost`."""
@@ -206,6 +211,12 @@ class Hosts:
         self._lines[rank], self._facts[rank] = line, message
         line.say(again=self._again, run=self._run)
         return True
+
+
+def dismiss(host: Host, code: int) -> None:
+    """End the hosts that await a run which cannot be."""
+    with suppress(LaunchError):
+        Hosts(host).end(code)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Which host of a run this process is on, as torchrun, srun or mpirun say it in the environment."""
 
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -28,6 +29,16 @@ class Host:
     size: int
     address: str  # of host 0
     port: int  # at which host 0 awaits the others
+
+    def own_address(self) -> str:
+        """Return the address of this host on the way to host 0. LaunchError where there is none."""
+        try:
+            family, kind, *_, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as asked:
+                asked.connect(there)  # sends nothing
+                return str(asked.getsockname()[0])
+        except OSError as error:
+            raise LaunchError([f"host 0 is {self.address} (MASTER_ADDR): {error.strerror}; give its address"]) from None
 
 
 def launched(environ: Mapping[str, str]) -> Host | None:

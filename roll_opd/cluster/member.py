@@ -1,4 +1,7 @@
-"""A host that serves a run whose driver is on host 0: a node of the run's Ray cluster, until that has ended."""
+"""A host that serves a run whose driver is on host 0: a node of the run's Ray cluster, until that has ended.
+
+Or it has a share of the ranks of `roll-opd score`.
+"""
 
 import json
 import queue
@@ -79,7 +82,9 @@ class _Member:
             elif "check" in message:
                 line.say(**host_facts.look(**message["check"]))
             elif "join" in message:
-                node.start({**message["join"], "here": line.here})
+                node.start("ray_node", {**message["join"], "here": line.here})
+            elif "ranks" in message:
+                node.start("torch_ranks", {**message["ranks"], "here": line.here})
             elif "end" in message:
                 if message["again"] and not self._signals:
                     return None
@@ -115,16 +120,16 @@ class _Member:
 
 
 class _Node:
-    """This host's part of the Ray cluster, a process of its own, for a process reads Ray's token only once."""
+    """This host's part of what the driver runs, a process of its own, for a process reads Ray's token only once."""
 
     def __init__(self, inbox: "queue.Queue[Any]") -> None:
         self._inbox = inbox
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, told: dict[str, Any]) -> None:
-        """Start it; what it says comes into the inbox."""
+    def start(self, program: str, told: dict[str, Any]) -> None:
+        """Start a program of this package; what it says comes into the inbox."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "roll_opd.cluster.ray_node"],
+            [sys.executable, "-m", f"{__package__}.{program}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -135,7 +140,7 @@ class _Node:
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(told) + "\n")
             self._process.stdin.flush()
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self._process, program), daemon=True).start()
 
     def end(self) -> None:
         """End it, with all that it has started."""
@@ -149,9 +154,10 @@ class _Node:
             self._process.kill()  # its reaper ends the rest
             self._process.wait()
 
-    def _read(self, process: "subprocess.Popen[str]") -> None:
+    def _read(self, process: "subprocess.Popen[str]", program: str) -> None:
         assert process.stdout is not None
         for text in process.stdout:
             with suppress(ValueError, TypeError):  # a library's own words
                 self._inbox.put((self, json.loads(text) | {"node": True}))
-        self._inbox.put((self, {"failed": f"its part of Ray has ended (exit code {process.wait()})"}))
+        part = "part of Ray" if program == "ray_node" else "share of the ranks"
+        self._inbox.put((self, {"failed": f"its {part} has ended (exit code {process.wait()})"}))

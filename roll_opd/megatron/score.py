@@ -6,11 +6,12 @@ P to T-1. Runs under plain `torchrun`.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -23,7 +24,7 @@ ROWS_AT_A_TIME = 1024  # bounds the memory that a large file needs
 
 
 def write_logprobs(options: argparse.Namespace) -> None:
-    """Write the log-probs of `options.input` to `options.output`. Collective; rank 0 writes.
+    """Write the log-probs of `options.input` to `options.output`. Collective; rank 0 reads and writes.
 
     The command `roll-opd score` has checked the options.
     """
@@ -38,11 +39,12 @@ def write_logprobs(options: argparse.Namespace) -> None:
     engine = MegatronEngine(plan, seed=0)
     output = Path(options.output)
     partial = output.with_name(f".{output.name}.partial")
-    with open(options.input, encoding="utf-8") as rows, _writer(partial) as out:
-        while batch := list(islice(_parsed(rows), ROWS_AT_A_TIME)):
+    first = dist.get_rank() == 0
+    with _opened(options.input if first else os.devnull) as rows, _opened(partial if first else os.devnull, "w") as out:
+        while batch := _same_everywhere(list(islice(_parsed(rows), ROWS_AT_A_TIME))):
             for row, logprobs in zip(batch, _compute_logprobs(engine, batch, options.temperature), strict=True):
                 out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
-    if dist.get_rank() == 0:
+    if first:
         partial.replace(output)
     parallel.shutdown()
 
@@ -51,8 +53,15 @@ def _parsed(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in lines if line.strip())
 
 
-def _writer(path: Path) -> Any:
-    return open(path if dist.get_rank() == 0 else "/dev/null", "w", encoding="utf-8")
+def _opened(path: str | Path, mode: str = "r") -> IO[str]:
+    return open(path, mode, encoding="utf-8")
+
+
+def _same_everywhere(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of rank 0, which alone has the file."""
+    told = [rows]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def _compute_logprobs(engine: MegatronEngine, rows: Sequence[dict[str, Any]], temperature: float) -> list[np.ndarray]:

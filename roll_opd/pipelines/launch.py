@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from roll_opd.algorithms.registry import AlgorithmError
-from roll_opd.cluster.hosts import Hosts
+from roll_opd.cluster.hosts import Hosts, dismiss
 from roll_opd.cluster.launched import Host, LaunchError, forget, launched
 from roll_opd.cluster.member import serve
 from roll_opd.cluster.start_up import ClusterError
@@ -97,7 +97,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
         return done
     code = restarted(done.max_restarts)
     if host and code and done.max_restarts:
-        _tell_the_others(host, code)  # where they await another attempt
+        dismiss(host, code)  # where they await another attempt
     return code
 
 
@@ -113,7 +113,7 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
         except (Exception, KeyboardInterrupt) as error:
             code = exit_code(error, is_started=False)
             if host and not isinstance(error, KeyboardInterrupt):
-                _tell_the_others(host, code)
+                dismiss(host, code)
             return code
         if (host or plan.max_restarts) and not is_attempt():
             return plan
@@ -170,15 +170,6 @@ def _check_number(plan: RunPlan, host: Host | None) -> None:
     else:
         wanted = f"write num_nodes={size} and give roles devices on all of them, or launch it on fewer"
     raise LaunchError([f"num_nodes is {plan.num_nodes}, and the run was launched on {size}: {wanted}"])
-
-
-def _tell_the_others(host: Host, code: int) -> None:
-    """End hosts that await a run which cannot be."""
-    try:
-        hosts = Hosts(host)
-    except LaunchError:
-        return
-    hosts.end(code)
 
 
 def _run(plan: RunPlan, hosts: Hosts | None) -> int:

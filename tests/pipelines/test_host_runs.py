@@ -1,11 +1,16 @@
 """Runs over several hosts, in real network, PID and mount namespaces; more of them in `host_faults.py`."""
 
+import json
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from host_faults import TWO, command, launch, model
+from megatron_cases import demo_sequences
 from network import LEFT, needs_hosts, network, plainly
 from runs import REPOSITORY
+from transformers import AutoModelForCausalLM
 
 pytestmark = needs_hosts
 SECONDS = 300.0
@@ -52,3 +57,29 @@ def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
         assert f"2. host 1 ({hosts[1].name}, {hosts[1].address}) has no model at {teacher} (no config.json)" in said
         assert f"3. host 1 ({hosts[1].name}, {hosts[1].address}) does not share {output}" in said
         assert "host 1: the run has ended; host 0 says why" in processes[1].output
+
+
+def test_scores_of_a_teacher_on_two_hosts_are_hugging_faces(tmp_path: Path) -> None:
+    """Its ranks are tensor-parallel over both; the rows are on host 0 alone, whose name has no address."""
+    teacher, own = REPOSITORY / "examples/demo/models/teacher", tmp_path / "of_host_0"
+    own.mkdir()
+    rows = [
+        {"id": number, "tokens": tokens.tolist(), "prompt_length": prompt}
+        for number, (tokens, prompt) in enumerate(demo_sequences())
+    ]
+    (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", str(teacher), "--input", str(own / "rows.jsonl"), "--output", str(own / "out.jsonl")]
+    words = [sys.executable, "-m", "roll_opd.cli", "score", *options, "--tp", "2"]
+    with network(2, tmp_path / "logs", tmp_path) as hosts:
+        hosts[1].hidden = [own]
+        processes = [host.start(words, **plainly(hosts, rank)) for rank, host in enumerate(hosts)]
+        assert [process.wait(SECONDS) for process in processes] == [0, 0], processes[0].output
+        assert not any(LEFT in process.output or "roll-opd" in process.output for process in processes)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    for row, found in zip(rows, map(json.loads, (own / "out.jsonl").read_text().splitlines()), strict=True):
+        with torch.no_grad():
+            table = model(torch.tensor([row["tokens"]])).logits[0].log_softmax(-1)
+        places = range(row["prompt_length"], len(row["tokens"]))
+        wanted = [float(table[place - 1, row["tokens"][place]]) for place in places]
+        assert found["id"] == row["id"]
+        assert found["logprobs"] == pytest.approx(wanted, abs=1e-5)
