@@ -256,7 +256,12 @@ class InferenceEngine:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Have the engine refuse to work after an error inside: the weights may be half old, half new."""
+        """Have the engine refuse to work after an error inside: the weights may be half old, half new.
+
+        That the core is dead is told as it is outside of an update: EngineDeadError.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         try:
             yield
         except BaseException as error:  # also when cancelled
@@ -264,7 +269,7 @@ class InferenceEngine:
                 raise
             self._turn.release()
             self._broken = f"update to weights version {self._incoming} failed: {error or type(error).__name__}"
-            if not isinstance(error, Exception):
+            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
                 raise
             raise WeightUpdateError(f"{self._broken}. Start the engine again") from error
 

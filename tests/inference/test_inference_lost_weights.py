@@ -1,11 +1,13 @@
 """Updates that go wrong are noticed inside the engine core, and the engine then refuses to work."""
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import torch
 from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data import bucket
@@ -57,3 +59,14 @@ def test_weights_that_changed_on_the_way(engine: Running, monkeypatch: pytest.Mo
     monkeypatch.setattr(bucket, "fingerprint", taken_before_a_bit_flips)
     said = refusal_of(engine, buckets_of(make_model(1)))
     assert "not hold what was sent: model.layers.0.input_layernorm" in said
+
+
+def test_a_core_that_dies_is_told_as_that_in_an_update_too(engine: Running) -> None:
+    """The last test of this file: there is no engine after it."""
+    (core,) = engine.engine._llm.engine_core.resources.engine_manager.processes
+    engine.engine._broken = None
+    core.kill()
+    while not engine.engine._llm.errored:  # vLLM watches it from a thread
+        time.sleep(0.01)
+    with pytest.raises(EngineDeadError):
+        engine.run(engine.engine.update_weights(buckets_of(make_model(1)), 1))
