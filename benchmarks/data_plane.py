@@ -1,7 +1,7 @@
 """What the driver itself costs in a step: CPU seconds by part, bytes sent and received, memory, against sequences.
 
-    python benchmarks/data_plane.py [--sequences 1000 10000] [--lengths fixed tail] [--modes pure mixed] [--steps 2]
-        [--ranks 4] [--json OUT]
+    python benchmarks/data_plane.py [--sequences 1000 10000] [--lengths fixed tail short] [--modes pure mixed topk full]
+        [--steps 2] [--ranks 4] [--json OUT]
 
 The driver is the real one: a launch of a demo configuration, its rollout, roles, advantages, metrics and records, and
 Ray. Engines, ranks and reward workers are real processes too, but hold no model: they answer at once with random
@@ -21,6 +21,8 @@ import numpy as np
 from pipeline_run import machine
 
 TOKENS, LONGEST = 1024, 16_384  # of each response of `fixed`, and at most of `tail`
+SHORT = 32  # of each of `short`, of which a million fit into one machine
+LENGTHS = ("fixed", "tail", "short")
 ANSWERS = 8  # to a prompt
 MODES = {  # configuration, whether it is pure distillation, overrides
     "pure": ("onpolicy_distill", True, ()),
@@ -56,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1000, 10_000])
-    parser.add_argument("--lengths", nargs="+", choices=("fixed", "tail"), default=["fixed", "tail"])
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["fixed", "tail"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["pure", "mixed"])
     parser.add_argument("--steps", type=int, default=2, help="that are measured, after a first one (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="of each role, data-parallel (%(default)s)")
@@ -70,8 +72,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def lengths_of(kind: str, count: int, seed: int) -> np.ndarray:
     """Return response lengths, int64: all the same, or with a long tail (a mean of about 2,400)."""
-    if kind == "fixed":
-        return np.full(count, TOKENS)
+    if kind != "tail":
+        return np.full(count, TOKENS if kind == "fixed" else SHORT)
     return np.clip(np.random.default_rng(seed).lognormal(np.log(1500), 1.0, count), 16, LONGEST).astype(np.int64)
 
 
@@ -118,7 +120,7 @@ def measure(point: dict[str, Any], steps: int, ranks: int) -> dict[str, Any]:
             "data plane", pure=pure, arguments=["--config_path", "demo", "--config_name", config, *command]
         )
     if code:
-        sys.exit(f"the run of {point} ended with exit code {code}")
+        raise RuntimeError(f"the run of {point} ended with exit code {code}")
     return {**point, **cost.figures()}
 
 

@@ -36,14 +36,14 @@ LENGTHS = "DATA_PLANE_LENGTHS"  # in the environment of the engines
 class Engine(OnHost):
     """Answers as an inference engine does."""
 
-    async def setup(self, *_: Any) -> None:
+    async def setup(self, *_: Any, **__: Any) -> None:
         self._noise = noise()
         self._calls = itertools.count()
 
-    async def begin_update(self, *_: Any) -> None:
+    async def begin_update(self, *_: Any, **__: Any) -> None:
         pass
 
-    async def load_weights(self, *_: Any, last: bool = False) -> None:
+    async def load_weights(self, *_: Any, **__: Any) -> None:
         pass
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ class Student(StudentRank):
 class Scorer:
     """Answers as a reward worker does."""
 
-    async def setup(self, *_: Any) -> None:
+    async def setup(self, *_: Any, **__: Any) -> None:
         self._random = np.random.default_rng(0)
 
     async def alive(self) -> None:

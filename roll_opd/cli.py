@@ -21,6 +21,7 @@ from roll_opd.command_line import (
     asked_pipeline,
     configuration,
     safe_output,
+    without_collections,
 )
 from roll_opd.failures import os_sentence, tell_unforeseen
 
@@ -140,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     safe_output()
     parsed = parse(arguments)
     try:
-        return COMMANDS[parsed.command].run(parsed)
+        with without_collections():
+            return COMMANDS[parsed.command].run(parsed)
     except KeyboardInterrupt:
         print("roll-opd: interrupted", file=sys.stderr)
         return INTERRUPTED

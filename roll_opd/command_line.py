@@ -1,9 +1,12 @@
 """What every command that reads a configuration takes, and the exit codes of all commands."""
 
 import argparse
+import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from roll_opd.config.errors import ConfigError
@@ -22,6 +25,22 @@ def safe_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Have Python collect garbage only where it is told to.
+
+    What a command imports and what a step's samples are made of stays: collections that come by themselves find
+    nothing, and take a fifth of the time.
+    """
+    were_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if were_on:
+            gc.enable()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool = True) -> None:

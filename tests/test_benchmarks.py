@@ -1,6 +1,7 @@
 """The arithmetic and the command lines of the benchmarks; nothing is started but one small measurement."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from roll_opd.rewards.interface import RewardSample
+from roll_opd.workers.reward import RewardWorker
+from roll_opd.workers.rollout import RolloutWorker
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -56,7 +59,7 @@ def test_memory_of_a_transfer_is_told_beside_its_bound(monkeypatch: pytest.Monke
 def data_plane(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("data_plane")
-    for name in ("data_plane", "driver_cost", "pipeline_run"):
+    for name in ("data_plane", "driver_cost", "pipeline_run", "synthetic_roles"):
         sys.modules.pop(name, None)
 
 
@@ -138,6 +141,7 @@ def test_log_probs_of_both_ways_are_compared(logprob_memory):
 
 def test_what_a_step_of_the_driver_is_made_of(data_plane, capsys: pytest.CaptureFixture[str]):
     assert set(data_plane.lengths_of("fixed", 3, seed=1)) == {1024}
+    assert set(data_plane.lengths_of("short", 3, seed=1)) == {32}
     tail = data_plane.lengths_of("tail", 5000, seed=1)
     assert tail.min() >= 16 and tail.max() == 16_384 and 2000 < tail.mean() < 2800
     commands = data_plane.overrides_of("pure", 1000, 4, 2, Path("out"))
@@ -146,6 +150,18 @@ def test_what_a_step_of_the_driver_is_made_of(data_plane, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         data_plane.parse(["--sequences", "63"])
     assert "--sequences" in capsys.readouterr().err
+
+
+def test_processes_without_a_model_are_called_as_real_ones(data_plane):
+    synthetic = importlib.import_module("synthetic_roles")
+    for stands, real in ((synthetic.Engine, RolloutWorker), (synthetic.Scorer, RewardWorker)):
+        role = real.__ray_metadata__.modified_class
+        shared = [name for name in vars(stands) if name in dir(role) and not name.startswith("_")]
+        assert len(shared) > 1
+        for name in shared:
+            asked = list(inspect.signature(getattr(role, name)).parameters.values())[1:]
+            named = {one.name: one for one in asked if one.kind is not one.VAR_POSITIONAL}
+            inspect.signature(getattr(stands, name)).bind(None, **named)
 
 
 def test_cpu_time_belongs_to_the_innermost_part(data_plane):

@@ -1,10 +1,13 @@
 """`roll-opd` as it is typed: the words of a command, the pages that show them, and the demo that they work on."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from roll_opd import cli, command_line, scripting
 from roll_opd.command_line import asked_pipeline, configuration
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
+from roll_opd.pipelines.loop import Run
 from tests.pages import blocks, commands
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
@@ -193,3 +197,28 @@ def test_python_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for text in blocks("quickstart.md", "python")[1:]:
         exec(text, scope)
     assert planned == [0, 0]
+
+
+def test_a_run_collects_garbage_between_its_steps_and_never_in_one():
+    class Sample:
+        pass
+
+    run: Any = SimpleNamespace(steps_done=0, plan=SimpleNamespace(max_steps=2))
+    dropped: list[weakref.ref] = []
+    with command_line.without_collections():
+        for _ in Run.steps.fget(run):  # type: ignore[attr-defined]
+            assert all(sample() is None for sample in dropped)  # those of the step before
+            for _ in range(10 * gc.get_threshold()[0]):
+                sample: Any = Sample()
+                sample.itself = sample
+                dropped.append(weakref.ref(sample))
+            assert dropped[-10]() is not None and dropped[-len(dropped) // 2]() is not None
+            del sample
+    assert gc.isenabled() and dropped[0]() is None
+    gc.disable()
+    try:
+        with command_line.without_collections():
+            pass
+        assert not gc.isenabled()  # it was somebody else's choice
+    finally:
+        gc.enable()

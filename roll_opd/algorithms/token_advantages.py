@@ -59,17 +59,23 @@ def token_advantages(
         lambd: of GAE.
         turns_M: bool [M], all action tokens, whose unbroken stretches gamma counts; None: it counts tokens.
     """
-    reward_mean, reward_scale = whitening(rewards_M, mask_M) if whiten_rewards else (0.0, 1.0)
-    rewards_M = (rewards_M - reward_mean) / reward_scale * mask_M
+    rewards_M, reward_mean, reward_scale = _whitened(rewards_M, mask_M, asked=whiten_rewards)
     if values_M is not None:
         advantages_M, returns_M = gae(rewards_M, values_M, mask_M, lengths, gamma, lambd)
     elif turns_M is not None:
         advantages_M = returns_M = turns_to_go(rewards_M, mask_M, turns_M, lengths, gamma)
     else:
         advantages_M = returns_M = discounted_to_go(rewards_M, mask_M, lengths, gamma)
-    mean, scale = whitening(advantages_M, mask_M) if whiten_advantages else (0.0, 1.0)
-    advantages_M = (advantages_M - mean) / scale * mask_M
+    advantages_M, mean, scale = _whitened(advantages_M, mask_M, asked=whiten_advantages)
     return TokenAdvantages(advantages_M, returns_M, reward_mean, reward_scale, mean, scale)
+
+
+def _whitened(values_M: Tensor, mask_M: Tensor, *, asked: bool) -> tuple[Tensor, float, float]:
+    """Return values, 0 off the mask, with the mean and scale of their whitening."""
+    if not asked:
+        return values_M * mask_M, 0.0, 1.0
+    mean, scale = whitening(values_M, mask_M)
+    return (values_M - mean) / scale * mask_M, mean, scale
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:

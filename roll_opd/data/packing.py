@@ -102,7 +102,7 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """
     bins: list[list[int]] = [[] for _ in range(parts)]
     lightest = [(0, 0, part) for part in range(parts)]  # a heap of (tokens, sequences, part)
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+    for number in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
         tokens, sequences, part = lightest[0]
         bins[part].append(number)
         heapq.heapreplace(lightest, (tokens + lengths[number], sequences + 1, part))

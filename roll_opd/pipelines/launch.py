@@ -33,6 +33,7 @@ from roll_opd.command_line import (
     configuration,
     safe_output,
     tell_run_directory,
+    without_collections,
 )
 from roll_opd.config.build import load_plan
 from roll_opd.config.errors import ConfigError
@@ -91,7 +92,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
     elif host.rank:
         forget(os.environ)
         return serve(host, lambda text: tell(text, sys.stderr))
-    with recorded():
+    with recorded(), without_collections():
         done = _launch(parsed, pure, pipeline, host)
     if isinstance(done, int):
         return done

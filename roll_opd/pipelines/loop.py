@@ -9,7 +9,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +68,15 @@ class Run:
         return self.resumed.step if self.resumed else 0
 
     @property
-    def steps(self) -> range:
-        """The steps to make, counted from 1 over the whole run."""
-        return range(self.steps_done + 1, self.plan.max_steps + 1)
+    def steps(self) -> Iterator[int]:
+        """The steps to make, counted from 1 over the whole run.
+
+        Garbage is collected between two of them, when a step's samples are gone, and else never: see
+        `without_collections`.
+        """
+        for step in range(self.steps_done + 1, self.plan.max_steps + 1):
+            yield step
+            gc.collect()
 
     async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
         """Have the state of a resumed run loaded."""

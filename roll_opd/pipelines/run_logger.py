@@ -260,7 +260,7 @@ class RunLogger:
             "loss_mask": experience.loss_mask,
             "importance_weights": experience.importance_weights,
             **experience.metrics,
-            **{name: asdict(objective)[name] for name in OF_THE_OBJECTIVE},
+            **{name: getattr(objective, name) for name in OF_THE_OBJECTIVE},
         }
 
 

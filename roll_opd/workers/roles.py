@@ -239,19 +239,13 @@ def _for_training(experiences: Sequence[Experience]) -> list[Experience]:
     What is held goes beside them; of whom it is stays, by which samples are told apart.
     """
     kept = ("difficulty",)  # of which a weight may be made
+    none = FrozenDict()
 
-    def names(targets: Mapping[str, Any]) -> dict[str, Any]:
-        return dict.fromkeys(targets)
+    def extra(e: Experience) -> FrozenDict:
+        return FrozenDict({key: e.extra[key] for key in kept if key in e.extra}) or none
 
     return [
-        replace(
-            e,
-            extra=FrozenDict({key: e.extra[key] for key in kept if key in e.extra}),
-            teacher_prompts={},
-            teacher_targets=names(e.teacher_targets),
-        )
-        if e.extra or e.teacher_prompts or e.teacher_targets
-        else e
+        changed(e, extra=extra(e), teacher_prompts={}, teacher_targets=dict.fromkeys(e.teacher_targets))
         for e in experiences
     ]
 
