@@ -159,9 +159,8 @@ def test_processes_without_a_model_are_called_as_real_ones(data_plane):
         shared = [name for name in vars(stands) if name in dir(role) and not name.startswith("_")]
         assert len(shared) > 1
         for name in shared:
-            asked = list(inspect.signature(getattr(role, name)).parameters.values())[1:]
-            named = {one.name: one for one in asked if one.kind is not one.VAR_POSITIONAL}
-            inspect.signature(getattr(stands, name)).bind(None, **named)
+            asked = [one for one in inspect.signature(getattr(role, name)).parameters if not one.startswith("_")]
+            inspect.signature(getattr(stands, name)).bind(None, **dict.fromkeys(asked[1:]))  # Ray adds one with _
 
 
 def test_cpu_time_belongs_to_the_innermost_part(data_plane):
