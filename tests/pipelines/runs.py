@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
 SECONDS = 400
 MARK = "ROLL_OPD_TEST_RUN"  # in the environment of everything a run starts
-FORKS = "forks"  # the mark of the warm server, and so of its forks
+FORKS = f"forks of {os.getpid()}"  # the mark of the warm server of this process, and so of its forks
 FORKED_AT = ""  # its address, while it is there
 
 # of pure distillation: fewer processes to start than the demo's own spread has, and a teacher that is tensor-parallel
