@@ -21,7 +21,7 @@ import numpy as np
 from pipeline_run import machine
 
 TOKENS, LONGEST = 1024, 16_384  # of each response of `fixed`, and at most of `tail`
-SHORT = 32  # of each of `short`, of which a million fit into one machine
+SHORT = 32  # of each of `short`, by which the price of a sample is told from that of its tokens
 LENGTHS = ("fixed", "tail", "short")
 ANSWERS = 8  # to a prompt
 MODES = {  # configuration, whether it is pure distillation, overrides
