@@ -20,6 +20,7 @@ from roll_opd.algorithms.sequences import on_tokens, sequence_means, sequence_nu
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 ICEPOP_LOW, ICEPOP_HIGH = 0.5, 5.0  # as verl and rLLM give them
+PIECE = 2**15  # tokens that are measured together: what is computed of them stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -106,26 +107,33 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     if not kept.any():
         return {}
     every = bool(kept.all())
-
-    def acted(values_M: Tensor) -> Tensor:
-        return (values_M if every else values_M[kept]).double()
-
-    log_ratio = acted(mismatch.log_ratio())  # these are large: none is kept for longer than it is read
-    ratio, apart = log_ratio.exp(), log_ratio.abs()
-    of_logprobs = {"logprob_diff_mean": float(apart.mean()), "logprob_diff_max": float(apart.max())}
-    del apart
-    of_ratio = {
-        "k1": float(-log_ratio.mean()),
-        "k3": float((ratio - 1).sub_(log_ratio).mean()),
-        "ratio_mean": float(ratio.mean()),
-        "ratio_min": float(ratio.min()),
-        "ratio_max": float(ratio.max()),
-        "ess": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
+    acted = (logprobs if every else logprobs[kept] for logprobs in (mismatch.train_M, mismatch.infer_M))
+    pieces = zip(*(logprobs_K.split(PIECE) for logprobs_K in acted), strict=True)
+    sums, extremes = zip(*(_sums_and_extremes(train.double(), infer.double()) for train, infer in pieces), strict=True)
+    log_ratio, apart, k3, ratio, square, difference = (torch.stack(sums).sum(0) / int(kept.sum())).tolist()
+    most_apart, largest, least, most_different = torch.stack(extremes).amax(0).tolist()
+    return {
+        "logprob_diff_mean": apart,
+        "logprob_diff_max": most_apart,
+        "prob_diff_mean": difference,
+        "prob_diff_max": most_different,
+        "k1": -log_ratio,
+        "k3": k3,
+        "ratio_mean": ratio,
+        "ratio_min": -least,
+        "ratio_max": largest,
+        "ess": ratio**2 / square,
     }
-    del ratio, log_ratio
-    difference = acted(mismatch.difference()).abs_()
-    of_probabilities = {"prob_diff_mean": float(difference.mean()), "prob_diff_max": float(difference.max())}
-    return of_logprobs | of_probabilities | of_ratio
+
+
+def _sums_and_extremes(train_K: Tensor, infer_K: Tensor) -> tuple[Tensor, Tensor]:
+    """Return six sums over tokens and four largest values, of which one is the smallest ratio's, negated."""
+    log_ratio = (train_K - infer_K).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio, apart = log_ratio.exp(), log_ratio.abs()
+    difference = train_K.exp().sub_(infer_K.exp()).abs_()
+    k3 = (ratio - 1).sub_(log_ratio)
+    sums = [values.sum() for values in (log_ratio, apart, k3, ratio, ratio.square(), difference)]
+    return torch.stack(sums), torch.stack([apart.max(), ratio.max(), -ratio.min(), difference.max()])
 
 
 def _within(values_M: Tensor, low: float | None, high: float | None) -> Tensor:

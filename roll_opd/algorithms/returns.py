@@ -17,9 +17,11 @@ def discounted_to_go(values_M: Tensor, mask_M: Tensor, lengths: Sequence[int], d
         lengths: tokens of each sequence, off the mask or not.
         discount: 0 returns the values themselves.
     """
-    total_M = torch.where(mask_M, values_M, 0)
     if discount == 0.0 or not len(values_M):
-        return total_M
+        return torch.where(mask_M, values_M, 0)
+    if mask_M.all():  # nothing has to be picked out and put back
+        return _to_go(values_M, torch.as_tensor(lengths, dtype=torch.int64), discount)
+    total_M = torch.where(mask_M, values_M, 0)
     counts_B = torch.tensor([int(piece.count_nonzero()) for piece in mask_M.split(list(lengths))], dtype=torch.int64)
     total_M[mask_M] = _to_go(total_M[mask_M], counts_B, discount)
     return total_M

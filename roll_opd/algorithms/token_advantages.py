@@ -10,9 +10,11 @@ Legend: B samples, M scored tokens of all samples end to end. Everything is floa
 terms are compared with records to the sixth digit.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,23 +73,29 @@ def token_advantages(
 
 
 def _whitened(values_M: Tensor, mask_M: Tensor, *, asked: bool) -> tuple[Tensor, float, float]:
-    """Return values, 0 off the mask, with the mean and scale of their whitening."""
+    """Return values with the mean and scale of their whitening, which leaves 0 off the mask."""
     if not asked:
-        return values_M * mask_M, 0.0, 1.0
+        return values_M, 0.0, 1.0
     mean, scale = whitening(values_M, mask_M)
     return (values_M - mean) / scale * mask_M, mean, scale
 
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Put each sample's reward on its last action token, f64 [M]; a sample without one gives nothing."""
-    if not len(masks):
-        return torch.zeros(0, dtype=torch.float64)
-    places_K = torch.cat(list(masks)).nonzero()[:, 0]
-    counts_B = torch.tensor([int(mask.count_nonzero()) for mask in masks])
-    placed_M = torch.zeros(sum(map(len, masks)), dtype=torch.float64)
-    acted_B = counts_B > 0
-    placed_M[places_K[counts_B.cumsum(0)[acted_B] - 1]] = rewards_B[acted_B].double()
+    lengths = [len(mask) for mask in masks]
+    begins = [0, *itertools.accumulate(lengths)]
+    last = [last_action(mask.numpy()) for mask in masks]
+    acted = [number for number, place in enumerate(last) if place is not None]
+    placed_M = torch.zeros(begins.pop(), dtype=torch.float64)
+    placed_M[[begins[n] + last[n] for n in acted]] = rewards_B[acted].double()
     return placed_M
+
+
+def last_action(mask: np.ndarray) -> int | None:
+    """Return the place of a mask's last True; None where it has none."""
+    if not mask.any():
+        return None
+    return len(mask) - 1 - int(mask[::-1].argmax())
 
 
 def whitening(values_M: Tensor, mask_M: Tensor) -> tuple[float, float]:

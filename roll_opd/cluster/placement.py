@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_opd.cluster import warm_start
+from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.start_up import ClusterError, StartUp
 
@@ -108,7 +109,7 @@ class Placement:
             raise ClusterError(
                 f"devices {', '.join(map(str, devices))} of one process are not on one node; change the device_mapping"
             )
-        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **warm_start.openmp(), **env}
+        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **torch_variables(), **env}
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
             variables |= {

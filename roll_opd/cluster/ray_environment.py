@@ -1,4 +1,4 @@
-"""What Ray reads from the environment, some of it as soon as it is imported. This module does not import it."""
+"""What Ray and torch read from the environment, much of it as they are imported, which this module does not do."""
 
 import os
 import secrets
@@ -25,16 +25,25 @@ OWN_CLUSTER = dict.fromkeys(
     # of hosts that are gone the run knows by itself (`line`); packets that are lost for 20 s are no reason to hang up
     "RAY_grpc_keepalive_timeout_ms": "60000",
 }
+TORCH = {
+    "GOMP_SPINCOUNT": "1000",  # a thread waits briefly awake, then asleep: those of other roles want the cores
+    "THP_MEM_ALLOC_ENABLE": "1",  # large tensors on large pages, which the kernel gives in a quarter of the time
+}
 
 
 def prepare_environment() -> None:
     """Set what the user has not set, for a cluster that is joined (RAY_ADDRESS) or for one of the run's own."""
     joins = bool(os.environ.get("RAY_ADDRESS"))
-    for name, value in (ALWAYS if joins else ALWAYS | OWN_CLUSTER).items():
+    for name, value in (ALWAYS | TORCH | ({} if joins else OWN_CLUSTER)).items():
         os.environ.setdefault(name, value)
     # a token of its own: Ray would write one into the home directory, which may not be there
     if not joins and not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def torch_variables() -> dict[str, str]:
+    """Return `TORCH` as this process has it, for those whose environment is another's (RAY_ADDRESS)."""
+    return {name: os.environ.get(name, value) for name, value in TORCH.items()}
 
 
 def use_the_network_of(address: str) -> None:

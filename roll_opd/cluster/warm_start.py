@@ -96,7 +96,7 @@ def _started() -> Iterator[WarmServer]:
         server = subprocess.Popen(
             [sys.executable, "-c", _SERVE.format(**facts)],
             # of libraries that have read it for good, before a worker is forked; torch has not
-            env={**openmp(), **os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             pass_fds=(listener.fileno(), alive_r),
             stdin=subprocess.PIPE,
             stdout=said,
@@ -112,11 +112,6 @@ def _started() -> Iterator[WarmServer]:
             os.close(alive_w)
             server.kill()  # it may still import
             server.wait()
-
-
-def openmp() -> dict[str, str]:
-    """Return how threads wait for each other: briefly awake, then asleep, since those of other roles want the cores."""
-    return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
 
 
 def is_open() -> bool:

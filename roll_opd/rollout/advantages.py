@@ -7,6 +7,7 @@ The sums over teachers are over those that read the sample. In pure distillation
 part is made of each reward domain's samples by themselves: rewards of two domains have no common scale.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch, run_me
 from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.algorithms.returns import discounted_to_go
-from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages
+from roll_opd.algorithms.token_advantages import clipped, last_action, on_last_action, token_advantages
 from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience, changed
 from roll_opd.tracking.metrics import statistics
@@ -179,15 +180,15 @@ def by_runs(function: Advantage, batch: RewardBatch) -> Normalised:
 def _filled(
     experiences: Sequence[Experience], normalised: Normalised, objective: ObjectivePlan, kl_coef: float
 ) -> list[Experience]:
-    masks = [torch.from_numpy(np.array(experience.action_mask)) for experience in experiences]
-    lengths = [len(mask) for mask in masks]
-    mask_M = torch.cat([_in_loss(e, mask) for e, mask in zip(experiences, masks, strict=True)])
+    lengths = [experience.response_length for experience in experiences]
+    acted_M = torch.from_numpy(_joined_masks(experiences))
+    mask_M = acted_M & torch.from_numpy(np.concatenate([_in_loss(experience) for experience in experiences]))
 
     rewards_B = normalised.rewards
     if objective.reward_bounds is not None:
         low, high = objective.reward_bounds
         rewards_B = rewards_B.clamp(low, high).where(rewards_B.isfinite(), rewards_B)
-    rewards_M = on_last_action(clipped(rewards_B, objective.reward_clip), masks)
+    rewards_M = on_last_action(clipped(rewards_B, objective.reward_clip), acted_M.split(lengths))
     if objective.init_kl_coef:
         rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
         rewards_M = clipped(rewards_M, objective.reward_clip)  # once more, as in ROLL
@@ -199,7 +200,7 @@ def _filled(
         gamma=objective.gamma,
         values_M=torch.cat([torch.tensor(e.values) for e in experiences]) if critic else None,
         lambd=objective.lambd,
-        turns_M=torch.cat(masks) if ADVANTAGES.facts(objective.adv_estimator).discounts_turns else None,
+        turns_M=acted_M if ADVANTAGES.facts(objective.adv_estimator).discounts_turns else None,
         whiten_rewards=objective.whiten_rewards,
         whiten_advantages=objective.whiten_advantages,
     )
@@ -211,8 +212,8 @@ def _filled(
             returns=returns.numpy() if critic else None,
             metrics={
                 **experience.metrics,
-                "reward_mean": float(normalised.mean[number]),
-                "reward_scale": float(normalised.scale[number]),
+                "reward_mean": mean,
+                "reward_scale": scale,
                 "token_reward_mean": tokens.reward_mean,
                 "token_reward_scale": tokens.reward_scale,
                 "advantage_mean": tokens.mean,
@@ -220,8 +221,13 @@ def _filled(
                 "kl_coef": kl_coef,
             },
         )
-        for number, (experience, advantages, returns) in enumerate(
-            zip(experiences, tokens.advantages_M.split(lengths), tokens.returns_M.split(lengths), strict=True)
+        for experience, mean, scale, advantages, returns in zip(
+            experiences,
+            normalised.mean.tolist(),
+            normalised.scale.tolist(),
+            tokens.advantages_M.split(lengths),
+            tokens.returns_M.split(lengths),
+            strict=True,
         )
     ]
 
@@ -259,14 +265,16 @@ def token_level_rewards(
 
 
 def _token_level_rewards(
-    experiences: Sequence[Experience], penalties: Sequence[np.ndarray], objective: ObjectivePlan
+    experiences: Sequence[Experience], penalty_M: np.ndarray, objective: ObjectivePlan
 ) -> list[np.ndarray]:
-    rewards = [-penalty for penalty in penalties]
+    rewards = _split(-penalty_M, experiences)
     for experience, reward in zip(experiences, rewards, strict=True):
         if objective.init_kl_coef and not experience.demonstration:
             reward -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
-        if experience.advantages is not None and not experience.excluded and experience.action_mask.any():
-            reward[np.flatnonzero(experience.action_mask)[-1]] += _reward(experience)
+        if experience.advantages is not None and not experience.excluded:
+            place = last_action(experience.action_mask)
+            if place is not None:
+                reward[place] += _reward(experience)
     return rewards
 
 
@@ -281,23 +289,19 @@ def advantages(
     The audit of an update, in f64 and for metrics and records; the update itself computes it in f32, in
     `megatron.trainer`.
     """
-    return _weights(experiences, _penalties(experiences, teachers), opd_kl_discount, advantage_clip)
+    weights_M = _weights(experiences, _penalties(experiences, teachers), opd_kl_discount, advantage_clip)
+    return _split(weights_M, experiences)
 
 
 def _weights(
-    experiences: Sequence[Experience],
-    penalties: Sequence[np.ndarray],
-    opd_kl_discount: float,
-    advantage_clip: float | None,
-) -> list[np.ndarray]:
-    if not penalties:
-        return []
-    lengths = [len(penalty) for penalty in penalties]
-    mask_M = torch.from_numpy(np.concatenate([e.action_mask for e in experiences]))
-    weights_M = discounted_to_go(torch.from_numpy(np.concatenate(penalties)), mask_M, lengths, opd_kl_discount)
+    experiences: Sequence[Experience], penalty_M: np.ndarray, opd_kl_discount: float, advantage_clip: float | None
+) -> np.ndarray:
+    lengths = [e.response_length for e in experiences]
+    mask_M = torch.from_numpy(_joined_masks(experiences))
+    weights_M = discounted_to_go(torch.from_numpy(penalty_M), mask_M, lengths, opd_kl_discount)
     for own, part in zip([e.advantages for e in experiences], weights_M.split(lengths), strict=True):
         torch.sub(torch.zeros(()) if own is None else torch.from_numpy(own), part, out=part)
-    return np.split(torch.where(mask_M, clipped(weights_M, advantage_clip), 0.0).numpy(), np.cumsum(lengths)[:-1])
+    return torch.where(mask_M, clipped(weights_M, advantage_clip), 0.0).numpy()
 
 
 def advantage_metrics(
@@ -309,14 +313,13 @@ def advantage_metrics(
     over samples of token means.
     """
     experiences = [experience for experience in experiences if not experience.excluded]
-    penalties = _penalties(experiences, teachers)
-    rewards = [tokens.sum() for tokens in _token_level_rewards(experiences, penalties, objective)]
-    every = _weights(experiences, penalties, objective.opd_kl_discount, objective.advantage_clip)
-    acted = [weights[e.action_mask] for e, weights in zip(experiences, every, strict=True)]
+    penalty_M = _penalties(experiences, teachers)
+    rewards = [tokens.sum() for tokens in _token_level_rewards(experiences, penalty_M, objective)]
+    weights_M = _weights(experiences, penalty_M, objective.opd_kl_discount, objective.advantage_clip)
     kinds = ("mean", "max", "min")
     return {
         **statistics("critic/rewards", rewards, kinds),
-        **statistics("critic/advantages", np.concatenate(acted) if acted else [], kinds),
+        **statistics("critic/advantages", _picked(weights_M, _joined_masks(experiences)), kinds),
         **(_reference_metrics(experiences, objective) if objective.init_kl_coef else {}),
     }
 
@@ -338,20 +341,37 @@ def _reference_kl_mean(experiences: Sequence[Experience], objective: ObjectivePl
     return float(np.mean(means)) if means else math.nan
 
 
-def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> list[np.ndarray]:
-    """Return Σ opd_kl_coef · reverse_kl, f64 [T-P] a sample, 0 off the action mask."""
+def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> np.ndarray:
+    """Return Σ opd_kl_coef · reverse_kl, f64 [M], the samples' tokens end to end, 0 off the action mask."""
+    mask_M = _joined_masks(experiences)
+    penalty_M = np.zeros(len(mask_M))
     if not experiences:
-        return []
-    mask_M = np.concatenate([e.action_mask for e in experiences])
+        return penalty_M
     student = [e.student_logprobs for e in experiences]
     student_M = np.concatenate(student).astype(np.float64)
-    penalty_M = np.zeros(len(mask_M))
     for teacher in teachers:
         # a sample that the teacher has not read contributes no penalty
         read = [e.teacher_logprobs.get(teacher.name, own) for e, own in zip(experiences, student, strict=True)]
-        penalty_M += teacher.opd_kl_coef * (student_M - np.concatenate(read))
-    ends = np.cumsum([len(logprobs) for logprobs in student])
-    return np.split(np.where(mask_M, penalty_M, 0.0), ends[:-1])
+        gap_M = np.subtract(student_M, np.concatenate(read))
+        penalty_M += np.multiply(gap_M, teacher.opd_kl_coef, out=gap_M)
+    penalty_M[~mask_M] = 0.0
+    return penalty_M
+
+
+def _joined_masks(experiences: Sequence[Experience]) -> np.ndarray:
+    """Return the action masks end to end, bool [M]."""
+    return np.concatenate([np.zeros(0, bool), *[e.action_mask for e in experiences]])
+
+
+def _split(values_M: np.ndarray, experiences: Sequence[Experience]) -> list[np.ndarray]:
+    """Return each sample's part, a view [T-P]."""
+    ends = list(itertools.accumulate(e.response_length for e in experiences))
+    return [values_M[end - e.response_length : end] for e, end in zip(experiences, ends, strict=True)]
+
+
+def _picked(values_M: np.ndarray, mask_M: np.ndarray) -> np.ndarray:
+    """Return what is under the mask; what is masked nowhere, as mostly, is not copied."""
+    return values_M if mask_M.all() else values_M[mask_M]
 
 
 def _reward(experience: Experience, workflow: str | None = None) -> float:
@@ -371,11 +391,13 @@ def _reference_kl(experience: Experience, kl_penalty: str) -> Tensor:
     return torch.where(torch.tensor(experience.action_mask), KL_ESTIMATORS[kl_penalty](student, reference), 0.0)
 
 
-def _in_loss(experience: Experience, mask: Tensor) -> Tensor:
-    """Return `mask` where the sample is learned from: one that a mask leaves out counts in no whitening."""
-    return mask if experience.loss_mask is None else mask & torch.from_numpy(np.array(experience.loss_mask))
+def _in_loss(experience: Experience) -> np.ndarray:
+    """Return what is learned from: what a mask leaves out counts in no whitening."""
+    return experience.action_mask if experience.loss_mask is None else experience.loss_mask
 
 
-def _action_logprobs(experiences: Sequence[Experience]) -> list[Tensor]:
+def _action_logprobs(experiences: Sequence[Experience]) -> Sequence[Tensor]:
     """Return the student's log-probs of each sample's action tokens."""
-    return [torch.tensor(e.student_logprobs[e.action_mask]) for e in experiences]
+    logprobs_M = np.concatenate([e.student_logprobs for e in experiences])
+    counts = [int(np.count_nonzero(e.action_mask)) for e in experiences]
+    return torch.from_numpy(_picked(logprobs_M, _joined_masks(experiences))).split(counts)

@@ -123,7 +123,7 @@ def _checked(experience: Experience, logprobs: np.ndarray | None, whose: str) ->
     """Return [T-P] log-probs that are there, and as long as the response."""
     if logprobs is None:
         raise ValueError(f"sample {experience.id}: there are no log-probs of the {whose}")
-    if len(logprobs) != experience.response_length or len(experience.action_mask) != experience.response_length:
+    if not len(logprobs) == len(experience.action_mask) == experience.response_length:
         raise ValueError(
             f"sample {experience.id}: {len(logprobs)} log-probs of the {whose} and "
             f"{len(experience.action_mask)} mask entries for {experience.response_length} response tokens"

@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 
+from roll_opd.algorithms import corrections
 from roll_opd.algorithms.corrections import (
     Mismatch,
     difference_within,
@@ -104,7 +105,9 @@ def test_far_negatives_are_left_out() -> None:
     assert not found.all()
 
 
-def test_metrics() -> None:
+@pytest.mark.parametrize("piece", [3, 1000])
+def test_metrics(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corrections, "PIECE", piece)
     made = mismatch(7)
     gaps = [(float(made.train_M[t]), float(made.infer_M[t])) for t in torch.nonzero(made.mask_M).flatten()]
     ratios = [math.exp(a - b) for a, b in gaps]
