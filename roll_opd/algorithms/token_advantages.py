@@ -82,13 +82,13 @@ def _whitened(values_M: Tensor, mask_M: Tensor, *, asked: bool) -> tuple[Tensor,
 
 def on_last_action(rewards_B: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """Put each sample's reward on its last action token, f64 [M]; a sample without one gives nothing."""
-    lengths = [len(mask) for mask in masks]
-    begins = [0, *itertools.accumulate(lengths)]
-    last = [last_action(mask.numpy()) for mask in masks]
-    acted = [number for number, place in enumerate(last) if place is not None]
-    placed_M = torch.zeros(begins.pop(), dtype=torch.float64)
-    placed_M[[begins[n] + last[n] for n in acted]] = rewards_B[acted].double()
-    return placed_M
+    *begins, end = itertools.accumulate(map(len, masks), initial=0)
+    placed_M = np.zeros(end)
+    for reward, begin, mask in zip(rewards_B.tolist(), begins, masks, strict=True):
+        place = last_action(mask.numpy())
+        if place is not None:
+            placed_M[begin + place] = reward
+    return torch.from_numpy(placed_M)
 
 
 def last_action(mask: np.ndarray) -> int | None:
