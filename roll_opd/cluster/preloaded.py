@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import functools
 import gc
 import importlib
 import os
@@ -9,8 +10,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any, TextIO
@@ -54,15 +55,16 @@ def preload(told: TextIO) -> None:
     hide(broken_companions())
     gc.disable()  # a collection finds nothing, and takes a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it as it is imported
-    _import(RAY + MEGATRON)
-    wanted = told.read()
-    if wanted in (ANY_ENGINE, EAGER_ENGINES):
-        _import(VLLM)
-    if wanted == EAGER_ENGINES:
-        os.environ |= EAGER_ENVIRONMENT
-        _import(EAGER_CORE)
-        for name in EAGER_ENVIRONMENT:
-            del os.environ[name]  # the engines' processes set it themselves, the others do without
+    with compiling_later():
+        _import(RAY + MEGATRON)
+        wanted = told.read()
+        if wanted in (ANY_ENGINE, EAGER_ENGINES):
+            _import(VLLM)
+        if wanted == EAGER_ENGINES:
+            os.environ |= EAGER_ENVIRONMENT
+            _import(EAGER_CORE)
+            for name in EAGER_ENVIRONMENT:
+                del os.environ[name]  # the engines' processes set it themselves, the others do without
     del modules["ray"]
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
@@ -83,6 +85,36 @@ class _OfOneUser(socket.socket):
             connection.close()
             raise ConnectionAbortedError(errno.ECONNABORTED, "another user")  # and the server goes on
         return connection, address
+
+
+@contextmanager
+def compiling_later() -> Iterator[None]:
+    """Have a function that `torch.compile` decorates inside the block compiled at its first call, if there is one.
+
+    On CPUs hardly any is called, and to import the compiler takes a tenth of the time of all imports.
+    """
+    torch: Any = importlib.import_module("torch")
+    at_once = torch.compile
+
+    def later(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        if model is None:
+            return functools.partial(later, **options)
+
+        @functools.cache
+        def compiled() -> Callable[..., Any]:
+            return model if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else at_once(model, **options)
+
+        @functools.wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = later
+    try:
+        yield
+    finally:
+        torch.compile = at_once
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from roll_opd.cluster import warm_worker
+from roll_opd.cluster.preloaded import compiling_later
 from roll_opd.cluster.warm_start import ADDRESS, warm_server
 
 ROLE = SimpleNamespace(env={})
@@ -38,6 +40,7 @@ if __name__ == "__main__":
         "argv": sys.argv, "path": sys.path[0], "threads": torch.get_num_threads(), "FOO": os.environ.get("FOO"),
         "code": process.exitcode, "group": os.getpgid(0) == os.getpid(), "parent": os.getppid(), "main": __name__,
         "ADDRESS": os.environ.get("KEPT"), "vllm": "vllm" in sys.modules, "megatron": "megatron.core" in sys.modules,
+        "compiler": "torch._inductor.compile_fx" in sys.modules,
     }
     print(json.dumps(facts), flush=True)
     print("to errors", file=sys.stderr)
@@ -79,7 +82,7 @@ def test_a_fork_runs_a_program_as_the_interpreter_would(server: None, program: P
     facts = json.loads(ended.stdout)
     assert facts["argv"] == [str(program), place, "b c"] and facts["path"] == str(program.parent)
     assert (facts["FOO"], facts["threads"], facts["main"], facts["code"]) == ("foo", 2, "__main__", 3)
-    assert facts["group"] and facts["megatron"] and not facts["vllm"]
+    assert facts["group"] and facts["megatron"] and not facts["vllm"] and not facts["compiler"]
     child = json.loads(Path(place).read_text())
     assert child == {"BAR": "bar", "threads": 3, "ray": False}  # Ray reads the environment as it is imported
 
@@ -101,6 +104,29 @@ def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path
     program = tmp_path / "program.py"
     program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")
     assert setup(program, ROLL_OPD_WARM="1").stdout == "None 1\n"
+
+
+@pytest.mark.parametrize("off", ["0", "1"])
+def test_what_is_decorated_meanwhile_is_compiled_at_its_first_call(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, graphs = torch.compile, []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with compiling_later():
+
+        @torch.compile(backend=compiler, fullgraph=True)
+        def doubled(values: torch.Tensor) -> torch.Tensor:
+            """Twice."""
+            return 2 * values
+
+        negated = torch.compile(lambda values: -values, backend=compiler)
+    assert torch.compile is at_once and doubled.__doc__ == "Twice."
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", off)
+    for _ in range(2):
+        assert doubled(torch.ones(2)).tolist() == [2, 2] and negated(torch.ones(1)).tolist() == [-1]
+    assert len(graphs) == (0 if off == "1" else 2)
 
 
 @pytest.mark.parametrize("where", ["plan", "role"])
