@@ -24,7 +24,8 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
 RAY = ("pyarrow", "pydantic.v1")  # what Ray imports in each of its workers, without Ray
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
-EAGER_CORE = (  # what an engine core imports as it starts; whether a part is compiled is settled as it is imported
+COMPILER = "torch._inductor.lowering"  # vLLM prepares it for its own operations, which eager engines do not compile
+EAGER_CORE = (  # what an engine core imports as it starts
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.sample.rejection_sampler",
@@ -48,7 +49,7 @@ def preload(told: TextIO) -> None:
     it reads who it works for from the environment, as it is imported and never again.
     """
     from roll_opd.companions import broken_companions, hide
-    from roll_opd.inference.settings import EAGER_ENVIRONMENT, prepare_environment
+    from roll_opd.inference.settings import prepare_environment
 
     modules: dict[str, Any] = sys.modules
     modules["ray"] = None  # vLLM tries to import it
@@ -58,13 +59,13 @@ def preload(told: TextIO) -> None:
     with compiling_later():
         _import(RAY + MEGATRON)
         wanted = told.read()
-        if wanted in (ANY_ENGINE, EAGER_ENGINES):
+        if wanted == ANY_ENGINE:
             _import(VLLM)
         if wanted == EAGER_ENGINES:
-            os.environ |= EAGER_ENVIRONMENT
-            _import(EAGER_CORE)
-            for name in EAGER_ENVIRONMENT:
-                del os.environ[name]  # the engines' processes set it themselves, the others do without
+            modules.setdefault(COMPILER, None)
+            _import(VLLM + EAGER_CORE)
+            if modules[COMPILER] is None:
+                del modules[COMPILER]
     del modules["ray"]
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
@@ -91,7 +92,7 @@ class _OfOneUser(socket.socket):
 def compiling_later() -> Iterator[None]:
     """Have a function that `torch.compile` decorates inside the block compiled at its first call, if there is one.
 
-    On CPUs hardly any is called, and to import the compiler takes a tenth of the time of all imports.
+    Megatron alone imports the compiler for some it decorates, which on CPUs are hardly ever called.
     """
     torch: Any = importlib.import_module("torch")
     at_once = torch.compile
@@ -100,13 +101,14 @@ def compiling_later() -> Iterator[None]:
         if model is None:
             return functools.partial(later, **options)
 
-        @functools.cache
-        def compiled() -> Callable[..., Any]:
-            return model if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else at_once(model, **options)
+        compiled: list[Callable[..., Any]] = []
 
         @functools.wraps(model)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
+            if not compiled:
+                is_off = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+                compiled.append(model if is_off else at_once(model, **options))
+            return compiled[0](*args, **kwargs)
 
         return call
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from roll_opd.cluster.process_reaper import guarded
-from roll_opd.cluster.ray_environment import use_the_network_of
+from roll_opd.cluster.ray_environment import torch_variables, use_the_network_of
 
 ALONE = "localhost"  # in the place of this host's name, which need not have an address
 
@@ -26,7 +26,8 @@ def start(told: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess
     `port` at which the ranks meet.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={told['ranks']}"]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // told["ranks"])), **os.environ}
+    threads = str(max(1, (os.cpu_count() or 1) // told["ranks"]))
+    environment = {"OMP_NUM_THREADS": threads, **torch_variables(), **os.environ}
     if told["hosts"] == 1:
         launcher += ["--standalone", f"--local_addr={ALONE}"]
     else:

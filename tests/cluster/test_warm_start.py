@@ -106,6 +106,20 @@ def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path
     assert setup(program, ROLL_OPD_WARM="1").stdout == "None 1\n"
 
 
+def test_what_the_server_imports_can_be_imported_without_the_compiler() -> None:
+    code = (
+        "import contextlib, io, sys\n"
+        "from roll_opd.cluster import preloaded\n"
+        "preloaded.suppress = lambda *errors: contextlib.nullcontext()\n"
+        "preloaded.preload(io.StringIO(preloaded.EAGER_ENGINES))\n"
+        "assert 'vllm.v1.worker.cpu_worker' in sys.modules\n"
+        "compiler = [name for name in sys.modules if name.startswith('torch._inductor.lowering')]\n"
+        "assert not compiler, compiler\n"
+        "import torch._inductor.lowering\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
 @pytest.mark.parametrize("off", ["0", "1"])
 def test_what_is_decorated_meanwhile_is_compiled_at_its_first_call(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, graphs = torch.compile, []
