@@ -1,9 +1,9 @@
 """Processes that begin warm: one imports what a run's processes need, and they are forks of it.
 
 torch, Megatron and vLLM take 8 s of CPU and more to import, and a run on one machine has five processes or more that
-need them. A warm server (Python's own `multiprocessing.forkserver`) imports them once, while the driver reads its data and
-starts Ray. Ray then starts `warm_worker` in place of the interpreter: it asks the server for a fork that runs what the
-interpreter would have run. The engine core, which vLLM would spawn, is a fork of the same server.
+need them. A warm server (Python's own `multiprocessing.forkserver`) imports them once, while the driver reads its data
+and starts Ray. Ray then starts `warm_worker` in place of the interpreter: it asks the server for a fork that runs what
+the interpreter would have run. The engine core, which vLLM would spawn, is a fork of the same server.
 
 Only where there is no GPU: a process that has touched CUDA cannot be forked, and imports are nothing beside loading
 such models.
