@@ -119,9 +119,11 @@ def install_cpu_port() -> None:
     cuda._roll_opd_cpu_port = True
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    for name in ("set_device", "synchronize", "empty_cache"):  # torch's compiler refuses one function with three names
+        setattr(cuda, name, lambda *_, **__: None)
     cuda.Stream = cuda.Event = _NoStream
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: _NoStream()
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *_, **__: _NoStream())
     cuda.stream = lambda *_, **__: contextlib.nullcontext()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()

@@ -120,6 +120,18 @@ def test_what_the_server_imports_can_be_imported_without_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
+def test_a_fork_that_runs_megatron_on_a_cpu_can_compile(server: None, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "from roll_opd.megatron.cpu import install_cpu_port\n"
+        "install_cpu_port()\n"
+        "print(torch.compile(lambda values: 2 * values, backend='eager')(torch.ones(2)).tolist())\n"
+    )
+    ended = setup(program, ROLL_OPD_WARM="1")
+    assert (ended.stdout, ended.returncode) == ("[2.0, 2.0]\n", 0), ended.stderr
+
+
 @pytest.mark.parametrize("off", ["0", "1"])
 def test_what_is_decorated_meanwhile_is_compiled_at_its_first_call(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once, graphs = torch.compile, []
