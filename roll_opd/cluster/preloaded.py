@@ -21,7 +21,12 @@ PATH = list(sys.path)
 ANY_ENGINE, EAGER_ENGINES = "vllm", "vllm, eager"  # what the driver may want besides Megatron
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
+MEGATRON = (
+    "torch._inductor",  # whose settings torch.use_deterministic_algorithms sets; the compiler itself is not in it
+    "roll_opd.megatron.trainer",
+    "roll_opd.megatron.critic",
+    "roll_opd.megatron.export",
+)
 RAY = ("pyarrow", "pydantic.v1")  # what Ray imports in each of its workers, without Ray
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 COMPILER = "torch._inductor.lowering"  # vLLM prepares it for its own operations, which eager engines do not compile
