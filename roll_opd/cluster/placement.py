@@ -109,7 +109,8 @@ class Placement:
             raise ClusterError(
                 f"devices {', '.join(map(str, devices))} of one process are not on one node; change the device_mapping"
             )
-        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **torch_variables(), **env}
+        variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **torch_variables()}
+        variables |= warm_start.variables() | env
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
             variables |= {
@@ -124,7 +125,7 @@ class Placement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 home.group, placement_group_bundle_index=home.bundle
             ),
-            "runtime_env": {"env_vars": variables | warm_start.variables()},
+            "runtime_env": {"env_vars": variables},
         }
 
     def _threads(self, home: Device, role: tuple[int, ...]) -> int:

@@ -1,4 +1,7 @@
-"""The warm server's own side: what it imports, whom it serves, and what its forks must know of the time before."""
+"""The warm server's own side: what it imports, whom it serves, and what its forks must know of the time before.
+
+It is two processes: one, a fork of the other, imports what Megatron's roles need while the other imports vLLM.
+"""
 
 import ctypes
 import errno
@@ -10,7 +13,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from types import SimpleNamespace
@@ -21,13 +24,15 @@ PATH = list(sys.path)
 ANY_ENGINE, EAGER_ENGINES = "vllm", "vllm, eager"  # what the driver may want besides Megatron
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-MEGATRON = (
+MEGATRON, ENGINES = "megatron", "engines"  # whose forks a process may be, of the two
+
+OF_RAY = ("pyarrow", "pydantic.v1", "requests", "jsonschema", "uvloop")  # it imports them in each of its workers
+COMMON = (
+    *OF_RAY,
     "torch._inductor",  # whose settings torch.use_deterministic_algorithms sets; the compiler itself is not in it
-    "roll_opd.megatron.trainer",
-    "roll_opd.megatron.critic",
-    "roll_opd.megatron.export",
+    "transformers.modeling_utils",
 )
-RAY = ("pyarrow", "pydantic.v1")  # what Ray imports in each of its workers, without Ray
+OF_MEGATRON = ("roll_opd.megatron.trainer", "roll_opd.megatron.critic", "roll_opd.megatron.export")
 VLLM = ("roll_opd.inference.engine", "vllm.v1.engine.async_llm", "vllm.v1.engine.core")
 COMPILER = "torch._inductor.lowering"  # vLLM prepares it for its own operations, which eager engines do not compile
 EAGER_CORE = (  # what an engine core imports as it starts
@@ -40,18 +45,19 @@ EAGER_CORE = (  # what an engine core imports as it starts
 )
 
 
-def follow(driver: int) -> None:
-    """End this process with `driver`, its parent, also by SIGKILL and while something is being imported."""
+def follow(parent: int) -> None:
+    """End this process with `parent`, which has started it, also by SIGKILL and while something is being imported."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != driver:
+    if os.getppid() != parent:
         sys.exit()
 
 
-def preload(told: TextIO) -> None:
-    """Import what Megatron's roles need, and of vLLM what the driver, which reads its configuration meanwhile, says.
+def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) -> None:
+    """Import what Megatron's roles need, and of vLLM what `told` says; fork until the other end of `alive` is closed.
 
-    What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left to it as well:
-    it reads who it works for from the environment, as it is imported and never again.
+    `told` is written by the driver, which reads its configuration meanwhile; `listeners` are sockets, of MEGATRON and
+    of ENGINES. What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left to
+    it as well: it reads who it works for from the environment, as it is imported and never again.
     """
     from roll_opd.companions import broken_companions, hide
     from roll_opd.inference.settings import prepare_environment
@@ -62,22 +68,53 @@ def preload(told: TextIO) -> None:
     gc.disable()  # a collection finds nothing, and takes a fifth of the time
     prepare_environment(eager_on_cpu=False)  # vLLM reads a part of it as it is imported
     with compiling_later():
-        _import(RAY + MEGATRON)
-        wanted = told.read()
-        if wanted == ANY_ENGINE:
-            _import(VLLM)
-        if wanted == EAGER_ENGINES:
-            modules.setdefault(COMPILER, None)
-            _import(VLLM + EAGER_CORE)
-            if modules[COMPILER] is None:
-                del modules[COMPILER]
+        _import(COMMON)
+        first = os.getpid()
+        kind = ENGINES if os.fork() else MEGATRON
+        if kind == MEGATRON:
+            follow(first)
+            _import(OF_MEGATRON)
+        else:
+            _import_engines(told.read())
     del modules["ray"]
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
+    _serve(listeners[kind], alive)
 
 
-def serve(listener: int, alive: int) -> None:
-    """Fork for the processes of this user until the other end of `alive` is closed."""
+def _import_engines(wanted: str) -> None:
+    modules: dict[str, Any] = sys.modules
+    if wanted == ANY_ENGINE:
+        _import(VLLM)
+    if wanted == EAGER_ENGINES:
+        modules.setdefault(COMPILER, None)
+        _import(VLLM + EAGER_CORE)
+        if modules[COMPILER] is None:
+            del modules[COMPILER]
+        with suppress(Exception):
+            _override_kernels()
+
+
+def _override_kernels() -> None:
+    """Do for all forks what each engine core does: put vLLM's kernels for CPUs wherever a module has one of Triton's.
+
+    It looks for them in every module there is, for 0.7 s. They are in vLLM's.
+    """
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    of_vllm = {name: module for name, module in sys.modules.items() if name.startswith("vllm")}
+    looking: Any = dispatcher
+    looking.sys = SimpleNamespace(modules=of_vllm)
+    try:
+        current_platform.register_triton_kernel_overrides()
+    finally:
+        looking.sys = sys
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def _serve(listener: int, alive: int) -> None:
+    """Fork for the processes of this user."""
     module: Any = forkserver
     module.socket = SimpleNamespace(socket=_OfOneUser, AF_UNIX=socket.AF_UNIX)
     forkserver.main(listener, alive, [])

@@ -2,8 +2,9 @@
 
 torch, Megatron and vLLM take 8 s of CPU and more to import, and a run on one machine has five processes or more that
 need them. A warm server (Python's own `multiprocessing.forkserver`) imports them once, while the driver reads its data
-and starts Ray. Ray then starts `warm_worker` in place of the interpreter: it asks the server for a fork that runs what
-the interpreter would have run. The engine core, which vLLM would spawn, is a fork of the same server.
+and starts Ray: in two processes, of which one has imported Megatron before the other has vLLM. Ray then starts
+`warm_worker` in place of the interpreter: it asks one of them for a fork that runs what the interpreter would have run.
+The engine core, which vLLM would spawn, is a fork of the one that its client is of.
 
 Only where there is no GPU: a process that has touched CUDA cannot be forked, and imports are nothing beside loading
 such models.
@@ -15,11 +16,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
-from roll_opd.cluster.preloaded import ANY_ENGINE, EAGER_ENGINES
+from roll_opd.cluster.preloaded import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGATRON
 from roll_opd.cluster.ray_environment import prepare_environment
-from roll_opd.cluster.warm_worker import ADDRESS, WARM
+from roll_opd.cluster.warm_worker import ADDRESS, WARM, address_of
 from roll_opd.config.plan import RunPlan
 from roll_opd.failures import DEBUG
 
@@ -27,8 +28,8 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same und
 
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
-    "from roll_opd.cluster.preloaded import follow, preload, serve\n"
-    "follow({driver}); preload(sys.stdin); serve({listener}, {alive})"
+    "from roll_opd.cluster.preloaded import follow, preload_and_serve\n"
+    "follow({driver}); preload_and_serve(sys.stdin, {listeners!r}, {alive})"
 )
 
 
@@ -87,17 +88,20 @@ def warm_server() -> Iterator[WarmServer]:
 def _started() -> Iterator[WarmServer]:
     prepare_environment()
     address = f"roll_opd-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0" + address)  # of no file, which would stay where this process is killed
-        listener.listen()
+    with ExitStack() as stack:
+        sockets = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in (MEGATRON, ENGINES)}
+        for kind, listener in sockets.items():
+            listener.bind("\0" + address_of(address, kind))  # of no file, which would stay where this process is killed
+            listener.listen()
+        listeners = {kind: listener.fileno() for kind, listener in sockets.items()}
         alive_r, alive_w = os.pipe()
         said = None if DEBUG in os.environ else subprocess.DEVNULL
-        facts = {"path": sys.path, "driver": os.getpid(), "listener": listener.fileno(), "alive": alive_r}
+        facts = {"path": sys.path, "driver": os.getpid(), "listeners": listeners, "alive": alive_r}
         server = subprocess.Popen(
             [sys.executable, "-c", _SERVE.format(**facts)],
             # of libraries that have read it for good, before a worker is forked; torch has not
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            pass_fds=(listener.fileno(), alive_r),
+            pass_fds=(*listeners.values(), alive_r),
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=said,
@@ -110,7 +114,7 @@ def _started() -> Iterator[WarmServer]:
         finally:
             os.environ.pop(ADDRESS, None)
             os.close(alive_w)
-            server.kill()  # it may still import
+            server.kill()  # it may still import; its fork follows it
             server.wait()
 
 
@@ -119,6 +123,6 @@ def is_open() -> bool:
     return ADDRESS in os.environ
 
 
-def variables() -> dict[str, str]:
-    """Return what a worker's environment needs for it to begin warm: nothing where no server is."""
-    return {WARM: "1"} if is_open() else {}
+def variables(kind: str = MEGATRON) -> dict[str, str]:
+    """Return what a worker's environment needs for it to begin as a fork of `kind`: nothing where no server is."""
+    return {WARM: kind} if is_open() else {}

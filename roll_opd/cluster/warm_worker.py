@@ -12,7 +12,7 @@ from multiprocessing import context, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-# in the environment: the server's abstract socket, and whether a worker is to begin warm
+# in the environment: how the server's abstract sockets are named, and of which of its processes a worker is a fork
 ADDRESS, WARM = "ROLL_OPD_WARM_SERVER", "ROLL_OPD_WARM"
 CONTEXT = "--serialized-runtime-env-context="
 
@@ -22,8 +22,13 @@ _TRACKER: Any = resource_tracker._resource_tracker
 _CONTEXTS: Any = vars(context)["_concrete_contexts"]
 
 
+def address_of(server: str, kind: str) -> str:
+    """Return the name of the abstract socket where a server's process of a kind listens."""
+    return f"{server}-{kind}"
+
+
 def connect(address: str) -> None:
-    """Make the server at `address` the one that this process asks for forks."""
+    """Make the process at `address` the one that this process asks for forks."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     _TRACKER._fd = nowhere  # this process has nothing to be tracked
     _SERVER._forkserver_address = "\0" + address
@@ -69,15 +74,15 @@ def fork_instead_of_spawning() -> None:
 
 def _run_program(arguments: list[str]) -> None:
     """Run a Python program as the interpreter would have."""
+    from roll_opd.cluster import warm_worker  # not this copy of the module
     from roll_opd.cluster.preloaded import PATH
-    from roll_opd.cluster.warm_worker import connect, fork_instead_of_spawning  # not those of this copy of the module
 
     os.setpgid(0, 0)  # Ray ends a worker with its whole process group
     sys.path[:] = [os.path.dirname(arguments[0]), *PATH]
     sys.argv = arguments
-    connect(os.environ[ADDRESS])
+    warm_worker.connect(address_of(os.environ[ADDRESS], os.environ[WARM]))
     _TRACKER._fd = None  # this process starts its own
-    fork_instead_of_spawning()
+    warm_worker.fork_instead_of_spawning()
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     finally:
@@ -100,7 +105,7 @@ def _setup() -> None:
 
 def _is_started(process: WarmProcess, variables: dict[str, str]) -> bool:
     """Start it with `variables` in its environment. False where the server has ended: it has failed, or was killed."""
-    connect(os.environ[ADDRESS])
+    connect(address_of(os.environ[ADDRESS], variables[WARM]))
     before = dict(os.environ)
     os.environ.update(variables)
     try:

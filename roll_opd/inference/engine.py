@@ -307,15 +307,16 @@ class InferenceEngine:
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])
 
-    async def close(self, *, collect: bool = True) -> None:
+    async def close(self, *, collect: bool = True, grace_seconds: float | None = None) -> None:
         """End the engine core and wait until it has ended. Calling it twice is harmless.
 
-        Without `collect`, garbage is left: 0.6 s less, for a process that is about to be killed.
+        Without `collect`, garbage is left: 0.6 s less, for a process that is about to be killed. After `grace_seconds`
+        the core is killed; None: when vLLM does that.
         """
         if self._llm is None:
             return
         self._broken = "it is closed"
-        self._llm.shutdown()
+        self._llm.shutdown(grace_seconds)
         self._llm = None
         if collect:  # or it would be collected, with a complaint, at exit
             gc.unfreeze()

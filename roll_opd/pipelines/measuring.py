@@ -63,12 +63,13 @@ class Measuring:
     async def measure_teachers(self) -> None:
         """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
         plan, run = self.run.plan, self.run
-        asked = plan.validation and plan.validation.measure_teacher
+        asked = plan.validation if plan.validation and plan.validation.measure_teacher else None
         if run.resumed or not (asked and run.held_out and plan.teachers):
             return
         run.logger.note("Measuring the teacher in validation ...")
+        requests = len(run.held_out) * asked.sampling.n
         for teacher in plan.teachers:
-            async with teacher_as_student(plan, teacher, run.placement) as (sampler, workflow):
+            async with teacher_as_student(plan, teacher, run.placement, requests) as (sampler, workflow):
                 with run.clock.phase("validate"):
                     measured = await self.measure(sampler, by=f"teacher/{teacher.name}", workflow=workflow)
                 run.logger.teacher_accuracy(teacher.name, measured)

@@ -19,6 +19,7 @@ from roll_opd.pipelines.start import (
     start_reward_pools,
     start_workers,
     start_workflow,
+    starts_beside_measurement,
 )
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
@@ -43,11 +44,13 @@ async def train(run: Run) -> None:
     temperature = plan.rollout.sampling.temperature
     starting_rewards = asyncio.ensure_future(start_rewards(run))
     measuring = Measuring(run, starting_rewards)
+    measuring_teachers = asyncio.ensure_future(measuring.measure_teachers())
 
     async def start_models() -> RunWorkers:
         if any(reward.engine for reward in plan.rewards):
             await starting_rewards  # judges run on engines, and those that share a device start one after another
-        await measuring.measure_teachers()
+        if not starts_beside_measurement(plan, run.placement):
+            await measuring_teachers
         run.logger.note(f"Starting {started(plan)} ...")
         return await start_workers(plan, run.placement)
 
@@ -64,7 +67,8 @@ async def train(run: Run) -> None:
         return await measuring.measure(workers.sampler, step, readers=frozen_models, workflow=workflow, turns=turns)
 
     async def measured_first() -> dict[str, float]:
-        return await measure(0) | _counted(pools)
+        of_student, _ = await asyncio.gather(measure(0), measuring_teachers)
+        return of_student | _counted(pools)
 
     await run.log_start(measured_first)
 

@@ -10,6 +10,7 @@ from typing import Any
 from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.preloaded import ENGINES
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     FollowingPlan,
@@ -22,7 +23,7 @@ from roll_opd.config.plan import (
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.phases import Phase, members_of
+from roll_opd.phases import Member, Phase, members_of
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
@@ -40,6 +41,9 @@ from roll_opd.workers.workflow_pool import WorkflowPool
 from roll_opd.workers.writing import Writing
 from roll_opd.workflows.interface import flag
 from roll_opd.workflows.plugins import find_workflow
+
+REQUESTS_OF_AN_ENGINE = 256  # that it answers at once, unless told otherwise
+SMALL = 100_000_000  # parameters of a model that may be on a host twice
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ async def start_sampler(
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         names.append(f"{rollout.name}, engine {engine} ({placement.where(devices[0])}),")
         # the engine core is a process of its own and must not outlive a killed run
-        env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1"}
+        env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1", **warm_start.variables(ENGINES)}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
     engines = ActorGroup(actors, names)
     in_turn = turns.join(rollout.name, engines)
@@ -228,16 +232,24 @@ async def start_sampler(
 
 @asynccontextmanager
 async def teacher_as_student(
-    plan: RunPlan, teacher: TeacherPlan, placement: Placement
+    plan: RunPlan, teacher: TeacherPlan, placement: Placement, requests: int
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
     """Have a teacher in the student's place inside the block, to see how well it does itself.
 
-    Yields its engines, on the student's inference devices, and the run's workflow with it as the model.
+    Yields its engines, on the student's inference devices and no more than `requests` occupy, and the run's workflow
+    with it as the model.
     """
     assert plan.rollout is not None
-    swapped = replace(plan, rollout=replace(plan.rollout, name=teacher.name, model=teacher.worker.model))
-    assert swapped.rollout is not None
-    sampler = await start_sampler(swapped, swapped.rollout, placement)
+    engines = min(plan.rollout.engines, -(-requests // REQUESTS_OF_AN_ENGINE))
+    rollout = replace(
+        plan.rollout,
+        name=teacher.name,
+        model=teacher.worker.model,
+        devices=plan.rollout.devices[: engines * plan.rollout.tp],
+        engines=engines,
+    )
+    swapped = replace(plan, rollout=rollout)
+    sampler = await start_sampler(swapped, rollout, placement)
     workflow = None
     try:
         workflow = await start_workflow(swapped, sampler, placement)
@@ -310,6 +322,12 @@ def chunk_samples(plan: RunPlan) -> int:
     return max(1, min(half, min(limits.sequences or by_tokens, by_tokens) * worker.layout.dp))
 
 
+def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
+    """Whether the roles may start while other engines show how well the teachers do: on CPUs, where memory allows."""
+    parameters = [read_model(Path(teacher.worker.model.path)).parameters for teacher in plan.teachers]
+    return not placement.on_gpu and not _members(plan, placement) and max(parameters, default=0) <= SMALL
+
+
 def reads_beside_generation(plan: RunPlan, turns: Turns) -> bool:
     """Whether teachers and reference policy can read samples while others are still being written."""
     assert plan.rollout is not None
@@ -321,9 +339,13 @@ def reads_beside_generation(plan: RunPlan, turns: Turns) -> bool:
 
 
 def _turns(plan: RunPlan, placement: Placement) -> Turns:
-    """Return the turns of a run's roles: on GPUs, and elsewhere where that is written."""
+    return Turns(_members(plan, placement))
+
+
+def _members(plan: RunPlan, placement: Placement) -> Sequence[Member]:
+    """Return the roles that take turns: on GPUs, and elsewhere where that is written."""
     taken = placement.on_gpu if plan.is_offload_states is None else plan.is_offload_states
-    return Turns(members_of(plan) if taken else ())
+    return members_of(plan) if taken else ()
 
 
 def _group(actor: Any, plan: RunPlan, worker: MegatronPlan, placement: Placement, turns: Turns) -> Any:

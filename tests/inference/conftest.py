@@ -11,6 +11,7 @@ import pytest
 from inference_models import Running, make_model, save_model
 
 from roll_opd.cluster import warm_worker
+from roll_opd.cluster.preloaded import ENGINES
 from roll_opd.cluster.warm_start import ADDRESS, warm_server
 
 
@@ -41,7 +42,7 @@ def warm() -> Iterator[None]:
         for name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
             patch.setattr(warm_worker._SERVER, name, getattr(warm_worker._SERVER, name))
         tracked = warm_worker._TRACKER._fd
-        warm_worker.connect(os.environ[ADDRESS])
+        warm_worker.connect(warm_worker.address_of(os.environ[ADDRESS], ENGINES))
         warm_worker._TRACKER._fd = tracked
         patch.setitem(warm_worker._CONTEXTS, "spawn", warm_worker._CONTEXTS["spawn"])
         warm_worker.fork_instead_of_spawning()

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from roll_opd.cluster import warm_worker
-from roll_opd.cluster.preloaded import EAGER_ENGINES
+from roll_opd.cluster.preloaded import EAGER_ENGINES, MEGATRON
 from roll_opd.cluster.warm_start import WarmServer, warm_server
 from roll_opd.tracking.run_directory import read_jsonl
 
@@ -127,7 +127,8 @@ def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | No
             for name in names:
                 patch.setattr(module, name, getattr(module, name))
         patch.setenv(warm_worker.ADDRESS, FORKED_AT)
-        warm_worker.connect(FORKED_AT)
+        patch.setenv(warm_worker.WARM, MEGATRON)
+        warm_worker.connect(warm_worker.address_of(FORKED_AT, MEGATRON))
         process.start()
     assert process.pid
     return process.pid, lambda: process.exitcode
