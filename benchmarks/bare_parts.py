@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
 
 CLOSE_SECONDS = 20
 # has the step's samples made by the engines; returns the seconds of each part of that, and the experiences

@@ -27,12 +27,12 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.cluster.warm_start import warm_server
 from roll_opd.config.build import load_plan
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.frozen import freeze
 from roll_opd.pipelines import start
+from roll_opd.plan import RunPlan
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 from roll_opd.tracking.clock import PhaseClock

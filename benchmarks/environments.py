@@ -21,9 +21,9 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.cluster.warm_start import warm_server
 from roll_opd.config.build import load_plan
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.environments import EnvironmentSource
 from roll_opd.pipelines import start
+from roll_opd.plan import RunPlan
 
 
 def main() -> int:

@@ -107,10 +107,10 @@ def measure(ranks: Ranks, directory: Path) -> None:
     """Measure on this rank, and write its figures of each batch."""
     import torch
 
-    from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
     from roll_opd.hf.model_info import read_model
     from roll_opd.megatron.memory import shard_of, train_memory
     from roll_opd.megatron.trainer import MegatronTrainer
+    from roll_opd.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
 
     limits, layout = MicroBatchLimits(tokens=PACK), Layout(**dict[str, Any](ranks.layout))
     plan = TrainPlan(

@@ -25,8 +25,8 @@ from process_memory import PeakMemory
 from work import matrix_parameters, phase_work
 
 from roll_opd.config.build import load_plan
-from roll_opd.config.plan import RunPlan
 from roll_opd.hf.model_info import read_model
+from roll_opd.plan import RunPlan
 
 AXES = ("batch", "length", "model", "ranks")
 WORK = {  # what the cost is fitted against

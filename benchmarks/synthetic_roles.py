@@ -14,7 +14,6 @@ import torch
 from data_plane import LONGEST, lengths_of
 from driver_cost import DriverCost
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data import compact
 from roll_opd.data.bucket import BucketMemory, bucketed
 from roll_opd.data.compact import Compact
@@ -23,6 +22,7 @@ from roll_opd.data.training import TrainResult
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start
 from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.plan import SamplingPlan
 from roll_opd.rewards.interface import Score, Scored
 from roll_opd.workers import megatron
 from roll_opd.workers.reward import Answer

@@ -45,10 +45,10 @@ from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.ratio import importance_sampling
 from roll_opd.algorithms.opd import opd_penalty
-from roll_opd.config.plan import DataPlan
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.source import PromptSource
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.plan import DataPlan
 from roll_opd.rewards.builtin.math_rule import is_right
 
 DEMO = Path(__file__).resolve().parent / "demo"

@@ -44,8 +44,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.build import load_plan
-    from roll_opd.config.describe import to_json, to_text
-    from roll_opd.config.errors import ConfigError
+    from roll_opd.diagnostics import ConfigError
+    from roll_opd.pipelines.describe import to_json, to_text
     from roll_opd.terminal import columns, tell
 
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roll_opd.config.errors import ConfigError
+from roll_opd.diagnostics import ConfigError
 
 DONE, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 YAML = (".yaml", ".yml")

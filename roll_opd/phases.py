@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, RunPlan, TrainPlan
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import CriticPlan, FollowingPlan, MegatronPlan, RunPlan, TrainPlan
 
 
 class Phase(StrEnum):

@@ -17,7 +17,7 @@ from roll_opd.cluster.member import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.start_up import ClusterError
 from roll_opd.command_line import DONE, FAILED, INTERRUPTED, USER_ERROR
-from roll_opd.config.errors import Diagnostics
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.failures import os_sentence
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.weight_files import lost_weights, weight_problems

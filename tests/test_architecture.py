@@ -18,23 +18,25 @@ PACKAGE = Path(__file__).parent.parent / "roll_opd"
 FLOORS = {
     "roll_opd": (8, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
     "roll_opd.__main__": (7, "commands"),
-    "roll_opd.config.plan": (0, "ground"),
     "roll_opd.config.schema": (0, "ground"),
-    "roll_opd.config.errors": (0, "ground"),
-    "roll_opd.config.legacy_roll": (0, "ground"),
     "roll_opd.command_line": (0, "ground"),
     "roll_opd.companions": (0, "ground"),
     "roll_opd.declared": (0, "ground"),
+    "roll_opd.diagnostics": (0, "ground"),
     "roll_opd.extensions": (0, "ground"),
     "roll_opd.engine_options": (0, "ground"),
     "roll_opd.failures": (0, "ground"),
     "roll_opd.frozen": (0, "ground"),
+    "roll_opd.hardware": (0, "ground"),
     "roll_opd.hf": (0, "ground"),
     "roll_opd.hints": (0, "ground"),
+    "roll_opd.legacy_roll": (0, "ground"),
     "roll_opd.paths": (0, "ground"),
     "roll_opd.phases": (0, "ground"),
+    "roll_opd.plan": (0, "ground"),
     "roll_opd.terminal": (0, "ground"),
     "roll_opd.algorithms": (1, "algorithms"),
+    "roll_opd.composing": (1, "composing"),
     "roll_opd.data": (1, "data"),
     "roll_opd.megatron": (2, "megatron"),
     "roll_opd.inference": (2, "inference"),
@@ -46,7 +48,8 @@ FLOORS = {
     "roll_opd.workflows.builtin": (4, "workflows of the package"),  # they know what rewards know
     "roll_opd.environments": (4, "workflows of the package"),  # its games are what one of them plays
     "roll_opd.workers": (4, "workers"),
-    "roll_opd.config": (4, "config"),  # the planner reads facts from the rooms below
+    "roll_opd.trinity": (4, "trinity"),
+    "roll_opd.config": (5, "config"),  # the planner reads facts from the rooms below
     "roll_opd.rollout": (5, "rollout"),
     "roll_opd.pipelines": (6, "pipelines"),
     "roll_opd.cli": (7, "commands"),
@@ -60,10 +63,13 @@ ENGINES_AND_RAY = {"ray", "vllm", "megatron"}
 # room -> distributions' modules that none of its files imports
 STRANGERS = {
     "ground": ENGINES_AND_RAY | {"torch"},
+    "composing": ENGINES_AND_RAY | {"torch"},
     "algorithms": ENGINES_AND_RAY,
     "data": ENGINES_AND_RAY,
     "tracking": ENGINES_AND_RAY,
     "report": ENGINES_AND_RAY | {"torch", "transformers"},
+    "trinity": ENGINES_AND_RAY,
+    "config": {"ray", "megatron"},
     "megatron": {"ray", "vllm"},
     "inference": {"ray", "megatron"},
     "rewards": ENGINES_AND_RAY,
@@ -71,7 +77,7 @@ STRANGERS = {
     "environments": ENGINES_AND_RAY | {"torch", "transformers"},
 }
 TORCH_FREE = (
-    "roll_opd.config.plan",
+    "roll_opd.plan",
     "roll_opd.config.schema",
     "roll_opd.rewards.interface",
     "roll_opd.environments",
@@ -129,8 +135,8 @@ if TYPE_CHECKING:
     import vllm
 else:
     import torch
-from roll_opd.config import plan
-from roll_opd.config.plan import RunPlan
+from roll_opd import plan
+from roll_opd.plan import RunPlan
 from . import engine
 from ..data.rows import read
 def late():
@@ -140,7 +146,7 @@ def late():
     found = {name for _, name in imported("roll_opd.inference.x", tmp_path / "x.py")}
     assert found == {
         *("os", "ray.util", "typing", "torch", "megatron.core"),
-        *("roll_opd.config.plan", "roll_opd.inference.engine", "roll_opd.data.rows"),
+        *("roll_opd.plan", "roll_opd.inference.engine", "roll_opd.data.rows"),
     }
 
 

@@ -17,7 +17,7 @@ import roll_opd
 from roll_opd import cli, command_line, scripting
 from roll_opd.command_line import asked_pipeline, configuration
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError
+from roll_opd.diagnostics import ConfigError
 from roll_opd.pipelines.loop import Run
 from tests.pages import blocks, commands
 

@@ -3,7 +3,7 @@
 import pytest
 
 from roll_opd.config.build import load_plan
-from roll_opd.config.describe import to_text
+from roll_opd.pipelines.describe import to_text
 from roll_opd.terminal import WIDTH, columns, table, wrapped
 
 TEXT = "roll-opd: the configuration has 2 problems:\n  1. max_steps: expected a number (run.yaml:3)\n  2. seed: is bad"

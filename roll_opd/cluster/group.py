@@ -10,9 +10,9 @@ from ray._private.state import actors
 
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.start_up import ProcessDied, exit_detail
-from roll_opd.config.plan import MegatronPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.shares import Cut, Packing
+from roll_opd.plan import MegatronPlan
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
 

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from roll_opd.config.errors import ConfigError
+from roll_opd.diagnostics import ConfigError
 
 DEFAULT_PORT = 29500  # torchrun's MASTER_PORT
 LARGEST_PORT = 2**16 - 1

@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from roll_opd.cluster.preloaded import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGATRON
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.cluster.warm_worker import ADDRESS, WARM, address_of
-from roll_opd.config.plan import RunPlan
 from roll_opd.failures import DEBUG
+from roll_opd.plan import RunPlan
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same under WSL, AMD's
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from roll_opd.config.plan import LoraPlan
 from roll_opd.config.schema import ModelArgs
 from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import ModelFilesError, find_model
+from roll_opd.plan import LoraPlan
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OF_ATTENTION = LINEAR[:4]

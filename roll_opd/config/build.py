@@ -9,37 +9,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from roll_opd import hardware
 from roll_opd.algorithms.registry import POLICY_LOSSES, AlgorithmError
 from roll_opd.algorithms.table import KL_LOSS_COEF, algorithm, loss_facts
+from roll_opd.composing.load import LoadedConfig, write_yaml
 from roll_opd.config import (
     check_devices,
     check_files,
     check_objective,
     check_values,
     environments,
-    machine,
     parts,
     replay,
     teacher_context,
 )
-from roll_opd.config.check_workflow import argument_problems, name_problem
 from roll_opd.config.correction import check_quantised
-from roll_opd.config.errors import ConfigError, Diagnostics
 from roll_opd.config.expand import expand, pipeline_problem
 from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
-from roll_opd.config.load import LoadedConfig, write_yaml
-from roll_opd.config.plan import (
-    AuxiliaryPlan,
-    CheckpointPlan,
-    CriticPlan,
-    DataPlan,
-    DemonstrationPlan,
-    ObjectivePlan,
-    RewardPlan,
-    RunPlan,
-    ValidationPlan,
-    WorkflowPlan,
-)
 from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections, read_sections
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode
@@ -59,16 +45,30 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.config.trackers import read_trackers
-from roll_opd.config.trinity.load import load_any
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
+from roll_opd.diagnostics import ConfigError, Diagnostics
 from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.megatron.supported import not_yet
 from roll_opd.paths import PathError, find_path, looking_beside
+from roll_opd.plan import (
+    AuxiliaryPlan,
+    CheckpointPlan,
+    CriticPlan,
+    DataPlan,
+    DemonstrationPlan,
+    ObjectivePlan,
+    RewardPlan,
+    RunPlan,
+    ValidationPlan,
+    WorkflowPlan,
+)
 from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
+from roll_opd.trinity.load import load_any
+from roll_opd.workflows.check import argument_problems, name_problem
 
 TITLES = {
     "pure": "pure on-policy distillation",
@@ -362,7 +362,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
     models = {role.path: role.info for role in roles.placed() if role.info}
     finished = replace(
         plan,
-        device_memory_gb=top.device_memory_gb or machine.gpu_memory_gb(),
+        device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb(),
         memory=FrozenDict(estimate_memory(plan, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )

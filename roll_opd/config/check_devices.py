@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.plan import RunPlan
 from roll_opd.config.roles import Role
 from roll_opd.config.schema import Run
 from roll_opd.config.strategies import OPTIONS
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.megatron.memory import device_memory, readable_bytes
 from roll_opd.phases import members_on_gpus
+from roll_opd.plan import RunPlan
 
 
 def nodes(roles: list[Role], top: Run) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.plan import DataPlan, RewardPlan, StreamPlan
 from roll_opd.config.roles import MODEL, Role, Roles
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, Top, shared
 from roll_opd.config.teacher_context import follows, has_context
@@ -19,11 +17,13 @@ from roll_opd.data.formats import refusal
 from roll_opd.data.preview import first_tags
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import TEMPLATES
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, same_weights
 from roll_opd.hf.tokenizer_files import compare_tokenizers, has_tokenizer, largest_token_id
 from roll_opd.hints import nearest
 from roll_opd.paths import expanded, find_path
+from roll_opd.plan import DataPlan, RewardPlan, StreamPlan
 
 # our names for columns of rows with answers, which a key of the configuration may name otherwise
 ANSWER_KEYS = {

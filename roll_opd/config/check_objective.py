@@ -9,8 +9,6 @@ from roll_opd.algorithms.combinations import check_combination
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
-from roll_opd.config.legacy_roll import KL_PENALTIES_LATER, PURE_FIXED
-from roll_opd.config.plan import RewardPlan
 from roll_opd.config.read import as_yaml
 from roll_opd.config.schema import (
     AgenticKeys,
@@ -21,6 +19,8 @@ from roll_opd.config.schema import (
     Top,
     keys_of,
 )
+from roll_opd.legacy_roll import KL_PENALTIES_LATER, PURE_FIXED
+from roll_opd.plan import RewardPlan
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's

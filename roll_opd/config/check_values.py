@@ -6,10 +6,10 @@ Every function takes what it needs and tells the sections what is wrong with the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.config.roles import Role, Roles
 from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker
 from roll_opd.config.strategies import OPTIONS
+from roll_opd.plan import MicroBatchLimits
 
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
 MOST_SEQUENCES = 10**7  # of a step: all of them are in the driver's memory at once

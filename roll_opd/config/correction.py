@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from roll_opd.algorithms.table import loss_facts
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.plan import CorrectionPlan, TokenFilterPlan
 from roll_opd.config.schema import ImportanceWeight, Section, TokenFilter, Top
+from roll_opd.diagnostics import Diagnostics
+from roll_opd.plan import CorrectionPlan, TokenFilterPlan
 
 # (lower, upper) where nobody writes them: ROLL's bound, and those that verl and rLLM give for IcePop
 BOUNDS = {"tis": (None, 1.2), "icepop": (0.5, 5.0)}

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from roll_opd.config.parts import sampling_plan
-from roll_opd.config.plan import DataPlan, ObjectivePlan, ValidationPlan
 from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections
 from roll_opd.config.schema import (
     EnvironmentKeys,
@@ -22,6 +21,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import DataPlan, ObjectivePlan, ValidationPlan
 from roll_opd.workflows.managers import makes_steps
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")

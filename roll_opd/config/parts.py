@@ -7,17 +7,6 @@ from roll_opd.algorithms.table import KL_PENALTIES, ROLL_LOSS_AGG_MODE, loss_fac
 from roll_opd.config import correction
 from roll_opd.config.check_objective import clip_range, has_norm_levels, keys_of_steps
 from roll_opd.config.check_values import micro_batch
-from roll_opd.config.plan import (
-    FollowingPlan,
-    MegatronPlan,
-    ModelPlan,
-    ObjectivePlan,
-    OptimizerPlan,
-    RolloutPlan,
-    SamplingPlan,
-    TeacherPlan,
-    TrainPlan,
-)
 from roll_opd.config.roles import Role
 from roll_opd.config.schedule import read_schedule
 from roll_opd.config.schema import (
@@ -37,6 +26,17 @@ from roll_opd.config.schema import (
 )
 from roll_opd.config.teacher_context import context_of
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import (
+    FollowingPlan,
+    MegatronPlan,
+    ModelPlan,
+    ObjectivePlan,
+    OptimizerPlan,
+    RolloutPlan,
+    SamplingPlan,
+    TeacherPlan,
+    TrainPlan,
+)
 
 JUDGE_TOKENS = 1024  # of a judge's instructions, and of its answer where no max_new_tokens is written
 

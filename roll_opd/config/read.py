@@ -13,10 +13,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from roll_opd.config import machine
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
-from roll_opd.config.load import COMMAND_LINE
+from roll_opd import hardware
+from roll_opd.composing.load import COMMAND_LINE
 from roll_opd.config.schema import (
     DataArgs,
     GeneratingArgs,
@@ -36,7 +34,9 @@ from roll_opd.config.schema import (
     keys_of,
     settle,
 )
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.hints import nearest
+from roll_opd.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
 
 S = TypeVar("S", bound=Section)
 PURE_ROLES = ("student_train", "student_infer")
@@ -113,7 +113,7 @@ def _with_devices(top: Run | None, sections: Sections) -> Run | None:
     written = any(worker is not None and worker.device_mapping is not None for worker in workers)
     if top is None or written or "num_gpus_per_node" in top.written:
         return top
-    return changed(top, {"num_gpus_per_node": machine.devices()})
+    return changed(top, {"num_gpus_per_node": hardware.devices()})
 
 
 def _variables(

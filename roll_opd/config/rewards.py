@@ -5,13 +5,13 @@ from typing import Any
 
 from roll_opd.algorithms.filters import FILTERS
 from roll_opd.config.check_files import shared_tags
-from roll_opd.config.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
-from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.config.read import LOCAL_JUDGE, SHARED_JUDGE
 from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
 from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
 from roll_opd.hints import nearest
+from roll_opd.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
+from roll_opd.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.rewards.interface import RewardError
 from roll_opd.rewards.registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.tracking.secrets import is_secret

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_opd.config import adapters, replay
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.plan import LoraPlan
 from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
 from roll_opd.config.schema import Dtype, Supervised, TeacherWorker, Top, Worker
 from roll_opd.config.strategies import OPTIONS, Strategy, read_megatron, read_vllm
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.tokenizer_files import has_tokenizer
 from roll_opd.hf.weight_files import holds_decoder, weight_problems
 from roll_opd.megatron.layouts import check_layout, check_tensor_parallel
+from roll_opd.plan import LoraPlan
 
 MODEL = "model_args.model_name_or_path"  # of a role's section
 Job = Literal["train", "frozen", "rollout"]

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from roll_opd.config.legacy_roll import SCHEDULES
 from roll_opd.config.schema import TrainingArgs
+from roll_opd.legacy_roll import SCHEDULES
 
 
 def read_schedule(args: TrainingArgs, total: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from roll_opd.config import legacy_roll as roll
-from roll_opd.config.errors import Diagnostics
+from roll_opd import legacy_roll as roll
+from roll_opd.diagnostics import Diagnostics
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")

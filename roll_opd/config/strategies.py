@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.config import machine
+from roll_opd import hardware
 from roll_opd.config.device_mapping import parse_device_mapping, short_devices
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
-from roll_opd.config.plan import Layout
 from roll_opd.config.read import ignore
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.engine_options import no_effect, option_problem
+from roll_opd.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 from roll_opd.megatron import options
+from roll_opd.plan import Layout
 
 OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
 SIZES = {
@@ -198,7 +198,7 @@ def _is_taken(key: str, value: Any, tell: Diagnostics) -> bool:
     """Whether an option of Megatron's goes to the engine; says why it does not, or does nothing there."""
     if refusal := options.refusal(key, value):
         tell.block(key, refusal)
-    elif remark := options.remark(key, has_gpus=machine.gpu_memory_gb() is not None):
+    elif remark := options.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
         tell.remark(key, remark)
     return refusal is None and key not in options.WITHOUT_EFFECT
 

@@ -1,11 +1,11 @@
 """What a teacher reads, and whether its weights follow the student's: read, and held against the rest of the run."""
 
 from roll_opd.config.check_values import micro_batch
-from roll_opd.config.plan import ContextPlan
 from roll_opd.config.roles import Role, Roles
 from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
 from roll_opd.data.templates import TEMPLATES
 from roll_opd.hf.model_info import same_weights
+from roll_opd.plan import ContextPlan
 
 
 def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.config.plan import DataPlan
 from roll_opd.data.rows import EMPTY, WRONG_TYPE, BadRow, Row, own_names, parse_messages, parse_row, parse_task
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import DataPlan
 
 NO_ANSWER = "without an answer"
 SAME_ANSWER = "chosen and rejected are the same"

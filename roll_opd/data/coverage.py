@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_opd.config.plan import RewardPlan, TeacherPlan
 from roll_opd.data.rows import DataError
+from roll_opd.plan import RewardPlan, TeacherPlan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
 from roll_opd.data.files import RowFile
 from roll_opd.data.report import (
@@ -27,6 +26,7 @@ from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.data.templates import NoChatTemplate, PromptText, render_answer, render_prompt, tokenize
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import DataPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.plan import MicroBatchLimits
 
 SHORTEST_SHARE = 1 / 8  # of a sequence, that a shared prefix should be: attention needs a mask then
 

@@ -3,9 +3,9 @@
 import math
 from itertools import islice
 
-from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import DEFAULT_TAG, DataError
+from roll_opd.plan import DataPlan
 
 ROWS_SCANNED = 50_000  # of all files together; enough for a mistake to show
 

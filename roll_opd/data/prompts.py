@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_opd.config.plan import DataPlan, StreamPlan
 from roll_opd.data.answers import columns_of, parse_answered
 from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
@@ -20,6 +19,7 @@ from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.data.templates import TEMPLATES, PromptText
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import DataPlan, StreamPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

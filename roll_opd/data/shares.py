@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.data.compact import Compact
 from roll_opd.data.packing import assign, neighbours, relatives, singles
 from roll_opd.data.training import HeldTargets
+from roll_opd.plan import MicroBatchLimits
 
 Item = TypeVar("Item")
 Assignment = list[list[list[int]]]  # of each data-parallel rank, its micro-batches of sample numbers

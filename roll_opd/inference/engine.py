@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.data.bucket import DTYPES, BucketMemory
 from roll_opd.inference.completion import (
     Completion,
@@ -37,6 +36,7 @@ from roll_opd.inference.settings import (
     prepare_environment,
     resolve_engine_args,
 )
+from roll_opd.plan import ModelPlan, SamplingPlan
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs

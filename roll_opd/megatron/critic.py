@@ -17,7 +17,6 @@ from torch import Tensor
 
 from roll_opd.algorithms.aggregation import scaled, value_scales
 from roll_opd.algorithms.gae import clipped_values, value_loss
-from roll_opd.config.plan import CriticPlan
 from roll_opd.data.training import TrainResult, ValueSample
 from roll_opd.hf.weight_files import VALUE_HEAD
 from roll_opd.megatron.batches import PackedBatch, Sample
@@ -25,6 +24,7 @@ from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import Files
+from roll_opd.plan import CriticPlan
 
 
 class ValueHead(torch.nn.Module):

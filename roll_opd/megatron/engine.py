@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.data.shares import Packing
 from roll_opd.data.tensors import as_array
 from roll_opd.megatron import parallel
@@ -26,6 +25,7 @@ from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrapped
 from roll_opd.megatron.offload import Memory
 from roll_opd.phases import Part, Phase
+from roll_opd.plan import MegatronPlan, MicroBatchLimits
 
 # what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]

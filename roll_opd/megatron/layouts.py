@@ -5,9 +5,9 @@ Every function writes a sentence into `Diagnostics` for what cannot be, under th
 
 from collections.abc import Mapping
 
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.plan import Layout
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.hf.model_info import ModelInfo
+from roll_opd.plan import Layout
 
 # settings of Megatron-core that give stages different numbers of layers; the engine checks these itself
 UNEVEN_STAGES = (

@@ -7,7 +7,10 @@ out, and savings of selective recomputation are not counted.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from roll_opd.config.plan import (
+from roll_opd.hf.model_info import ModelInfo
+from roll_opd.phases import Parts as Held
+from roll_opd.phases import Phase, at_once, members_on_gpus
+from roll_opd.plan import (
     CriticPlan,
     FollowingPlan,
     Layout,
@@ -18,9 +21,6 @@ from roll_opd.config.plan import (
     RunPlan,
     TrainPlan,
 )
-from roll_opd.hf.model_info import ModelInfo
-from roll_opd.phases import Parts as Held
-from roll_opd.phases import Phase, at_once, members_on_gpus
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PADDED_TO = 32  # columns a tensor rank: the engine's vocabulary is a multiple of it (`exact.VECTOR`)

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.frozen import thaw
 from roll_opd.hf.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from roll_opd.megatron.batches import PackedBatch
@@ -41,6 +40,7 @@ from roll_opd.megatron.weights.families import has_experts, transformer_config
 from roll_opd.megatron.weights.source import Files
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.megatron.weights.transfer import ModelWeights
+from roll_opd.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.plan import MegatronPlan, TrainPlan
 from roll_opd.hf.model_info import DEEPSEEK_TYPES, MODEL_TYPES, RUN, read_json
+from roll_opd.plan import MegatronPlan, TrainPlan
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEEPSEEK_ROPE_TYPES = ("default", "yarn")  # vLLM takes every other one for yarn

@@ -21,7 +21,6 @@ from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped
-from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.data.tensors import as_tensor
 from roll_opd.data.training import TrainResult, TrainSample
 from roll_opd.megatron.batches import PackedBatch, Sample
@@ -30,6 +29,7 @@ from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import HeadModel, unwrapped
 from roll_opd.phases import Part
+from roll_opd.plan import ObjectivePlan, TrainPlan
 
 
 class MegatronTrainer(MegatronLearner):

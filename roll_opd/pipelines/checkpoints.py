@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.plan import CheckpointPlan
 from roll_opd.paths import content
+from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory, write_atomic
 from roll_opd.workers.writing import Writing
 

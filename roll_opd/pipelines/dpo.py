@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import present
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.training import TrainSample, supervised_samples
@@ -18,6 +17,7 @@ from roll_opd.phases import Phase
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
+from roll_opd.plan import RunPlan
 from roll_opd.tracking.summary import STEP_TOKENS
 from roll_opd.workers.roles import FrozenModel
 from roll_opd.workers.supervised import SupervisedStudent

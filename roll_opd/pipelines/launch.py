@@ -36,14 +36,14 @@ from roll_opd.command_line import (
     without_collections,
 )
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.rows import DataError
+from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence, shortened, tell_unforeseen
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.restarting import is_attempt, restarted, restarts_left
+from roll_opd.plan import RunPlan
 from roll_opd.rewards.interface import RewardError
 from roll_opd.terminal import tell
 from roll_opd.tracking.recording import recorded

@@ -20,17 +20,17 @@ from roll_opd.cluster.start_up import ClusterError, ProcessDied, StartUp
 from roll_opd.cluster.watching import watched
 from roll_opd.command_line import tell_run_directory
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.rows import DataError
 from roll_opd.data.source import Source
+from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
 from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.plan import RunPlan
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Progress, shown_while_long
 from roll_opd.tracking.recording import Recording, recorded

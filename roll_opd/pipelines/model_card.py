@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from roll_opd import __version__
-from roll_opd.config.describe import objective_text
-from roll_opd.config.plan import RunPlan, SamplingPlan
+from roll_opd.pipelines.describe import objective_text
+from roll_opd.plan import RunPlan, SamplingPlan
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 

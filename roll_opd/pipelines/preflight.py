@@ -15,9 +15,6 @@ from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
-from roll_opd.config import check_workflow
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import DataPlan, FollowingPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage
 from roll_opd.data.environments import EnvironmentSource, held_out_tasks
@@ -26,16 +23,19 @@ from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.source import MixedSource, PromptSource, Source
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.diagnostics import ConfigError
 from roll_opd.extensions import argument_problems
 from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
 from roll_opd.inference.settings import cpu_block
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS, STATE_FILE, Checkpoint, CheckpointError, find
+from roll_opd.plan import DataPlan, FollowingPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
+from roll_opd.workflows import check
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.plugins import find_reward, find_workflow
 
@@ -251,7 +251,7 @@ def _check_named_parts(plan: RunPlan) -> None:
         if found.__module__.startswith("roll_opd.workflows.builtin."):
             given = thaw(workflow.workflow_args)
             reward = workflow.workflow_reward
-            for argument, problem in check_workflow.argument_problems(workflow.workflow, given, reward):
+            for argument, problem in check.argument_problems(workflow.workflow, given, reward):
                 raise WorkflowError(f"workflow_args.{argument}: {problem}")
         if workflow.workflow_reward:
             find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.source import MixedSource
 from roll_opd.phases import Phase
 from roll_opd.pipelines.loop import Run
@@ -22,6 +21,7 @@ from roll_opd.pipelines.start import (
     starts_beside_measurement,
 )
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
+from roll_opd.plan import RunPlan
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.plan import RunPlan
+from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
 from roll_opd.tracking.summary import versions
 

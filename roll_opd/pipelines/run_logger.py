@@ -10,7 +10,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.cluster.progress import calls_under_way
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Source
 from roll_opd.data.training import TrainSample
@@ -18,6 +17,7 @@ from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, teacher_prompts_of, text_of, topk_hits
+from roll_opd.plan import RunPlan
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
 from roll_opd.rollout.advantages import advantages, token_level_rewards

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.data.training import TrainSample, supervised_samples
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
+from roll_opd.plan import RunPlan
 from roll_opd.tracking.summary import STEP_TOKENS
 from roll_opd.workers.supervised import SupervisedStudent
 

@@ -11,7 +11,12 @@ from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.preloaded import ENGINES
-from roll_opd.config.plan import (
+from roll_opd.data.experience import Experience
+from roll_opd.hf.model_info import read_model
+from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.phases import Member, Phase, members_of
+from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
+from roll_opd.plan import (
     AuxiliaryPlan,
     FollowingPlan,
     MegatronPlan,
@@ -20,11 +25,6 @@ from roll_opd.config.plan import (
     RunPlan,
     TeacherPlan,
 )
-from roll_opd.data.experience import Experience
-from roll_opd.hf.model_info import read_model
-from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.phases import Member, Phase, members_of
-from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.critic import Critic
 from roll_opd.workers.megatron import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.config.plan import RunPlan
 from roll_opd.data.experience import Experience, as_read_by
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.start import RunWorkers
+from roll_opd.plan import RunPlan
 from roll_opd.rollout.teacher_checks import Check, Readings, Settings, checks
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from roll_opd.config.legacy_roll import REWARD_CLASSES_OF_ROLL
 from roll_opd.extensions import Registry, arguments
+from roll_opd.legacy_roll import REWARD_CLASSES_OF_ROLL
 from roll_opd.rewards.interface import Reward, RewardError
 
 

@@ -23,8 +23,8 @@ from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped, last_action, on_last_action, token_advantages
-from roll_opd.config.plan import ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience, changed
+from roll_opd.plan import ObjectivePlan, TeacherPlan
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.errors import RunError
 

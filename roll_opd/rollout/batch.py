@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience, changed
 from roll_opd.data.source import Prompt, Source
+from roll_opd.plan import SamplingPlan
 from roll_opd.rollout.selection import GroupFilter, Selection
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.tracking.clock import PhaseClock

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from roll_opd.algorithms.sample_masks import below_longest, between_difficulties, right_or_short
-from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.data.experience import Experience, changed
+from roll_opd.plan import ObjectivePlan, SamplingPlan
 
 MASKED = "masked_by"  # begins the names under which a sample's `metrics` tell which rules left it out
 

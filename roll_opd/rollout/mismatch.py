@@ -15,8 +15,8 @@ from roll_opd.algorithms.corrections import (
     negatives_near,
     ratio_within,
 )
-from roll_opd.config.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience, changed, present
+from roll_opd.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
 from roll_opd.rollout.advantages import advantages
 
 _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}

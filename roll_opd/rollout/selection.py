@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from roll_opd.algorithms.filters import FILTERS
-from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience, changed
+from roll_opd.plan import FilterPlan, RewardPlan
 
 GroupFilter = Callable[[Sequence[Experience]], bool]  # whether a group, whose samples have their rewards, passes
 

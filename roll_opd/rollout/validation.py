@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Prompt
+from roll_opd.plan import SamplingPlan
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.tracking.metrics import validation_metrics
 from roll_opd.workers.reward_pool import RewardPool

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from roll_opd.algorithms.aggregation import value_scales
-from roll_opd.config.plan import CriticPlan
 from roll_opd.data.experience import Experience, changed, present
 from roll_opd.data.shares import Cut, cut, without_tokens
 from roll_opd.data.training import ValueSample
+from roll_opd.plan import CriticPlan
 from roll_opd.tracking.metrics import statistics
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from roll_opd.cluster.group import WorkerGroup
-from roll_opd.config.plan import TrainPlan
 from roll_opd.data.shares import Assignment, Cut
 from roll_opd.data.training import TrainResult
+from roll_opd.plan import TrainPlan
 from roll_opd.tracking.progress import Count
 from roll_opd.workers.errors import SkippedUpdates
 from roll_opd.workers.writing import Writing

@@ -9,9 +9,9 @@ from zlib import crc32
 import numpy as np
 import ray
 
-from roll_opd.config.plan import RolloutPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.plan import RolloutPlan
 from roll_opd.rewards.interface import RewardError
 from roll_opd.workers.sampler import Request
 

@@ -17,7 +17,6 @@ import ray
 
 from roll_opd.algorithms.sample_masks import sample_weights
 from roll_opd.cluster.progress import MicroBatches
-from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.data.bucket import DTYPES, BucketMemory, Description, map_bucket
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
@@ -25,6 +24,7 @@ from roll_opd.data.shares import Packing, Share
 from roll_opd.data.training import HeldTargets, TeacherTargets, TrainSample, ValueSample
 from roll_opd.inference.settings import DTYPE_NAMES
 from roll_opd.phases import Part, Phase
+from roll_opd.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
 from roll_opd.workers.held import hold, opened
 from roll_opd.workers.weight_buckets import OnHost, WritesBuckets, Written
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.config.plan import RewardPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.templates import load_tokenizer
+from roll_opd.plan import RewardPlan
 from roll_opd.rewards.calling import Caller, weighted
 from roll_opd.rewards.interface import RewardSample, Scored
 from roll_opd.rewards.registry import resolve

@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 
-from roll_opd.config.plan import RewardPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience, changed
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import RewardPlan
 from roll_opd.rewards.interface import TIMEOUT, Failure, Score, Scored
 from roll_opd.terminal import warn
 from roll_opd.tracking.rewards import scoring_metrics

@@ -10,11 +10,11 @@ import numpy as np
 
 from roll_opd.algorithms.aggregation import loss_scales
 from roll_opd.cluster.group import FrozenGroup, Reference, WorkerGroup
-from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience, as_read_by, changed
 from roll_opd.data.shares import Cut, cut, without_tokens
 from roll_opd.data.training import ROUTER_LOSSES, HeldTargets, TrainSample
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.held import as_sent
 from roll_opd.workers.learner import Learner, Update, optimizer_metrics, total

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import ray
 
-from roll_opd.config.plan import RolloutPlan, SamplingPlan
 from roll_opd.data.bucket import Description
 from roll_opd.data.compact import Compact
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.phases import Part, Phase
+from roll_opd.plan import RolloutPlan, SamplingPlan
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request
 from roll_opd.workers.weight_buckets import OnHost

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from roll_opd.cluster.group import ActorGroup
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.compact import Compact
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import SamplingPlan
 from roll_opd.workers.batched import BatchedCalls
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.weight_sync import WeightSync

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from roll_opd.algorithms.aggregation import loss_scales
-from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.shares import Cut, cut, without_tokens
 from roll_opd.data.training import TrainSample
+from roll_opd.plan import ObjectivePlan
 from roll_opd.workers.learner import Learner, optimizer_metrics, total
 from roll_opd.workers.roles import gathered
 from roll_opd.workers.turns import Turns

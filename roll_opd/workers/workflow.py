@@ -20,7 +20,6 @@ import numpy as np
 import ray
 
 from roll_opd.cluster.group import ActorGroup
-from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
@@ -29,6 +28,7 @@ from roll_opd.frozen import thaw
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.completion import Completion
 from roll_opd.inference.tool_calls import find_parser
+from roll_opd.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.workers.coalesce import coalesced
 from roll_opd.workers.sampler import Request, Sampler, Session
 

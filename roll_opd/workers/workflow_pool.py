@@ -15,9 +15,9 @@ from typing import Any
 import ray
 
 from roll_opd.cluster.group import ActorGroup
-from roll_opd.config.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
+from roll_opd.plan import RolloutPlan, TeacherPlan, WorkflowPlan
 from roll_opd.terminal import warn
 from roll_opd.workers.batched import BatchedCalls
 from roll_opd.workers.errors import RunError

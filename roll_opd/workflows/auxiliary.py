@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.plan import SamplingPlan
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import ModelWrapper, Responses, RunState
 from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs

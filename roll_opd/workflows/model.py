@@ -15,9 +15,9 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.order import derived_seed
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import SamplingPlan
 from roll_opd.workflows.errors import NoRoomError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs

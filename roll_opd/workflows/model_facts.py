@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.plan import SamplingPlan
 
 
 @dataclass(frozen=True)

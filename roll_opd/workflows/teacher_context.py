@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.config.plan import ContextPlan
 from roll_opd.data.rows import BadRow, Row
 from roll_opd.data.source import Prompt
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.frozen import freeze
+from roll_opd.plan import ContextPlan
 from roll_opd.workflows.model import RunState
 
 

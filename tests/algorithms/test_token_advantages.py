@@ -9,9 +9,9 @@ import torch
 
 from roll_opd.algorithms.advantages.batch import normalised_rewards
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages, whitening
-from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.rollout.advantages import advantage_metrics, advantages, external_advantages, token_level_rewards
 from roll_opd.workers.errors import RunError
 

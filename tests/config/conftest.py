@@ -8,8 +8,8 @@ import pytest
 from config_assets import base_values, set_key, write_config
 
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import RunPlan
+from roll_opd.diagnostics import ConfigError
+from roll_opd.plan import RunPlan
 
 
 @pytest.fixture

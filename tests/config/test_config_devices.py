@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roll_opd.config import machine
-from roll_opd.config.plan import RunPlan
+from roll_opd import hardware
 from roll_opd.megatron.memory import device_memory
+from roll_opd.plan import RunPlan
 
 Plan = Callable[..., RunPlan]
 ROLES = ("student_train", "student_infer", "teacher")
@@ -48,7 +48,7 @@ def test_a_node_has_what_the_machine_has(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     # a teacher of one device a copy fits any number
     unwritten = {**UNWRITTEN, "num_gpus_per_node": ..., "teacher.strategy_args.strategy_config": {}}
-    assert plan(unwritten).devices_per_node == (gpus or machine.SLOTS)
+    assert plan(unwritten).devices_per_node == (gpus or hardware.SLOTS)
     written = {"student_train.device_mapping": "[0,1]"}  # then a node is as large as ROLL's
     assert plan({**unwritten, **written}).devices_per_node == 8
 
@@ -56,8 +56,8 @@ def test_a_node_has_what_the_machine_has(
 def test_one_core_is_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
-    assert machine.devices() == 1
-    assert machine.gpu_memory_gb() is None
+    assert hardware.devices() == 1
+    assert hardware.gpu_memory_gb() is None
 
 
 def test_teachers_with_the_same_weights_are_loaded_once(plan: Plan, values: dict[str, Any]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import RunPlan
+from roll_opd.diagnostics import ConfigError
 from roll_opd.extensions import argument_problems
+from roll_opd.plan import RunPlan
 
 RL = {"pure": False}
 

@@ -16,10 +16,10 @@ import pytest
 from config_assets import base_values, write_config
 
 from roll_opd import cli
+from roll_opd.composing.load import load_config
+from roll_opd.composing.yaml_files import MOST_BYTES
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.load import load_config
-from roll_opd.config.yaml_files import MOST_BYTES
+from roll_opd.diagnostics import ConfigError
 
 MODEL = "student_train.model_args.model_name_or_path"
 ROWS = "student_train.data_args.file_name"

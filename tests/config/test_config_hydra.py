@@ -10,9 +10,9 @@ import pytest
 from config_assets import set_key, write_config
 from omegaconf import OmegaConf
 
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.load import load_config
-from roll_opd.config.plan import Layout, RunPlan
+from roll_opd.composing.load import load_config
+from roll_opd.diagnostics import ConfigError
+from roll_opd.plan import Layout, RunPlan
 
 Plan = Callable[..., RunPlan]
 TRAIN = "student_train.strategy_args.strategy_config"

@@ -9,9 +9,9 @@ import pytest
 from config_assets import set_key
 
 from roll_opd.config.adapters import LINEAR
-from roll_opd.config.describe import to_json, to_text
-from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.hf.adapter_files import CONFIG, WEIGHTS, adapter_config
+from roll_opd.pipelines.describe import to_json, to_text
+from roll_opd.plan import LoraPlan, RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

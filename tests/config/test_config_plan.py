@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from config_assets import set_key, write_config, write_model
 
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan
+from roll_opd.diagnostics import ConfigError
+from roll_opd.plan import Layout, MicroBatchLimits, RunPlan
 
 Plan = Callable[..., RunPlan]
 

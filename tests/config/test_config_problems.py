@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from config_assets import VOCABULARY, set_key, write_config, write_model, write_tokenizer
 
+from roll_opd.composing.load import LoadedConfig, load_config
 from roll_opd.config import check_files
 from roll_opd.config.build import plan_config
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.load import LoadedConfig, load_config
 from roll_opd.config.schema import Top
+from roll_opd.diagnostics import ConfigError
 
 Problems = Callable[..., list[str]]
 MEGATRON = "strategy_args.strategy_config"

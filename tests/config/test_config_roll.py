@@ -8,8 +8,6 @@ from typing import Any
 from config_assets import write_model
 
 from roll_opd.config.build import load_plan
-from roll_opd.config.legacy_roll import REWARD_CLASSES_OF_ROLL
-from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import (
     DataArgs,
     GeneratingArgs,
@@ -21,6 +19,8 @@ from roll_opd.config.schema import (
     Worker,
 )
 from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
+from roll_opd.legacy_roll import REWARD_CLASSES_OF_ROLL
+from roll_opd.plan import RunPlan
 from roll_opd.rewards.registry import REWARDS
 
 ROLL = """

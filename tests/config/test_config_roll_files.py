@@ -8,8 +8,8 @@ from roll_assets import STYLE, localise
 
 from roll_opd.cli import main
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import FilterPlan, Layout, RunPlan
+from roll_opd.diagnostics import ConfigError
+from roll_opd.plan import FilterPlan, Layout, RunPlan
 
 DOMAINS = {
     "code_KodCode_data": ["KodCode"],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError
-from roll_opd.config.plan import RunPlan
+from roll_opd.diagnostics import ConfigError
+from roll_opd.plan import RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from config_assets import write_safetensors
 
-from roll_opd.config.plan import Layout, LoraPlan, MicroBatchLimits, ModelPlan, TrainPlan
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import read_model
 from roll_opd.megatron.supported import not_yet, unsupported
+from roll_opd.plan import Layout, LoraPlan, MicroBatchLimits, ModelPlan, TrainPlan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from roll_opd.config import machine
-from roll_opd.config.legacy_roll import IGNORED_MEGATRON
-from roll_opd.config.plan import RunPlan
+from roll_opd import hardware
 from roll_opd.config.strategies import SIZES, SWITCHES
 from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
+from roll_opd.legacy_roll import IGNORED_MEGATRON
 from roll_opd.megatron.options import FOR_GPUS, RUN, WITHOUT_EFFECT, usable
 from roll_opd.megatron.supported import unsupported
+from roll_opd.plan import RunPlan
 
 OPTIONS = "student_train.strategy_args.strategy_config"
 
@@ -57,7 +57,7 @@ def test_what_has_no_effect_says_so(plan: Callable[..., RunPlan], monkeypatch: p
         f"{OPTIONS}.recompute_modules": "core_attn,layernorm",
     }
     for memory, of_kernels in ((None, 1), (80.0, 0)):
-        monkeypatch.setattr(machine, "gpu_memory_gb", lambda memory=memory: memory)
+        monkeypatch.setattr(hardware, "gpu_memory_gb", lambda memory=memory: memory)
         run = plan(written)
         told = [text for text in run.warnings if "has no effect" in text]
         assert sum("cross_entropy_loss_fusion" in text for text in told) == 1

@@ -8,17 +8,6 @@ from typing import Any
 
 import pytest
 
-from roll_opd.config.plan import (
-    Layout,
-    MegatronPlan,
-    MicroBatchLimits,
-    ModelPlan,
-    OptimizerPlan,
-    RolloutPlan,
-    RunPlan,
-    SamplingPlan,
-    TrainPlan,
-)
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import ModelInfo, read_model
 from roll_opd.megatron.memory import (
@@ -29,6 +18,17 @@ from roll_opd.megatron.memory import (
     rollout_memory,
     shard_of,
     train_memory,
+)
+from roll_opd.plan import (
+    Layout,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    OptimizerPlan,
+    RolloutPlan,
+    RunPlan,
+    SamplingPlan,
+    TrainPlan,
 )
 
 GIB = 2**30

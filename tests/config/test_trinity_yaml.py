@@ -11,15 +11,15 @@ import pytest
 import yaml
 from config_assets import set_key, write_model
 
-from roll_opd.config import machine
+from roll_opd import hardware
 from roll_opd.config.adapters import LINEAR
 from roll_opd.config.build import load_plan
-from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.config.schema import Top, Worker, keys_of
-from roll_opd.config.trinity.keys import KEYS
-from roll_opd.config.trinity.reading import Machine
-from roll_opd.config.trinity.translate import translated
+from roll_opd.diagnostics import ConfigError, Diagnostics
+from roll_opd.plan import LoraPlan, RunPlan
+from roll_opd.trinity.keys import KEYS
+from roll_opd.trinity.reading import Machine
+from roll_opd.trinity.translate import translated
 from tests.pages import DOCS
 
 # In the forms of Trinity-RFT's own examples, in small. {root} is where models and rows are.
@@ -149,14 +149,14 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, whatever runs the tests."""
-    monkeypatch.setattr(machine, "_gpu_mebibytes", list)
-    monkeypatch.setattr(machine, "devices", lambda: 2)
+    monkeypatch.setattr(hardware, "_gpu_mebibytes", list)
+    monkeypatch.setattr(hardware, "devices", lambda: 2)
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_gpu_mebibytes", lambda: [80_000] * 8)
-    monkeypatch.setattr(machine, "devices", lambda: 8)
+    monkeypatch.setattr(hardware, "_gpu_mebibytes", lambda: [80_000] * 8)
+    monkeypatch.setattr(hardware, "devices", lambda: 8)
 
 
 Planner = Callable[..., tuple[RunPlan, str]]

@@ -8,7 +8,10 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.config.plan import (
+from roll_opd.data.coverage import TagRows, check_coverage
+from roll_opd.data.prompts import open_prompts
+from roll_opd.data.rows import DataError
+from roll_opd.plan import (
     DataPlan,
     Layout,
     MegatronPlan,
@@ -18,9 +21,6 @@ from roll_opd.config.plan import (
     RewardTerm,
     TeacherPlan,
 )
-from roll_opd.data.coverage import TagRows, check_coverage
-from roll_opd.data.prompts import open_prompts
-from roll_opd.data.rows import DataError
 
 WORKER = MegatronPlan("teacher", ModelPlan("model"), (0,), Layout(), MicroBatchLimits())
 TEACHER = TeacherPlan("t", WORKER, 1.0, tags=("math", "code"))

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import MicroBatchLimits
 from roll_opd.data.packing import (
     Unit,
     assign,
@@ -20,6 +19,7 @@ from roll_opd.data.packing import (
     singles,
     split_balanced,
 )
+from roll_opd.plan import MicroBatchLimits
 
 LIMITS = [
     MicroBatchLimits(),

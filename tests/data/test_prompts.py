@@ -13,13 +13,13 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.config.plan import DataPlan
 from roll_opd.data.indexing import repeated
 from roll_opd.data.prompts import open_prompts, short_names
 from roll_opd.data.report import NOT_ENCODABLE, TOO_LONG
 from roll_opd.data.rows import DataError, Row
 from roll_opd.data.templates import BASE, TEMPLATES, load_tokenizer, render_prompt, tokenize
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import DataPlan
 
 
 def chat(identity: str, content: str, role: str = "user", **others: object) -> dict:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from inference_models import Running, buckets_of, hf_logprobs, make_latent, save_model
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.plan import SamplingPlan
 
 
 def test_latent_attention_is_hugging_faces(tmp_path: Path, warm: None) -> None:

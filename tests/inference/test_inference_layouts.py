@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_mixture, make_model, save_model
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.plan import SamplingPlan
 
 
 def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:

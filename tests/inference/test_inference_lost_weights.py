@@ -9,9 +9,9 @@ import torch
 from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data import bucket
 from roll_opd.inference.engine import WeightUpdateError
+from roll_opd.plan import SamplingPlan
 
 Buckets = list[dict[str, torch.Tensor]]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from inference_models import Running, buckets_of, hf_logprobs, make_model
 
-from roll_opd.config.plan import SamplingPlan
+from roll_opd.plan import SamplingPlan
 
 VERSIONS = itertools.count(1000)
 ANSWERS = SamplingPlan(max_new_tokens=4)

@@ -31,17 +31,6 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
-from roll_opd.config.plan import (
-    CriticPlan,
-    FollowingPlan,
-    LoraPlan,
-    MegatronPlan,
-    MicroBatchLimits,
-    ModelPlan,
-    ObjectivePlan,
-    OptimizerPlan,
-    TrainPlan,
-)
 from roll_opd.data.bucket import BucketMemory, map_bucket
 from roll_opd.data.training import TeacherTargets, TrainResult
 from roll_opd.frozen import FrozenDict
@@ -59,6 +48,17 @@ from roll_opd.megatron.memory import shard_of, train_memory
 from roll_opd.megatron.model import build_model
 from roll_opd.megatron.trainer import MegatronTrainer
 from roll_opd.phases import Phase
+from roll_opd.plan import (
+    CriticPlan,
+    FollowingPlan,
+    LoraPlan,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    ObjectivePlan,
+    OptimizerPlan,
+    TrainPlan,
+)
 
 Job = dict[str, Any]
 WRITER = ThreadPoolExecutor(1)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from roll_opd.config.plan import Layout
 from roll_opd.megatron.layers import transformer_engine_attends, uses_transformer_engine
 from roll_opd.megatron.model import fusions
+from roll_opd.plan import Layout
 
 A100, H100, B200 = (8, 0), (9, 0), (10, 0)
 

@@ -31,6 +31,7 @@ SECONDS = 400
 MARK = "ROLL_OPD_TEST_RUN"  # in the environment of everything a run starts
 FORKS = f"forks of {os.getpid()}"  # the mark of the warm server of this process, and so of its forks
 FORKED_AT = ""  # its address, while it is there
+SERVERS: list[int] = []  # its processes' ids
 
 # of pure distillation: fewer processes to start than the demo's own spread has, and a teacher that is tensor-parallel
 SPREAD = (
@@ -70,8 +71,17 @@ def forks() -> Iterator[None]:
         with mock.patch.dict(os.environ, {MARK: FORKS}):
             server = stack.enter_context(warm_server())
             server.import_for(EAGER_ENGINES)
+            patch.setattr(sys.modules[__name__], "SERVERS", _processes_of_the_server())
             patch.setattr(sys.modules[__name__], "FORKED_AT", os.environ[warm_worker.ADDRESS])
         yield
+
+
+def _processes_of_the_server() -> list[int]:
+    """Return the server, and its fork that imports Megatron, once that is there: before anybody asks for a fork."""
+    [server] = [child for child in psutil.Process().children() if _belongs(child, FORKS)]
+    while not (forked := server.children()):
+        time.sleep(0.05)
+    return [server.pid, *(process.pid for process in forked)]
 
 
 def launch(
@@ -158,6 +168,6 @@ def wait_until_gone(mark: str, seconds: float = 10.0) -> None:
 def _belongs(process: psutil.Process, mark: str) -> bool:
     try:
         found = process.environ().get(MARK)
-        return found == mark or (found == FORKS and process.ppid() != os.getpid())
+        return found == mark or (found == FORKS and process.pid not in SERVERS)
     except (psutil.Error, OSError):
         return False

@@ -19,9 +19,9 @@ from roll_opd.cluster import placement, runtime
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.warm_start import warm_server
 from roll_opd.config.build import load_plan
-from roll_opd.config.plan import RunPlan, TeacherPlan
 from roll_opd.pipelines import launch, loop, rlvr, start
 from roll_opd.pipelines.start import RunWorkers
+from roll_opd.plan import RunPlan, TeacherPlan
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import Teacher
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints, complete
+from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.workers.writing import Writing
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints, complete
+from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.workers.writing import Writing
 

@@ -5,8 +5,8 @@ import errno
 import pytest
 
 from roll_opd.cli import main
-from roll_opd.config.errors import ConfigError
 from roll_opd.data.rows import DataError
+from roll_opd.diagnostics import ConfigError
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.launch import exit_code
 from roll_opd.workers.errors import RunError

@@ -16,7 +16,6 @@ from runs import REPOSITORY
 from roll_opd.cluster.warm_worker import ADDRESS
 from roll_opd.companions import COMPANIONS
 from roll_opd.config.build import load_plan
-from roll_opd.config.plan import RunPlan
 from roll_opd.frozen import FrozenDict
 from roll_opd.inference.settings import CPU_BLOCKS
 from roll_opd.pipelines import launch as launcher
@@ -30,6 +29,7 @@ from roll_opd.pipelines.preflight import (
     other_blocks,
     package_problems,
 )
+from roll_opd.plan import RunPlan
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 

@@ -13,11 +13,11 @@ from runs import Run
 from stage import CRITIC_SCHEDULE, REFERENCE, TEACHER, WITH_CRITIC, Stage, optimizer_of
 
 from roll_opd.cluster.placement import Placement
-from roll_opd.config.plan import RunPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.phases import ALL, members_of
 from roll_opd.pipelines import rlvr
 from roll_opd.pipelines.start import RunWorkers
+from roll_opd.plan import RunPlan
 from roll_opd.workers.roles import gathered
 from roll_opd.workers.sampler import Sampler
 from roll_opd.workers.turns import Turns

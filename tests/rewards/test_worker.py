@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.data.compact import Compact
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.rollout.workflow import experience_of
 from roll_opd.workers.reward import RewardWorker
 

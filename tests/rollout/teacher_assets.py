@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.shares import Cut, Packing
+from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.workers.roles import Student, Teacher
 
 

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.experience import Experience
+from roll_opd.plan import SamplingPlan
 from roll_opd.rollout.validation import first_answers, read_answers
 from roll_opd.workers.roles import FrozenModels, Teacher
 

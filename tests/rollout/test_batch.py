@@ -17,7 +17,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import (
+from roll_opd.data.compact import Compact
+from roll_opd.data.experience import Experience
+from roll_opd.data.prompts import Prompt, open_prompts
+from roll_opd.data.source import PromptSource
+from roll_opd.inference.completion import Completion
+from roll_opd.plan import (
     DataPlan,
     Layout,
     MegatronPlan,
@@ -27,11 +32,6 @@ from roll_opd.config.plan import (
     SamplingPlan,
     TeacherPlan,
 )
-from roll_opd.data.compact import Compact
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import Prompt, open_prompts
-from roll_opd.data.source import PromptSource
-from roll_opd.inference.completion import Completion
 from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out
 from roll_opd.rollout.workflow import Model, Task, experience_of, sample_seed
 from roll_opd.tracking.clock import PhaseClock

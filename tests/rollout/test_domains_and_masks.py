@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from roll_opd.algorithms.kl import adaptive_kl_coefficient
-from roll_opd.config.plan import ObjectivePlan, SamplingPlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import ObjectivePlan, SamplingPlan
 from roll_opd.rollout.advantages import external_advantages, kl_coefs
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.workers.critic import value_samples

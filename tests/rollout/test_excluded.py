@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from roll_opd.algorithms.registry import ADVANTAGES
-from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import CorrectionPlan, ObjectivePlan
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages
 from roll_opd.rollout.mismatch import corrected
 from roll_opd.workers.critic import value_samples

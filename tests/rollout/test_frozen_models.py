@@ -7,8 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from roll_opd.config.plan import ContextPlan, Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.data.experience import Experience
+from roll_opd.plan import ContextPlan, Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
 from roll_opd.workers.roles import FrozenModels, Teacher
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
+from roll_opd.plan import SamplingPlan, WorkflowPlan
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.workers.errors import RunError

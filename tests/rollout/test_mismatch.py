@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from roll_opd.algorithms.aggregation import token_weights
-from roll_opd.config.plan import (
+from roll_opd.data.experience import Experience
+from roll_opd.plan import (
     CorrectionPlan,
     Layout,
     MegatronPlan,
@@ -18,7 +19,6 @@ from roll_opd.config.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
-from roll_opd.data.experience import Experience
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.workers.megatron import train_samples
 

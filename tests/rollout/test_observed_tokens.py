@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import (
+from roll_opd.data.experience import Experience
+from roll_opd.plan import (
     CorrectionPlan,
     Layout,
     MegatronPlan,
@@ -16,7 +17,6 @@ from roll_opd.config.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
-from roll_opd.data.experience import Experience
 from roll_opd.rollout.advantages import advantage_metrics, external_advantages, kl_coefs
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import FilterPlan, RewardPlan
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import FilterPlan, RewardPlan
 from roll_opd.rollout.selection import Selection, group_filter, without_rejected
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))

@@ -7,8 +7,8 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.data.experience import Experience
+from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.rollout.advantages import advantages, external_advantages
 from roll_opd.workers.errors import RunError
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.experience import Experience
+from roll_opd.plan import ObjectivePlan
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.rewards import reward_metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll_opd.cluster.runtime import ray_cluster
-from roll_opd.config.plan import RewardPlan, RewardTerm
+from roll_opd.plan import RewardPlan, RewardTerm
 from roll_opd.workers.reward import RewardWorker
 from roll_opd.workers.reward_pool import RewardPool
 

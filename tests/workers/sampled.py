@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import SamplingPlan
 
 
 class Sampled:

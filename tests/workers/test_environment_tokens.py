@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import SamplingPlan
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
 from tests.workers.sampled import Sampled

@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.source import Prompt
 from roll_opd.environments import ENVIRONMENTS
+from roll_opd.plan import ObjectivePlan
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.workflows import Experience, ModelWrapper, Task
 from roll_opd.workflows.builtin import played

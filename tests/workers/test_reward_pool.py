@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import ray
 
-from roll_opd.config.plan import RewardTerm
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import RewardTerm
 from roll_opd.workers import reward_pool as module
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.reward_pool import RewardPool, RewardResult

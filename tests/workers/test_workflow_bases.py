@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import ObjectivePlan
 from roll_opd.data.experience import one_a_run
 from roll_opd.data.prompts import Prompt
+from roll_opd.plan import ObjectivePlan
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.workflows import (

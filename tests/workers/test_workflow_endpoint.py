@@ -14,8 +14,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.tool_calls import HERMES, ToolCall, find_parser, read_hermes
+from roll_opd.plan import SamplingPlan
 from roll_opd.workflows.auxiliary import AuxiliaryModel, RemoteModel
 from roll_opd.workflows.builtin.agent import AgentWorkflow
 from roll_opd.workflows.endpoint import server

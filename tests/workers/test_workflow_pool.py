@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from roll_opd.cluster.group import ActorGroup
-from roll_opd.config.plan import (
+from roll_opd.data.experience import Experience
+from roll_opd.data.prompts import Prompt
+from roll_opd.frozen import FrozenDict
+from roll_opd.plan import (
     AuxiliaryPlan,
     Layout,
     MegatronPlan,
@@ -21,9 +24,6 @@ from roll_opd.config.plan import (
     TeacherPlan,
     WorkflowPlan,
 )
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import Prompt
-from roll_opd.frozen import FrozenDict
 from roll_opd.rollout.workflow import Task
 from roll_opd.workers.errors import RunError
 from roll_opd.workers.sampler import Sampler

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.inference.completion import Completion
+from roll_opd.plan import SamplingPlan
 from roll_opd.workflows import (
     WORKFLOWS,
     AsyncMathBoxedWorkflow,

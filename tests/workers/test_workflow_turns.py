@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_opd.config.plan import ContextPlan, SamplingPlan
 from roll_opd.data.prompts import Prompt
 from roll_opd.frozen import FrozenDict
+from roll_opd.plan import ContextPlan, SamplingPlan
 from roll_opd.workflows.model import RUN, ModelWrapper, Responses, RunState
 from roll_opd.workflows.teacher_context import TeacherContexts
 from tests.workers.sampled import Sampled

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.algorithms.table import algorithm
-from roll_opd.config.trinity.keys import AUXILIARY, DTYPES, TASKSET
-from roll_opd.config.trinity.reading import Translation
+from roll_opd.trinity.keys import AUXILIARY, DTYPES, TASKSET
+from roll_opd.trinity.reading import Translation
 
 MOST_PER_DEVICE = 8  # sequences of a micro-batch, where it is not limited by tokens
 _ACTOR = "trainer.trainer_config.actor_rollout_ref.actor"

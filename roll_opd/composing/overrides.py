@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from roll_opd.config.errors import ConfigError
+from roll_opd.diagnostics import ConfigError
 from roll_opd.paths import REPOSITORY
 
 GROUPS = REPOSITORY / "configs"

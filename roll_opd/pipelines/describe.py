@@ -6,16 +6,6 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from roll_opd.config.device_mapping import short_devices
-from roll_opd.config.plan import (
-    CorrectionPlan,
-    FollowingPlan,
-    LoraPlan,
-    RewardPlan,
-    RolloutPlan,
-    RunPlan,
-    TeacherPlan,
-    TrainPlan,
-)
 from roll_opd.config.schema import (
     ContextKeys,
     CriticKeys,
@@ -29,6 +19,16 @@ from roll_opd.config.schema import (
 from roll_opd.frozen import thaw
 from roll_opd.megatron.memory import device_memory, fullest, readable_bytes
 from roll_opd.phases import members_on_gpus
+from roll_opd.plan import (
+    CorrectionPlan,
+    FollowingPlan,
+    LoraPlan,
+    RewardPlan,
+    RolloutPlan,
+    RunPlan,
+    TeacherPlan,
+    TrainPlan,
+)
 from roll_opd.terminal import table, wrapped
 from roll_opd.tracking.secrets import without_secrets
 

@@ -26,9 +26,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.overrides import SearchPath, hydra_arguments, is_group, search_path
-from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bounded_files, value_problem, yaml_message
+from roll_opd.composing.overrides import SearchPath, hydra_arguments, is_group, search_path
+from roll_opd.composing.yaml_files import (
+    LOADER,
+    bounded_work,
+    check_file,
+    use_bounded_files,
+    value_problem,
+    yaml_message,
+)
+from roll_opd.diagnostics import ConfigError, Diagnostics
 from roll_opd.failures import file_kind, os_sentence
 from roll_opd.paths import REPOSITORY, PathError, expanded
 

@@ -22,7 +22,7 @@ from hydra.core.singleton import Singleton
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from yaml.reader import Reader
 
-from roll_opd.config.errors import ConfigError
+from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence
 from roll_opd.paths import PathError, regular_file
 

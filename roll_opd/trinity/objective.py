@@ -4,8 +4,8 @@ from typing import Any
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.algorithms.table import algorithm
-from roll_opd.config.trinity.keys import BATCH_ARGUMENTS, KL_PENALTIES
-from roll_opd.config.trinity.reading import Translation
+from roll_opd.trinity.keys import BATCH_ARGUMENTS, KL_PENALTIES
+from roll_opd.trinity.reading import Translation
 
 
 def objective(read: Translation) -> None:

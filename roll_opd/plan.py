@@ -8,7 +8,6 @@ Lengths are in tokens, counts of prompts and sequences are global (over all rank
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from roll_opd.config.legacy_roll import Schedule
 from roll_opd.config.schema import (
     CheckpointKeys,
     ContextKeys,
@@ -27,6 +26,7 @@ from roll_opd.config.schema import (
     WorkflowKeys,
 )
 from roll_opd.frozen import FrozenDict
+from roll_opd.legacy_roll import Schedule
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll_opd.config import machine
-from roll_opd.config.errors import ConfigError, Diagnostics
-from roll_opd.config.load import (
+from roll_opd import hardware
+from roll_opd.composing.load import (
     COMMAND_LINE,
     LoadedConfig,
     find_config,
@@ -21,15 +20,16 @@ from roll_opd.config.load import (
     parse_overrides,
     resolve,
 )
-from roll_opd.config.plan import DataPlan
-from roll_opd.config.trinity.reading import Machine
-from roll_opd.config.trinity.translate import is_trinity, translated
-from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, yaml_message
+from roll_opd.composing.yaml_files import LOADER, bounded_work, check_file, yaml_message
 from roll_opd.data.files import SUFFIXES
 from roll_opd.data.preview import count_rows
 from roll_opd.data.rows import DataError
+from roll_opd.diagnostics import ConfigError, Diagnostics
 from roll_opd.failures import os_sentence
 from roll_opd.paths import PathError, find_path, hub_hint, looking_beside
+from roll_opd.plan import DataPlan
+from roll_opd.trinity.reading import Machine
+from roll_opd.trinity.translate import is_trinity, translated
 
 
 def load_any(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
@@ -53,8 +53,8 @@ def _of_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
     lines = key_lines(file, file.name, "")
     values = _resolved(_loaded(file), lines)
     tell = Diagnostics(lines)
-    has_gpus = machine.gpu_memory_gb() is not None
-    read = translated(values, tell, Machine(machine.devices(), has_gpus), _files_of, _count)
+    has_gpus = hardware.gpu_memory_gb() is not None
+    read = translated(values, tell, Machine(hardware.devices(), has_gpus), _files_of, _count)
     if tell.problems:
         raise ConfigError(tell.problems)
     ours, origins = _overridden(read.values, overrides)

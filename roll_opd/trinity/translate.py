@@ -8,9 +8,9 @@ default than this package, it is written out.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_opd.config.check_workflow import BOXED
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.trinity.keys import (
+from roll_opd.declared import declarations
+from roll_opd.diagnostics import Diagnostics
+from roll_opd.trinity.keys import (
     AUXILIARY,
     AUXILIARY_KEYS,
     EVAL_TASKSETS,
@@ -23,10 +23,10 @@ from roll_opd.config.trinity.keys import (
     TASKSET_KEYS,
     TEACHER_KEYS,
 )
-from roll_opd.config.trinity.objective import objective
-from roll_opd.config.trinity.reading import Machine, Translation, sort
-from roll_opd.config.trinity.sizes import batches, devices, steps, training
-from roll_opd.declared import declarations
+from roll_opd.trinity.objective import objective
+from roll_opd.trinity.reading import Machine, Translation, sort
+from roll_opd.trinity.sizes import batches, devices, steps, training
+from roll_opd.workflows.check import BOXED
 
 OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
 INPUT = "buffer.explorer_input"

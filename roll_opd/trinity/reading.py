@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.config.errors import Diagnostics
-from roll_opd.config.trinity.keys import UNREAD, Rule
+from roll_opd.diagnostics import Diagnostics
 from roll_opd.hints import nearest
 from roll_opd.tracking.secrets import is_secret
+from roll_opd.trinity.keys import UNREAD, Rule
 
 DISTILL = "on_policy_distill"
 
