@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from functools import cache
 
 SLOTS = 2  # of a machine without GPUs: two processes a role keep its cores busier than one, and start sooner than more
 DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
@@ -21,8 +22,11 @@ def gpu_memory_gb() -> float | None:
 def _gpu_mebibytes() -> list[int]:
     """Return the memory of each NVIDIA GPU, in MiB; nothing where the driver's tool is missing or sees none."""
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
+    return _asked(tool) if tool else []
+
+
+@cache  # it takes a second, and the same configuration asks for every option of Megatron's
+def _asked(tool: str) -> list[int]:
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, a line each
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)

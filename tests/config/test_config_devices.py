@@ -42,7 +42,7 @@ def test_a_node_has_what_the_machine_has(
     plan: Plan, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\nfor gpu in $(seq {gpus}); do echo 81920; done\n")
+    tool.write_text(f"#!/bin/sh\necho asked >> {tool}.log\nfor gpu in $(seq {gpus}); do echo 81920; done\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
@@ -51,6 +51,7 @@ def test_a_node_has_what_the_machine_has(
     assert plan(unwritten).devices_per_node == (gpus or hardware.SLOTS)
     written = {"student_train.device_mapping": "[0,1]"}  # then a node is as large as ROLL's
     assert plan({**unwritten, **written}).devices_per_node == 8
+    assert Path(f"{tool}.log").read_text() == "asked\n"  # once, whatever asks
 
 
 def test_one_core_is_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
