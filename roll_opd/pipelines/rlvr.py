@@ -22,12 +22,14 @@ from roll_opd.pipelines.start import (
 )
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.plan import RunPlan
-from roll_opd.rollout.advantages import advantage_metrics, external_advantages, first_kl_coef, kl_coefs
+from roll_opd.rollout.advantages import external_advantages
+from roll_opd.rollout.audit import advantage_metrics
 from roll_opd.rollout.batch import Rollout, fill_batch
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
+from roll_opd.rollout.filters import group_filter, without_rejected
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
-from roll_opd.rollout.selection import group_filter, without_rejected
+from roll_opd.rollout.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics

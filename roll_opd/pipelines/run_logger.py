@@ -20,7 +20,7 @@ from roll_opd.pipelines.sample_record import as_f32, logprobs_of, teacher_prompt
 from roll_opd.plan import RunPlan
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
-from roll_opd.rollout.advantages import advantages, token_level_rewards
+from roll_opd.rollout.audit import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
 from roll_opd.rollout.teacher_checks import Check, table
 from roll_opd.terminal import warn
@@ -233,7 +233,7 @@ class RunLogger:
         }
 
     def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
-        """Return the rows of samples, with what the update weighted their tokens with: see `rollout.advantages`."""
+        """Return the rows of samples, with what the update weighted their tokens with: see `rollout.audit`."""
         teachers, objective = self._plan.advantage_teachers, self._plan.objective
         rewards = token_level_rewards(experiences, teachers, objective)
         weights = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)

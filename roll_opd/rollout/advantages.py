@@ -7,8 +7,6 @@ The sums over teachers are over those that read the sample. In pure distillation
 part is made of each reward domain's samples by themselves: rewards of two domains have no common scale.
 """
 
-import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +17,12 @@ import torch
 from torch import Tensor
 
 from roll_opd.algorithms.advantages.batch import Normalised, RewardBatch, run_members
-from roll_opd.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coefficient
 from roll_opd.algorithms.registry import ADVANTAGES, Advantage, advantage
-from roll_opd.algorithms.returns import discounted_to_go
-from roll_opd.algorithms.token_advantages import clipped, last_action, on_last_action, token_advantages
+from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages
 from roll_opd.data.experience import Experience, changed
-from roll_opd.plan import ObjectivePlan, TeacherPlan
-from roll_opd.tracking.metrics import statistics
+from roll_opd.plan import ObjectivePlan
+from roll_opd.rollout.joined import joined_masks, picked
+from roll_opd.rollout.reference_kl import by_domain, kl_coefs, reference_kl
 from roll_opd.workers.errors import RunError
 
 
@@ -50,25 +47,17 @@ def external_advantages(
     """
     for experience in experiences:
         if not experience.excluded:
-            _reward(experience, workflow)
+            reward_of(experience, workflow)
     uncompared = _reduced_to_one(experiences, objective, runs)
     coefficients = kl_coefs(experiences, objective, kl_coef)
     filled: dict[int, Experience] = {}
-    for members, coefficient in zip(_by_domain(experiences), coefficients, strict=False):
+    for members, coefficient in zip(by_domain(experiences), coefficients, strict=False):
         counted = [number for number in members if not experiences[number].excluded]
         of_domain = [experiences[number] for number in counted]
         found = _advantages(of_domain, uncompared, objective, coefficient, taught) if counted else []
         filled |= dict(zip(counted, found, strict=True))
         filled |= {n: _without_advantage(experiences[n], coefficient) for n in members if experiences[n].excluded}
     return [filled[number] for number in range(len(experiences))]
-
-
-def _by_domain(experiences: Sequence[Experience]) -> list[list[int]]:
-    """Return the numbers of each reward domain's samples, in the order in which the domains first appear."""
-    members: dict[str, list[int]] = {}
-    for number, experience in enumerate(experiences):
-        members.setdefault(experience.domain, []).append(number)
-    return list(members.values())
 
 
 def _reduced_to_one(experiences: Sequence[Experience], objective: ObjectivePlan, runs: int) -> set[str]:
@@ -112,7 +101,7 @@ def _advantages(
 
 
 def _normalised(experiences: Sequence[Experience], uncompared: set[str], objective: ObjectivePlan) -> Normalised:
-    rewards_B = torch.tensor([_reward(experience) for experience in experiences], dtype=torch.float64)
+    rewards_B = torch.tensor([reward_of(experience) for experience in experiences], dtype=torch.float64)
     groups = compared_in(experiences, objective)
     function = partial(advantage(objective.adv_estimator, objective.advantage_args), **objective.advantage_args)
     facts = ADVANTAGES.facts(objective.adv_estimator)
@@ -181,7 +170,7 @@ def _filled(
     experiences: Sequence[Experience], normalised: Normalised, objective: ObjectivePlan, kl_coef: float
 ) -> list[Experience]:
     lengths = [experience.response_length for experience in experiences]
-    acted_M = torch.from_numpy(_joined_masks(experiences))
+    acted_M = torch.from_numpy(joined_masks(experiences))
     mask_M = acted_M & torch.from_numpy(np.concatenate([_in_loss(experience) for experience in experiences]))
 
     rewards_B = normalised.rewards
@@ -190,7 +179,7 @@ def _filled(
         rewards_B = rewards_B.clamp(low, high).where(rewards_B.isfinite(), rewards_B)
     rewards_M = on_last_action(clipped(rewards_B, objective.reward_clip), acted_M.split(lengths))
     if objective.init_kl_coef:
-        rewards_M = rewards_M - kl_coef * torch.cat([_reference_kl(e, objective.kl_penalty) for e in experiences])
+        rewards_M = rewards_M - kl_coef * torch.cat([reference_kl(e, objective.kl_penalty) for e in experiences])
         rewards_M = clipped(rewards_M, objective.reward_clip)  # once more, as in ROLL
     critic = objective.adv_estimator == "gae"
     tokens = token_advantages(
@@ -232,163 +221,13 @@ def _filled(
     ]
 
 
-def first_kl_coef(objective: ObjectivePlan, saved: float | None) -> float:
-    """Return the token-level KL's coefficient in the first step of a run; `saved` is the one of its checkpoint."""
-    return saved if saved and objective.target_kl else objective.init_kl_coef
-
-
-def kl_coefs(experiences: Sequence[Experience], objective: ObjectivePlan, kl_coef: float | None = None) -> list[float]:
-    """Return the token-level KL's coefficient for each reward domain's samples in turn, and last the next step's.
-
-    Where there is a `target_kl`, the coefficient moves after each domain by the KL of its samples, as in ROLL.
-    """
-    found = [objective.init_kl_coef if kl_coef is None else kl_coef]
-    for members in _by_domain(experiences):
-        of_domain = [experiences[number] for number in members]
-        if objective.target_kl is None:
-            found.append(found[-1])
-            continue
-        kl = _reference_kl_mean([e for e in of_domain if not e.excluded], objective)
-        found.append(
-            adaptive_kl_coefficient(
-                found[-1], kl, target=objective.target_kl, horizon=objective.kl_horizon, samples=len(of_domain)
-            )
-        )
-    return found
-
-
-def token_level_rewards(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> list[np.ndarray]:
-    """Return token rewards, f64 [T-P] a sample, 0 off the action mask."""
-    return _token_level_rewards(experiences, _penalties(experiences, teachers), objective)
-
-
-def _token_level_rewards(
-    experiences: Sequence[Experience], penalty_M: np.ndarray, objective: ObjectivePlan
-) -> list[np.ndarray]:
-    rewards = _split(-penalty_M, experiences)
-    for experience, reward in zip(experiences, rewards, strict=True):
-        if objective.init_kl_coef and not experience.demonstration:
-            reward -= experience.metrics["kl_coef"] * _reference_kl(experience, objective.kl_penalty).numpy()
-        if experience.advantages is not None and not experience.excluded:
-            place = last_action(experience.action_mask)
-            if place is not None:
-                reward[place] += _reward(experience)
-    return rewards
-
-
-def advantages(
-    experiences: Sequence[Experience],
-    teachers: Sequence[TeacherPlan],
-    opd_kl_discount: float,
-    advantage_clip: float | None = None,
-) -> list[np.ndarray]:
-    """Return what a sample's update was weighted with, f64 [T-P], 0 off the action mask and of demonstrations.
-
-    The audit of an update, in f64 and for metrics and records; the update itself computes it in f32, in
-    `megatron.trainer`.
-    """
-    weights_M = _weights(experiences, _penalties(experiences, teachers), opd_kl_discount, advantage_clip)
-    return _split(weights_M, experiences)
-
-
-def _weights(
-    experiences: Sequence[Experience], penalty_M: np.ndarray, opd_kl_discount: float, advantage_clip: float | None
-) -> np.ndarray:
-    lengths = [e.response_length for e in experiences]
-    mask_M = torch.from_numpy(_joined_masks(experiences))
-    weights_M = discounted_to_go(torch.from_numpy(penalty_M), mask_M, lengths, opd_kl_discount)
-    for own, part in zip([e.advantages for e in experiences], weights_M.split(lengths), strict=True):
-        torch.sub(torch.zeros(()) if own is None else torch.from_numpy(own), part, out=part)
-    return torch.where(mask_M, clipped(weights_M, advantage_clip), 0.0).numpy()
-
-
-def advantage_metrics(
-    experiences: Sequence[Experience], teachers: Sequence[TeacherPlan], objective: ObjectivePlan
-) -> dict[str, float]:
-    """Return `critic/rewards` (Σ of a sample's token rewards), `critic/advantages` (of action tokens): mean, max, min.
-
-    Of samples that are learned from. With a token-level KL also `critic/kl_coef` and `critic/reference_kl`, its mean
-    over samples of token means.
-    """
-    experiences = [experience for experience in experiences if not experience.excluded]
-    penalty_M = _penalties(experiences, teachers)
-    rewards = [tokens.sum() for tokens in _token_level_rewards(experiences, penalty_M, objective)]
-    weights_M = _weights(experiences, penalty_M, objective.opd_kl_discount, objective.advantage_clip)
-    kinds = ("mean", "max", "min")
-    return {
-        **statistics("critic/rewards", rewards, kinds),
-        **statistics("critic/advantages", _picked(weights_M, _joined_masks(experiences)), kinds),
-        **(_reference_metrics(experiences, objective) if objective.init_kl_coef else {}),
-    }
-
-
-def _reference_metrics(experiences: Sequence[Experience], objective: ObjectivePlan) -> dict[str, float]:
-    acted = [e for e in experiences if e.action_mask.any()]
-    if not acted:
-        return {}
-    return {
-        "critic/kl_coef": acted[0].metrics["kl_coef"],
-        "critic/reference_kl": _reference_kl_mean(experiences, objective),
-    }
-
-
-def _reference_kl_mean(experiences: Sequence[Experience], objective: ObjectivePlan) -> float:
-    """Return the mean over samples of token means; NaN where no sample has an action token."""
-    acted = [e for e in experiences if e.action_mask.any()]
-    means = [_reference_kl(e, objective.kl_penalty).sum() / e.action_mask.sum() for e in acted]
-    return float(np.mean(means)) if means else math.nan
-
-
-def _penalties(experiences: Sequence[Experience], teachers: Sequence[TeacherPlan]) -> np.ndarray:
-    """Return Σ opd_kl_coef · reverse_kl, f64 [M], the samples' tokens end to end, 0 off the action mask."""
-    mask_M = _joined_masks(experiences)
-    penalty_M = np.zeros(len(mask_M))
-    if not experiences:
-        return penalty_M
-    student = [e.student_logprobs for e in experiences]
-    student_M = np.concatenate(student).astype(np.float64)
-    for teacher in teachers:
-        # a sample that the teacher has not read contributes no penalty
-        read = [e.teacher_logprobs.get(teacher.name, own) for e, own in zip(experiences, student, strict=True)]
-        gap_M = np.subtract(student_M, np.concatenate(read))
-        penalty_M += np.multiply(gap_M, teacher.opd_kl_coef, out=gap_M)
-    penalty_M[~mask_M] = 0.0
-    return penalty_M
-
-
-def _joined_masks(experiences: Sequence[Experience]) -> np.ndarray:
-    """Return the action masks end to end, bool [M]."""
-    return np.concatenate([np.zeros(0, bool), *[e.action_mask for e in experiences]])
-
-
-def _split(values_M: np.ndarray, experiences: Sequence[Experience]) -> list[np.ndarray]:
-    """Return each sample's part, a view [T-P]."""
-    ends = list(itertools.accumulate(e.response_length for e in experiences))
-    return [values_M[end - e.response_length : end] for e, end in zip(experiences, ends, strict=True)]
-
-
-def _picked(values_M: np.ndarray, mask_M: np.ndarray) -> np.ndarray:
-    """Return what is under the mask; what is masked nowhere, as mostly, is not copied."""
-    return values_M if mask_M.all() else values_M[mask_M]
-
-
-def _reward(experience: Experience, workflow: str | None = None) -> float:
+def reward_of(experience: Experience, workflow: str | None = None) -> float:
     if experience.reward is None:
         by_rows = "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
         by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
         why = experience.reward_reason or by_workflow + by_rows
         raise RunError(f"sample {experience.id}, tagged {experience.tag}, has no reward: {why}")
     return experience.reward
-
-
-def _reference_kl(experience: Experience, kl_penalty: str) -> Tensor:
-    """Return estimates of KL(student || reference), f64 [T-P], 0 off the action mask."""
-    student, reference = (
-        torch.tensor(x, dtype=torch.float64) for x in (experience.old_logprobs, experience.ref_logprobs)
-    )
-    return torch.where(torch.tensor(experience.action_mask), KL_ESTIMATORS[kl_penalty](student, reference), 0.0)
 
 
 def _in_loss(experience: Experience) -> np.ndarray:
@@ -400,4 +239,4 @@ def _action_logprobs(experiences: Sequence[Experience]) -> Sequence[Tensor]:
     """Return the student's log-probs of each sample's action tokens."""
     logprobs_M = np.concatenate([e.student_logprobs for e in experiences])
     counts = [int(np.count_nonzero(e.action_mask)) for e in experiences]
-    return torch.from_numpy(_picked(logprobs_M, _joined_masks(experiences))).split(counts)
+    return torch.from_numpy(picked(logprobs_M, joined_masks(experiences))).split(counts)

@@ -4,6 +4,9 @@ All runs are under way at once, and samples are worked on while others are still
 the moment its run hands it over, and waited for only where a filter reads it. Frozen models get samples in chunks, in
 the order in which the runs on an engine end. A deterministic engine finishes what it was asked together in an order of
 its own that no timing changes, so a deterministic run also packs them alike every time.
+
+Groups count in the order in which their prompts were drawn, not in the order in which they are finished: a step's
+batch is the first so many that pass, whatever the timing, and short answers are not preferred.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ from dataclasses import dataclass, field
 from roll_opd.data.experience import Experience, changed
 from roll_opd.data.source import Prompt, Source
 from roll_opd.plan import SamplingPlan
-from roll_opd.rollout.selection import GroupFilter, Selection
+from roll_opd.rollout.filters import GroupFilter
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Count, Progress
@@ -99,6 +102,60 @@ class Batch:
     async def with_rewards(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return the batch's samples, in whatever state they are now, with those rewards that they have not got yet."""
         return await self.rewards.added_to(experiences)
+
+
+class Selection:
+    """Takes runs as they end; knows when the first `wanted` groups that pass are certain."""
+
+    def __init__(self, groups: int, n: int, wanted: int, group_filter: GroupFilter | None) -> None:
+        self._runs: list[dict[int, Sequence[Experience]]] = [{} for _ in range(groups)]  # by number in the group
+        self._passed: list[bool | None] = [None] * groups  # None: not all of its runs have ended
+        self._n, self._wanted, self._filter = n, wanted, group_filter
+        self._used = 0
+        self._chosen: list[int] = []
+
+    def add(self, number: int, made: Sequence[Experience]) -> None:
+        """Take what run `number % n` of group `number // n` made. A group that made nothing at all does not pass."""
+        group, run = divmod(number, self._n)
+        self._runs[group][run] = made
+        if len(self._runs[group]) == self._n:
+            samples = self._in_order(group)
+            self._passed[group] = bool(samples) and (self._filter is None or self._filter(samples))
+            self._advance()
+
+    def _advance(self) -> None:
+        """Count the groups behind the last one of `used` that are decided, as far as they are needed."""
+        while self._used < len(self._passed) and not self.enough and self._passed[self._used] is not None:
+            if self._passed[self._used]:
+                self._chosen.append(self._used)
+            self._used += 1
+
+    @property
+    def used(self) -> int:
+        """Groups, from the first on, that are decided and needed; those behind them are as if never drawn."""
+        return self._used
+
+    @property
+    def chosen(self) -> list[int]:
+        """Numbers of the groups to learn from, at most `wanted`, ascending."""
+        return self._chosen
+
+    @property
+    def enough(self) -> bool:
+        """Whether nothing that is still being written can matter."""
+        return len(self._chosen) == self._wanted
+
+    @property
+    def generated_tokens(self) -> int:
+        """Action tokens of the `used` groups."""
+        return sum(int(e.action_mask.sum()) for group in range(self.used) for e in self._in_order(group))
+
+    def experiences(self) -> list[Experience]:
+        """Return what the runs of the chosen groups made, in order."""
+        return [experience for group in self.chosen for experience in self._in_order(group)]
+
+    def _in_order(self, group: int) -> list[Experience]:
+        return [experience for run in range(self._n) for experience in self._runs[group][run]]
 
 
 async def fill_batch(

@@ -17,7 +17,7 @@ from roll_opd.algorithms.corrections import (
 )
 from roll_opd.data.experience import Experience, changed, present
 from roll_opd.plan import CorrectionPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import advantages
+from roll_opd.rollout.audit import advantages
 
 _WITHIN: dict[str, Callable[..., Tensor]] = {"ratio": ratio_within, "difference": difference_within}
 

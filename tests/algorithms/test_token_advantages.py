@@ -12,7 +12,8 @@ from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
 from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import advantage_metrics, advantages, external_advantages, token_level_rewards
+from roll_opd.rollout.advantages import external_advantages
+from roll_opd.rollout.audit import advantage_metrics, advantages, token_level_rewards
 from roll_opd.workers.errors import RunError
 
 GROUPS = ["a", "a", "b", "c", "c", "c", "a"]  # b stands alone

@@ -8,7 +8,8 @@ import pytest
 from roll_opd.data.experience import Experience
 from roll_opd.data.prompts import Prompt
 from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import advantages, external_advantages, token_level_rewards
+from roll_opd.rollout.advantages import external_advantages
+from roll_opd.rollout.audit import advantages, token_level_rewards
 from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
 from roll_opd.workers.megatron import train_samples
 

@@ -10,8 +10,9 @@ from roll_opd.algorithms.kl import adaptive_kl_coefficient
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
 from roll_opd.plan import ObjectivePlan, SamplingPlan
-from roll_opd.rollout.advantages import external_advantages, kl_coefs
+from roll_opd.rollout.advantages import external_advantages
 from roll_opd.rollout.masks import mask_metrics, masked
+from roll_opd.rollout.reference_kl import kl_coefs
 from roll_opd.workers.critic import value_samples
 from roll_opd.workers.megatron import train_samples
 from roll_opd.workers.roles import _for_training

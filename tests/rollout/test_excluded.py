@@ -9,7 +9,8 @@ from roll_opd.algorithms.registry import ADVANTAGES
 from roll_opd.data.experience import Experience
 from roll_opd.frozen import FrozenDict
 from roll_opd.plan import CorrectionPlan, ObjectivePlan
-from roll_opd.rollout.advantages import advantage_metrics, external_advantages
+from roll_opd.rollout.advantages import external_advantages
+from roll_opd.rollout.audit import advantage_metrics
 from roll_opd.rollout.mismatch import corrected
 from roll_opd.workers.critic import value_samples
 from roll_opd.workers.megatron import train_samples

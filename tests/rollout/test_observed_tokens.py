@@ -17,9 +17,11 @@ from roll_opd.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
-from roll_opd.rollout.advantages import advantage_metrics, external_advantages, kl_coefs
+from roll_opd.rollout.advantages import external_advantages
+from roll_opd.rollout.audit import advantage_metrics
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
+from roll_opd.rollout.reference_kl import kl_coefs
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
 

@@ -9,7 +9,8 @@ import pytest
 
 from roll_opd.data.experience import Experience
 from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import advantages, external_advantages
+from roll_opd.rollout.advantages import external_advantages
+from roll_opd.rollout.audit import advantages
 from roll_opd.workers.errors import RunError
 
 Trajectory = list[Experience]  # its steps, in order

@@ -11,7 +11,7 @@ import pytest
 from tracking_assets import experience
 
 from roll_opd.plan import ObjectivePlan, SamplingPlan
-from roll_opd.rollout.advantages import advantage_metrics
+from roll_opd.rollout.audit import advantage_metrics
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import train_infer_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
