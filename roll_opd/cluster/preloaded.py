@@ -92,16 +92,22 @@ def _import_engines(wanted: str) -> None:
         if modules[COMPILER] is None:
             del modules[COMPILER]
         with suppress(Exception):
-            _override_kernels()
+            _prepare_cores()
 
 
-def _override_kernels() -> None:
-    """Do for all forks what each engine core does: put vLLM's kernels for CPUs wherever a module has one of Triton's.
+def _prepare_cores() -> None:
+    """Do for all forks what each engine core does: set up logging, and put kernels for CPUs in the place of Triton's.
 
-    It looks for them in every module there is, for 0.7 s. They are in vLLM's.
+    A core looks for these in every module there is, for 0.7 s. They are in vLLM's.
     """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
+    from vllm.v1.engine import core
+
+    configure_logging_if_needed(LoggingConfig())
+    vars(core)["configure_logging"] = configure_logging_if_needed  # it walks all loggers there are
 
     of_vllm = {name: module for name, module in sys.modules.items() if name.startswith("vllm")}
     looking: Any = dispatcher

@@ -15,6 +15,7 @@ from typing import Any
 # in the environment: how the server's abstract sockets are named, and of which of its processes a worker is a fork
 ADDRESS, WARM = "ROLL_OPD_WARM_SERVER", "ROLL_OPD_WARM"
 CONTEXT = "--serialized-runtime-env-context="
+RAYS_PROGRAMS = "/ray/_private/workers/"
 
 # of the standard library's inside
 _SERVER: Any = forkserver._forkserver
@@ -42,6 +43,19 @@ class WarmProcess(ForkServerProcess):
     def __reduce__(self) -> tuple[Any, ...]:
         output, errors = (reduction.DupFd(number) for number in (1, 2))
         return _arrive, (type(self), dict(os.environ), output, errors), self.__dict__
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        """Start it. It is not to run a worker's program of Ray's again, which defines nothing and imports for 0.5 s."""
+        main = sys.modules["__main__"]
+        program = getattr(main, "__file__", None)
+        if program and RAYS_PROGRAMS in program:
+            main.__file__ = None
+        try:
+            return ForkServerProcess._Popen(process_obj)
+        finally:
+            if program:
+                main.__file__ = program
 
 
 class WarmContext(ForkServerContext):
