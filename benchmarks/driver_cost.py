@@ -32,6 +32,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "rollout/batch.py:experiences": "selection, advantages, metrics",
     "rollout/batch.py:generated_tokens": "selection, advantages, metrics",
     "rollout/batch.py:_in_order": "selection, advantages, metrics",
+    "rollout/batch.py:_advance": "selection, advantages, metrics",
     "rollout/filters.py": "selection, advantages, metrics",
     "rollout/audit.py": "selection, advantages, metrics",
     "rollout/joined.py": "selection, advantages, metrics",

@@ -22,14 +22,14 @@ def gpu_memory_gb() -> float | None:
 def _gpu_mebibytes() -> list[int]:
     """Return the memory of each NVIDIA GPU, in MiB; nothing where the driver's tool is missing or sees none."""
     tool = shutil.which("nvidia-smi")
-    return _asked(tool) if tool else []
+    try:
+        return _asked(tool) if tool else []
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
 
 
 @cache  # it takes a second, and the same configuration asks for every option of Megatron's
 def _asked(tool: str) -> list[int]:
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, a line each
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
-        return [int(line) for line in done.stdout.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True)
+    return [int(line) for line in done.stdout.split()]

@@ -1,5 +1,6 @@
 """Ray for one run on one machine, without the processes that such a run never asks anything."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ NEVER_ASKED = ("start_monitor", "start_api_server")
 LOGS = "start_log_monitor"  # what sends the workers' output to the driver
 SETUP = "SETUP_WORKER_FILENAME"  # joined to a directory: an absolute path stays what it is
 PROGRAM = "_build_python_executable_command_memory_profileable"  # of services: how a Python program of Ray's begins
+FORKS_AT_ONCE = 64
 AGENT = "dashboard_agent"  # as PROGRAM is told of it
 
 
@@ -38,6 +40,8 @@ def lean(*, shows_logs: bool) -> Iterator[None]:
         change(Node, name, _nothing())
     setup = Path(ray_constants.__file__).parent / "workers" / getattr(ray_constants, SETUP, "")
     if warm_start.is_open() and setup.is_file():
+        # or as many start at once as there are cores, and those whose imports are done wait for others
+        os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(FORKS_AT_ONCE, os.cpu_count() or 1)))
         change(ray_constants, SETUP, str(Path(warm_worker.__file__).resolve()))
     change(services, PROGRAM, _without_agent(getattr(services, PROGRAM, None)))
     try:

@@ -70,7 +70,8 @@ def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) ->
     with compiling_later():
         _import(COMMON)
         first = os.getpid()
-        kind = ENGINES if os.fork() else MEGATRON
+        kind, other = (ENGINES, MEGATRON) if os.fork() else (MEGATRON, ENGINES)
+        os.close(listeners[other])  # who asks a process that has died is to know at once
         if kind == MEGATRON:
             follow(first)
             _import(OF_MEGATRON)

@@ -24,8 +24,6 @@ OWN_CLUSTER = dict.fromkeys(
 ) | {
     # of hosts that are gone the run knows by itself (`line`); packets that are lost for 20 s are no reason to hang up
     "RAY_grpc_keepalive_timeout_ms": "60000",
-    # of processes that start at once: otherwise as many as cores, and those whose imports are done wait for others
-    "RAY_worker_maximum_startup_concurrency": "64",
 }
 TORCH = {
     "GOMP_SPINCOUNT": "1000",  # a thread waits briefly awake, then asleep: those of other roles want the cores

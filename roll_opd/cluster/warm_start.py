@@ -108,6 +108,7 @@ def _started() -> Iterator[WarmServer]:
             start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
         )
         os.close(alive_r)
+        stack.close()  # of the listeners: who asks a server that has died is to know at once
         os.environ[ADDRESS] = address
         try:
             yield WarmServer(server)

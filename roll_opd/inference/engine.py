@@ -31,6 +31,7 @@ from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
     DTYPE_NAMES,
+    UNIPROC,
     check_engine_args,
     check_plugin_is_installed,
     prepare_environment,
@@ -51,12 +52,21 @@ class WeightUpdateError(RuntimeError):
 class InferenceEngine:
     """One vLLM engine on this machine, for one event loop. Start it with `await InferenceEngine.start(...)`."""
 
-    def __init__(self, llm: "AsyncLLM", *, max_model_len: int, dtype: torch.dtype, deterministic: bool) -> None:
+    def __init__(
+        self,
+        llm: "AsyncLLM",
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        deterministic: bool,
+        is_one_process: bool = False,
+    ) -> None:
         self.weights_version = 0
         self._llm = llm
         self._max_model_len = max_model_len
         self._dtype = dtype
         self._deterministic = deterministic
+        self._is_one_process = is_one_process  # its core has no ranks
         self._request_ids = itertools.count()
         self._turn = asyncio.Lock()  # weight updates, and whole batches when deterministic, exclude each other
         self._broken: str | None = None
@@ -97,7 +107,10 @@ class InferenceEngine:
         )
         dtype = DTYPES[DTYPE_NAMES[model.dtype]]
         # in a frame of its own: exceptions that vLLM's imports keep also keep this frame, and so its variables
-        return await cls._launch(arguments, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic)
+        one = arguments.distributed_executor_backend == UNIPROC
+        return await cls._launch(
+            arguments, max_model_len=max_model_len, dtype=dtype, deterministic=deterministic, is_one_process=one
+        )
 
     @classmethod
     async def _launch(cls, arguments: "AsyncEngineArgs", **attributes: Any) -> "InferenceEngine":
@@ -307,16 +320,16 @@ class InferenceEngine:
         assert entries is not None
         return token_logprobs(tokens[1:], entries[1:])
 
-    async def close(self, *, collect: bool = True, grace_seconds: float | None = None) -> None:
+    async def close(self, *, collect: bool = True) -> None:
         """End the engine core and wait until it has ended. Calling it twice is harmless.
 
-        Without `collect`, garbage is left: 0.6 s less, for a process that is about to be killed. After `grace_seconds`
-        the core is killed; None: when vLLM does that.
+        Without `collect`, which is for a process that is about to be killed, garbage is left, and a core on a CPU that
+        has no ranks, and so nothing outside its memory, is killed: 1.4 s less.
         """
         if self._llm is None:
             return
         self._broken = "it is closed"
-        self._llm.shutdown(grace_seconds)
+        self._llm.shutdown(0.0 if self._is_one_process and not collect else None)
         self._llm = None
         if collect:  # or it would be collected, with a complaint, at exit
             gc.unfreeze()

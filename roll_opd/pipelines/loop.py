@@ -85,13 +85,13 @@ class Run:
 
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""
-        self.logger.startup_parts |= self.placement.starting.parts
         if self.resumed:
             self.logger.restart()
         else:
             with self.clock.phase("validate"):
                 metrics = await validate() if self.held_out else {}
             self.logger.start(metrics)
+        self.logger.startup_parts |= self.placement.starting.parts
         self.ending.is_training = True  # from now on there is something to be saved
 
     async def validation(self, step: int, validate: Validate) -> dict[str, float]:

@@ -66,6 +66,8 @@ class Measuring:
         asked = plan.validation if plan.validation and plan.validation.measure_teacher else None
         if run.resumed or not (asked and run.held_out and plan.teachers):
             return
+        if any(reward.engine for reward in plan.rewards):
+            await self.reward_pools  # judges run on engines, and those that share a device start one after another
         run.logger.note("Measuring the teacher in validation ...")
         requests = len(run.held_out) * asked.sampling.n
         for teacher in plan.teachers:

@@ -1,9 +1,10 @@
 """The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 from roll_opd.algorithms.table import loss_facts
 from roll_opd.data.source import MixedSource
@@ -38,6 +39,8 @@ from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import FrozenModels
 from roll_opd.workers.workflow_pool import WorkflowPool
 
+T = TypeVar("T")
+
 
 async def train(run: Run) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
@@ -46,15 +49,19 @@ async def train(run: Run) -> None:
     temperature = plan.rollout.sampling.temperature
     starting_rewards = asyncio.ensure_future(start_rewards(run))
     measuring = Measuring(run, starting_rewards)
-    measuring_teachers = asyncio.ensure_future(measuring.measure_teachers())
+    measuring_teachers = told_once(measuring.measure_teachers())
 
     async def start_models() -> RunWorkers:
         if any(reward.engine for reward in plan.rewards):
-            await starting_rewards  # judges run on engines, and those that share a device start one after another
+            await starting_rewards
         if not starts_beside_measurement(plan, run.placement):
             await measuring_teachers
         run.logger.note(f"Starting {started(plan)} ...")
-        return await start_workers(plan, run.placement)
+        starting = told_once(start_workers(plan, run.placement))
+        await asyncio.wait({starting, measuring_teachers}, return_when=asyncio.FIRST_COMPLETED)
+        if measuring_teachers.done():
+            await measuring_teachers  # or its failure would be told when all have started
+        return await starting
 
     reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
     await run.restore(workers.load)
@@ -164,6 +171,13 @@ async def train(run: Run) -> None:
     await workers.end()
     for pool in pools:
         await pool.end()
+
+
+def told_once(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Begin `work`, whose failure is nobody's business where that of other work ends the run first."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
 
 
 def started(plan: RunPlan) -> str:

@@ -42,7 +42,7 @@ from roll_opd.workers.writing import Writing
 from roll_opd.workflows.interface import flag
 from roll_opd.workflows.plugins import find_workflow
 
-REQUESTS_OF_AN_ENGINE = 256  # that it answers at once, unless told otherwise
+REQUESTS_OF_AN_ENGINE = 256  # that it answers at once, where its max_num_seqs says nothing else
 SMALL = 100_000_000  # parameters of a model that may be on a host twice
 
 
@@ -236,11 +236,14 @@ async def teacher_as_student(
 ) -> AsyncIterator[tuple[Sampler, WorkflowPool | None]]:
     """Have a teacher in the student's place inside the block, to see how well it does itself.
 
-    Yields its engines, on the student's inference devices and no more than `requests` occupy, and the run's workflow
-    with it as the model.
+    Yields its engines, on the student's inference devices, and the run's workflow with it as the model. On CPUs, where
+    an engine's start costs more than the answers do, there are no more engines than `requests` occupy.
     """
     assert plan.rollout is not None
-    engines = min(plan.rollout.engines, -(-requests // REQUESTS_OF_AN_ENGINE))
+    engines = plan.rollout.engines
+    if not (placement.on_gpu or plan.workflow):
+        at_once = plan.rollout.engine_args.get("max_num_seqs") or REQUESTS_OF_AN_ENGINE
+        engines = min(engines, -(-requests // at_once))
     rollout = replace(
         plan.rollout,
         name=teacher.name,
@@ -323,9 +326,15 @@ def chunk_samples(plan: RunPlan) -> int:
 
 
 def starts_beside_measurement(plan: RunPlan, placement: Placement) -> bool:
-    """Whether the roles may start while other engines show how well the teachers do: on CPUs, where memory allows."""
+    """Whether the roles may start while other engines show how well the teachers do.
+
+    On CPUs, where these are small: what measures them would be there twice. In deterministic runs all has its order.
+    """
+    assert plan.rollout is not None
+    alone = plan.deterministic or placement.on_gpu or _members(plan, placement)
+    twice = plan.workflow or "kv_cache_memory_bytes" in plan.rollout.engine_args
     parameters = [read_model(Path(teacher.worker.model.path)).parameters for teacher in plan.teachers]
-    return not placement.on_gpu and not _members(plan, placement) and max(parameters, default=0) <= SMALL
+    return not alone and not twice and max(parameters, default=0) <= SMALL
 
 
 def reads_beside_generation(plan: RunPlan, turns: Turns) -> bool:

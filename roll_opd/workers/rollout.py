@@ -46,7 +46,6 @@ class RolloutWorker(OnHost):
             sleeps=sleeps,
         )
         self._sleep_level = plan.sleep_level
-        self._grace_seconds = None if plan.tp > 1 else 0.0  # ranks share memory that has a name; one alone has none
 
     async def give_back(self, parts: Collection[Part], phase: Phase) -> None:
         """Leave the device to other roles in a phase. An engine gives back everything."""
@@ -97,4 +96,4 @@ class RolloutWorker(OnHost):
 
     async def close(self) -> None:
         """End the engine; this process is to be killed next."""
-        await self._engine.close(collect=False, grace_seconds=self._grace_seconds)
+        await self._engine.close(collect=False)

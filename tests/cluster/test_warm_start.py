@@ -101,6 +101,22 @@ def test_a_server_that_has_ended_is_done_without(tmp_path: Path, monkeypatch: py
     assert setup(tmp_path / "default_worker.py", FOO="foo", ROLL_OPD_WARM=MEGATRON).stdout == "cold None\n"
 
 
+def test_one_of_its_processes_that_has_ended_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "setup_worker.py").write_text("print('cold')")
+    (tmp_path / "program.py").write_text("print('warm')")
+    before = set(psutil.Process().children())
+    with warm_server() as opened:
+        opened.serve(PLAN)
+        [server] = set(psutil.Process().children()) - before
+        deadline = time.monotonic() + 120
+        while not (forked := server.children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        forked[0].kill()
+        said = [setup(tmp_path / "program.py", ROLL_OPD_WARM=kind).stdout for kind in (MEGATRON, ENGINES)]
+    assert said == ["cold\n", "warm\n"]
+
+
 def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os; print(os.environ.get('GONE'), os.environ.get('VLLM_NO_USAGE_STATS'))")

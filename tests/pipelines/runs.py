@@ -79,7 +79,9 @@ def forks() -> Iterator[None]:
 def _processes_of_the_server() -> list[int]:
     """Return the server, and its fork that imports Megatron, once that is there: before anybody asks for a fork."""
     [server] = [child for child in psutil.Process().children() if _belongs(child, FORKS)]
+    deadline = time.monotonic() + SECONDS
     while not (forked := server.children()):
+        assert time.monotonic() < deadline, "the warm server has no second process"
         time.sleep(0.05)
     return [server.pid, *(process.pid for process in forked)]
 
