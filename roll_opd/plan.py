@@ -26,7 +26,7 @@ from roll_opd.config.schema import (
     WorkflowKeys,
 )
 from roll_opd.frozen import FrozenDict
-from roll_opd.legacy_roll import Schedule
+from roll_opd.roll.keys import Schedule
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from roll_opd.config import (
 )
 from roll_opd.config.correction import check_quantised
 from roll_opd.config.expand import expand, pipeline_problem
-from roll_opd.config.foreign import off_policy_problem, rollout_only_problem, vision_problem
-from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections, read_sections
+from roll_opd.config.read import Sections, read_sections
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode
 from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PURE_ROLES,
     SUPERVISED,
     CheckpointKeys,
     CriticKeys,
@@ -65,6 +66,7 @@ from roll_opd.plan import (
     ValidationPlan,
     WorkflowPlan,
 )
+from roll_opd.roll.pipelines import off_policy_problem, rollout_only_problem, vision_problem
 from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.trinity.load import load_any

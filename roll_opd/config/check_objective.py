@@ -19,8 +19,8 @@ from roll_opd.config.schema import (
     Top,
     keys_of,
 )
-from roll_opd.legacy_roll import KL_PENALTIES_LATER, PURE_FIXED
 from roll_opd.plan import RewardPlan
+from roll_opd.roll.keys import KL_PENALTIES_LATER, PURE_FIXED
 
 FEWEST_STEPS = 5  # horizons in which an adaptive coefficient could fall to 0
 NAMES_OF_A_LOSS = frozenset({"algorithm_type", "policy_loss_fn", "policy_loss"})  # of keys that are not ROLL's

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from roll_opd.config.parts import sampling_plan
-from roll_opd.config.read import MIXED_ROLES, PURE_ROLES, Sections
+from roll_opd.config.read import Sections
 from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PURE_ROLES,
     EnvironmentKeys,
     EnvironmentsPlayed,
     GeneratingArgs,

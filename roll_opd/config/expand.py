@@ -15,9 +15,9 @@ from roll_opd.algorithms.table import (
     merged_arguments,
 )
 from roll_opd.config.schema import Top, Worker, changed
-from roll_opd.config.variants import Variant, read_variant
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.extensions import Registry, argument_problems
+from roll_opd.roll.variants import Variant, read_variant
 
 RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
 

@@ -16,6 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from roll_opd import hardware
 from roll_opd.composing.load import COMMAND_LINE
 from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PURE_ROLES,
     DataArgs,
     GeneratingArgs,
     ModelArgs,
@@ -36,11 +38,9 @@ from roll_opd.config.schema import (
 )
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.hints import nearest
-from roll_opd.legacy_roll import REFUSED, REWARD_KEYS_OF_ROLL, SAID
+from roll_opd.roll.keys import REFUSED, REWARD_KEYS_OF_ROLL, SAID
 
 S = TypeVar("S", bound=Section)
-PURE_ROLES = ("student_train", "student_infer")
-MIXED_ROLES = ("actor_train", "actor_infer")
 REFERENCE = "reference"
 CRITIC = "critic"
 AUXILIARY = "auxiliary_models"

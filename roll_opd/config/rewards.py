@@ -10,10 +10,10 @@ from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, sh
 from roll_opd.extensions import annotations, arguments, type_problem
 from roll_opd.frozen import FrozenDict
 from roll_opd.hints import nearest
-from roll_opd.legacy_roll import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.plan import FilterPlan, RewardPlan, RewardTerm
 from roll_opd.rewards.interface import RewardError
 from roll_opd.rewards.registry import REWARDS, RewardFacts, check, reward_arguments
+from roll_opd.roll.keys import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.tracking.secrets import is_secret
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_opd.config import adapters, replay
-from roll_opd.config.read import CRITIC, MIXED_ROLES, PURE_ROLES, REFERENCE, Sections
-from roll_opd.config.schema import Dtype, Supervised, TeacherWorker, Top, Worker
+from roll_opd.config.read import CRITIC, REFERENCE, Sections
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Dtype, Supervised, TeacherWorker, Top, Worker
 from roll_opd.config.strategies import OPTIONS, Strategy, read_megatron, read_vllm
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from roll_opd.config.schema import TrainingArgs
-from roll_opd.legacy_roll import SCHEDULES
+from roll_opd.roll.keys import SCHEDULES
 
 
 def read_schedule(args: TrainingArgs, total: int) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from roll_opd import legacy_roll as roll
 from roll_opd.diagnostics import Diagnostics
+from roll_opd.roll import keys as roll
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")
 OURS, TRINITY = "ours", "Trinity-RFT"  # origins of a key that is not ROLL's
+PURE_ROLES = ("student_train", "student_infer")  # the student: who learns, who samples
+MIXED_ROLES = ("actor_train", "actor_infer")  # and its names in mixed mode
 
 
 def key(default: T, meaning: str, origin: str = "ROLL") -> T:

@@ -14,9 +14,9 @@ from roll_opd.config.read import ignore
 from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.engine_options import no_effect, option_problem
-from roll_opd.legacy_roll import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 from roll_opd.megatron import options
 from roll_opd.plan import Layout
+from roll_opd.roll.keys import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
 
 OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
 SIZES = {

@@ -8,7 +8,7 @@ from typing import Any
 from roll_opd.config.schema import Run
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.extensions import argument_problems, arguments
-from roll_opd.legacy_roll import DOTTED
+from roll_opd.roll.keys import DOTTED
 from roll_opd.tracking.registry import TRACKERS
 from roll_opd.tracking.secrets import is_secret
 

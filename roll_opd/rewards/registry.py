@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from roll_opd.extensions import Registry, arguments
-from roll_opd.legacy_roll import REWARD_CLASSES_OF_ROLL
 from roll_opd.rewards.interface import Reward, RewardError
+from roll_opd.roll.keys import REWARD_CLASSES_OF_ROLL
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from roll_opd.config.schema import (
     Worker,
 )
 from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.legacy_roll import REWARD_CLASSES_OF_ROLL
 from roll_opd.plan import RunPlan
 from roll_opd.rewards.registry import REWARDS
+from roll_opd.roll.keys import REWARD_CLASSES_OF_ROLL
 
 ROLL = """
 hydra:

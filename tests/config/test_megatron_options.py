@@ -10,10 +10,10 @@ import pytest
 from roll_opd import hardware
 from roll_opd.config.strategies import SIZES, SWITCHES
 from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.legacy_roll import IGNORED_MEGATRON
 from roll_opd.megatron.options import FOR_GPUS, RUN, WITHOUT_EFFECT, usable
 from roll_opd.megatron.supported import unsupported
 from roll_opd.plan import RunPlan
+from roll_opd.roll.keys import IGNORED_MEGATRON
 
 OPTIONS = "student_train.strategy_args.strategy_config"
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.config.read import MIXED_ROLES, PURE_ROLES
-from roll_opd.config.schema import Top, Worker
-from roll_opd.legacy_roll import PG_VARIANTS, PG_WORKER
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Top, Worker
+from roll_opd.roll.keys import PG_VARIANTS, PG_WORKER
 
 
 @dataclass(frozen=True)

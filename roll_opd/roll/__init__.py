@@ -1,0 +1,1 @@
+"""What configurations of ROLL have beside ours: keys, names, pipelines."""
