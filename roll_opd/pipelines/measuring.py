@@ -67,7 +67,7 @@ class Measuring:
         if run.resumed or not (asked and run.held_out and plan.teachers):
             return
         if any(reward.engine for reward in plan.rewards):
-            await self.reward_pools  # judges run on engines, and those that share a device start one after another
+            await self.reward_pools  # on engines, which may share a device with these
         run.logger.note("Measuring the teacher in validation ...")
         requests = len(run.held_out) * asked.sampling.n
         for teacher in plan.teachers:

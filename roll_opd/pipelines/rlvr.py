@@ -1,28 +1,17 @@
 """The on-policy loop: the student writes, teachers read every token, rewards score, the student learns, and again."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 from roll_opd.algorithms.table import loss_facts
 from roll_opd.data.source import MixedSource
 from roll_opd.phases import Phase
+from roll_opd.pipelines.beginning import begin
 from roll_opd.pipelines.loop import Run
-from roll_opd.pipelines.measuring import Measuring
-from roll_opd.pipelines.reward_trial import try_rewards
-from roll_opd.pipelines.start import (
-    RunWorkers,
-    chunk_samples,
-    reads_beside_generation,
-    start_reward_pools,
-    start_workers,
-    start_workflow,
-    starts_beside_measurement,
-)
+from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, start_workflow
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
-from roll_opd.plan import RunPlan
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.rollout.audit import advantage_metrics
 from roll_opd.rollout.batch import Rollout, fill_batch
@@ -39,31 +28,14 @@ from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import FrozenModels
 from roll_opd.workers.workflow_pool import WorkflowPool
 
-T = TypeVar("T")
-
 
 async def train(run: Run) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
     plan, objective, source, clock = run.plan, run.plan.objective, run.source, run.clock
     assert plan.rollout is not None
     temperature = plan.rollout.sampling.temperature
-    starting_rewards = asyncio.ensure_future(start_rewards(run))
-    measuring = Measuring(run, starting_rewards)
-    measuring_teachers = told_once(measuring.measure_teachers())
-
-    async def start_models() -> RunWorkers:
-        if any(reward.engine for reward in plan.rewards):
-            await starting_rewards
-        if not starts_beside_measurement(plan, run.placement):
-            await measuring_teachers
-        run.logger.note(f"Starting {started(plan)} ...")
-        starting = told_once(start_workers(plan, run.placement))
-        await asyncio.wait({starting, measuring_teachers}, return_when=asyncio.FIRST_COMPLETED)
-        if measuring_teachers.done():
-            await measuring_teachers  # or its failure would be told when all have started
-        return await starting
-
-    reward_pools, workers = await asyncio.gather(starting_rewards, start_models())
+    begun = await begin(run)
+    reward_pools, workers, measuring = begun.reward_pools, begun.workers, begun.measuring
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done, has_learned=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
@@ -76,7 +48,7 @@ async def train(run: Run) -> None:
         return await measuring.measure(workers.sampler, step, readers=frozen_models, workflow=workflow, turns=turns)
 
     async def measured_first() -> dict[str, float]:
-        of_student, _ = await asyncio.gather(measure(0), measuring_teachers)
+        of_student, _ = await asyncio.gather(measure(0), begun.teachers_measured)
         return of_student | _counted(pools)
 
     await run.log_start(measured_first)
@@ -171,28 +143,6 @@ async def train(run: Run) -> None:
     await workers.end()
     for pool in pools:
         await pool.end()
-
-
-def told_once(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Begin `work`, whose failure is nobody's business where that of other work ends the run first."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    return task
-
-
-def started(plan: RunPlan) -> str:
-    """Return which models a run starts, in words: "student and inference engines"."""
-    roles = {"teacher": plan.teachers, "reference": plan.reference, "critic": plan.critic}
-    number = "s" if len(plan.teachers) > 1 else ""
-    models = ["student", *(f"{role}{number * (role == 'teacher')}" for role, there in roles.items() if there)]
-    return f"{', '.join(models)} and inference engines"
-
-
-async def start_rewards(run: Run) -> tuple[RewardPool, ...]:
-    """Start the rewards, and try each of them."""
-    pools = await start_reward_pools(run.plan, run.placement)
-    await try_rewards(pools, run.source)
-    return pools
 
 
 def _counted(pools: Sequence[RewardPool | WorkflowPool]) -> dict[str, float]:

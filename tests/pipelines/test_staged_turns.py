@@ -15,7 +15,7 @@ from stage import CRITIC_SCHEDULE, REFERENCE, TEACHER, WITH_CRITIC, Stage, optim
 from roll_opd.cluster.placement import Placement
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.phases import ALL, members_of
-from roll_opd.pipelines import rlvr
+from roll_opd.pipelines import beginning
 from roll_opd.pipelines.start import RunWorkers
 from roll_opd.plan import RunPlan
 from roll_opd.workers.roles import gathered
@@ -99,7 +99,7 @@ def both(stage: Stage, patch: pytest.MonkeyPatch, name: str, *overrides: str, co
     off = stage.run(*SHORT, *overrides, "is_offload_states=false", config=config, name=f"{name}_off")
     taking = Taking(stage)
     with patch.context() as on:
-        on.setattr(rlvr, "start_workers", taking.workers)
+        on.setattr(beginning, "start_workers", taking.workers)
         run = stage.run(*SHORT, *overrides, "is_offload_states=true", config=config, name=f"{name}_on")
     assert off.code == run.code == 0
     frozen = "reference" if "reference" in taking.groups else "teacher"
