@@ -26,6 +26,7 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
+from roll_opd.inference.left_memory import unlink_left_memory
 from roll_opd.inference.nap import Nap
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.routes import RECORDS_ROUTES
@@ -331,6 +332,8 @@ class InferenceEngine:
         self._broken = "it is closed"
         self._llm.shutdown(0.0 if self._is_one_process and not collect else None)
         self._llm = None
+        if not (collect or self._is_one_process):
+            unlink_left_memory()
         if collect:  # or it would be collected, with a complaint, at exit
             gc.unfreeze()
             gc.collect()
