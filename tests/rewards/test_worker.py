@@ -15,6 +15,7 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.completion import Completion
 from roll_opd.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.rollout.workflow import experience_of
+from roll_opd.workers import reward as module
 from roll_opd.workers.reward import RewardWorker
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
@@ -46,7 +47,18 @@ def passed(samples):
         said = sum(map(int, numbers)) == int(sample.response)
         scores.append(said * sum(case["points"] for case in sample.extra["test_cases"]))
     return scores
+
+
+def size(samples):
+    return [float(len(samples))] * len(samples)
 """
+
+
+async def scored(worker: RewardWorker, experiences: list[Experience]) -> dict[int, float]:
+    """As over Ray."""
+    batch = pickle.loads(pickle.dumps(Compact(experiences)))
+    answers = [pickle.loads(pickle.dumps(answer)) async for answer in worker.score(batch)]
+    return {number: score.value for answer in answers for number, score in answer.scores}
 
 
 @pytest.fixture
@@ -76,13 +88,7 @@ def test_a_users_reward_reads_the_prompt_and_the_rows_other_keys(tmp_path: Path,
         return experience_of(prompts.all()[draw], draw, sample, completion)
 
     answers = [answered(0, 0, "3"), answered(1, 0, "8"), answered(0, 1, "4"), answered(1, 1, "9")]
-    travelled = pickle.loads(pickle.dumps(Compact(answers)))
-
-    async def scored() -> dict[int, float]:
-        answers = [pickle.loads(pickle.dumps(answer)) async for answer in worker.score(travelled)]
-        return {number: score.value for answer in answers for number, score in answer.scores}
-
-    assert asyncio.run(scored()) == {0: 3.0, 1: 10.0, 2: 0.0, 3: 0.0}
+    assert asyncio.run(scored(worker, answers)) == {0: 3.0, 1: 10.0, 2: 0.0, 3: 0.0}
 
 
 def test_each_step_of_a_run_is_read_with_its_own_prompt(worker) -> None:
@@ -92,3 +98,19 @@ def test_each_step_of_a_run_is_read_with_its_own_prompt(worker) -> None:
         tokens = np.array(tokenizer(f"{number}+1={number + 1}").input_ids)
         samples.append(experience(tokens, len(tokens) - 1))
     assert [sample.prompt for sample in worker._samples(samples)] == ["0+1=", "1+1="]
+
+
+@pytest.mark.parametrize(
+    ("quick", "sizes"),
+    [(30.0, [1, 2, 4, 8, 16, 16, 16, 1]), (0.0, [1] * 64)],
+    ids=["one after another, and larger", "side by side, as small as they all can be under way"],
+)
+def test_calls_grow_while_each_is_quick(
+    worker, monkeypatch: pytest.MonkeyPatch, quick: float, sizes: list[int]
+) -> None:
+    monkeypatch.setattr(module, "QUICK_SECONDS", quick)
+    monkeypatch.setattr(module, "ALONE_SECONDS", 60.0)
+    plan = RewardPlan("code", (RewardTerm("size", "my_tests.size"),), max_concurrency=64, batch_size=16)
+    asyncio.run(worker.setup(plan, str(MODEL)))
+    found = asyncio.run(scored(worker, [experience(np.array([1, 2, 3]), 1)] * 64))
+    assert [found[number] for number in range(64)] == [float(size) for size in sizes for _ in range(size)]

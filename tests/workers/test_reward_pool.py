@@ -92,9 +92,12 @@ def test_a_brief_reward_works_on_many_samples_at_once(start, loop) -> None:
 
 
 def test_a_quick_reward_is_given_large_calls(start, loop) -> None:
+    """As soon as the machine leaves it time: on one with other work, a quick call is now and then a slow one."""
     pool, samples = start("busy"), [sample(number) for number in range(256)]
-    sizes = [np.mean(rewards(results(loop, pool, samples))) for _ in range(5)]
-    assert max(sizes) > 8  # of 16, the batch_size, where nothing comes between
+    until, mean_size = time.monotonic() + 60, 0.0
+    while mean_size <= 8 and time.monotonic() < until:  # of 16, the batch_size, where nothing comes between
+        mean_size = np.mean(rewards(results(loop, pool, samples)))
+    assert mean_size > 8
 
 
 def test_a_reward_that_was_quick_may_be_slow(start, loop) -> None:
