@@ -94,7 +94,10 @@ def _is_file(word: str) -> bool:
 
 
 def tell_run_directory(path: str | os.PathLike[str]) -> None:
-    """Write where a run's directory is into the file that the environment names, if it names one."""
-    if file := os.environ.get(RUN_DIRECTORY_FILE):
+    """Write where a run's directory is into the file that the environment names, if it names one.
+
+    It names none afterwards: a run that this one starts, in a workflow say, is another's.
+    """
+    if file := os.environ.pop(RUN_DIRECTORY_FILE, None):
         with open(file, "w", encoding="utf-8") as told:
             told.write(os.path.realpath(path))

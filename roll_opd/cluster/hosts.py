@@ -14,12 +14,12 @@ from typing import Any
 from roll_opd.cluster import host_facts
 from roll_opd.cluster.launched import Host, LaunchError
 from roll_opd.cluster.line import Line
+from roll_opd.cluster.ray_environment import token_variables
 from roll_opd.cluster.start_up import ClusterError, StartUp
 
 ANSWER_SECONDS = 60.0  # for a host to look at its files
 LATE_SECONDS = 10.0  # that a run which cannot be waits for the hosts, to tell them
 RUN = "ROLL_OPD_RUN"  # in the environment of the attempts of one run: what its hosts know it by
-TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 
 
 class Hosts:
@@ -92,8 +92,7 @@ class Hosts:
 
         ClusterError that names who does not in so many seconds.
         """
-        token = {name: os.environ[name] for name in TOKEN if name in os.environ}
-        told = {"address": address, "slots": slots, "warm": self.warm, "environment": token}
+        told = {"address": address, "slots": slots, "warm": self.warm, "environment": token_variables()}
         found = self._all_answer(seconds, join=told)
         late = [rank for rank in self._lines if rank not in found]
         if late:

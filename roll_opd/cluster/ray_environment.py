@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from pathlib import Path
 
 import psutil
 
@@ -39,6 +40,18 @@ def prepare_environment() -> None:
     # a token of its own: Ray would write one into the home directory, which may not be there
     if not joins and not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def token_variables() -> dict[str, str]:
+    """Return what Ray on another host needs in its environment to be let into the cluster that this process started.
+
+    Ray reads the token of this host from a file where none is in the environment.
+    """
+    found = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if "RAY_AUTH_TOKEN" not in found and found.get("RAY_AUTH_MODE") != "disabled" and file.is_file():
+        found["RAY_AUTH_TOKEN"] = file.read_text(encoding="utf-8").strip()
+    return found
 
 
 def torch_variables() -> dict[str, str]:

@@ -362,10 +362,10 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
 def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longest: int) -> RunPlan:
     """Return `plan` with what needs all of it; `longest` are the tokens of the longest sequence."""
     models = {role.path: role.info for role in roles.placed() if role.info}
+    on_devices = replace(plan, device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb())
     finished = replace(
-        plan,
-        device_memory_gb=top.device_memory_gb or hardware.gpu_memory_gb(),
-        memory=FrozenDict(estimate_memory(plan, models, longest)),
+        on_devices,
+        memory=FrozenDict(estimate_memory(on_devices, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )
     check_devices.check_memory(finished, top.tell)

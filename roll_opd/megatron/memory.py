@@ -47,6 +47,7 @@ class Shard:
     info: ModelInfo
     layout: Layout
     has_head: bool = True  # False: a critic, whose head is one column
+    device: str = "cpu"  # or "cuda"
 
     @property
     def kv_heads(self) -> float:
@@ -148,9 +149,9 @@ class Shard:
         return under_way * layers / number * kept + number * layer
 
 
-def shard_of(info: ModelInfo, role: MegatronPlan) -> Shard:
+def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> Shard:
     """Return what a rank of `role` holds of its model."""
-    return Shard(info, role.layout, not isinstance(role, CriticPlan))
+    return Shard(info, role.layout, not isinstance(role, CriticPlan), device)
 
 
 def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
@@ -164,7 +165,7 @@ def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int
     for name, role in plan.megatron_roles().items():
         if plan.is_base(role):
             continue  # the student has its weights, and computes for it
-        shard = shard_of(models[name], role)
+        shard = shard_of(models[name], role, "cuda" if plan.device_memory_gb else "cpu")
         found[name] = tuple(
             train_memory(shard, role, longest, stage)
             if isinstance(role, TrainPlan)
@@ -234,7 +235,7 @@ def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
     """Return what the last stage holds at its head: hidden states before and after the norm, a chunk of logits."""
     if stage != shard.layout.pp - 1:
         return {}
-    logits = min(CHUNK_BYTES["cpu"], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
+    logits = min(CHUNK_BYTES[shard.device], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
     return {"head": 2 * tokens * shard.info.hidden * size + logits}
 
 

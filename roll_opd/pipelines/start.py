@@ -10,10 +10,11 @@ from typing import Any
 from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.preloaded import ENGINES
+from roll_opd.cluster.preloaded import ENGINES, MEGATRON
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.inference.tool_calls import HERMES
 from roll_opd.phases import Member, Phase, members_of
 from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
 from roll_opd.plan import (
@@ -290,7 +291,8 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     auxiliaries = [await engines(model) for model in plan.workflow.auxiliary_models]  # they may share devices
     assert plan.workflow.workflow and plan.rollout
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one text at a time has no use for threads
-    variables = {**alone, **_environment(plan), **warm_start.variables()}
+    kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # the other parsers are vLLM's
+    variables = {**alone, **_environment(plan), **warm_start.variables(kind)}
     actor_class: Any = WorkflowWorker
     spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
     repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")

@@ -16,6 +16,7 @@ from roll_opd.cluster import host_facts
 from roll_opd.cluster.hosts import Hosts
 from roll_opd.cluster.launched import Host, LaunchError
 from roll_opd.cluster.line import Line
+from roll_opd.cluster.ray_environment import token_variables
 
 FACTS: dict[str, Any] = {"name": "b", "gpus": 0, "versions": {"python": "3.11.7", "ray": "2.60.0"}}
 
@@ -105,6 +106,29 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
     assert f"has no model at {model} (no config.json)" in missing
     assert f"does not share {absent}" in directory
     assert not absent.parent.exists()  # nothing is left of the check
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RAY_AUTH_TOKEN": "a"}, {"RAY_AUTH_TOKEN": "a"}),
+        ({"RAY_AUTH_TOKEN_PATH": "{file}"}, {"RAY_AUTH_TOKEN": "of the file"}),
+        ({"RAY_AUTH_MODE": "token", "HOME": "{home}"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of home"}),
+        ({"RAY_AUTH_MODE": "disabled", "HOME": "{home}"}, {"RAY_AUTH_MODE": "disabled"}),
+    ],
+)
+def test_other_hosts_are_told_the_token_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], told: dict[str, str]
+) -> None:
+    """Ray takes it from the environment, from a file that this names, or from one in the home directory."""
+    (tmp_path / "token").write_text("of the file\n")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of home")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(file=tmp_path / "token", home=tmp_path))
+    assert token_variables() == told
 
 
 def test_hosts_that_fit_are_told_how_the_run_ends(hosts: Hosts, tmp_path: Path) -> None:

@@ -140,6 +140,20 @@ def test_a_training_rank(
     assert {part: found[part] for part in expected} == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(("device", "logits"), [("cpu", 64), ("cuda", 512)])
+def test_the_heads_chunk_is_the_devices(model: Callable[[str], ModelInfo], device: str, logits: int) -> None:
+    """Beside the hidden states before and after the norm."""
+    info, role = model("8B"), train_role(Layout(pp=4, dp=8))
+    parts = train_memory(shard_of(info, role, device), role, TOKENS, 3)
+    assert parts["head"] == 2 * TOKENS * 4096 * 2 + logits * 2**20
+
+
+def test_a_plan_for_gpus_counts_theirs(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll_opd.megatron.memory.CHUNK_BYTES", {"cpu": 0, "cuda": 1000})
+    without, known = (plan(known).memory["student_train"][-1]["head"] for known in ({}, {"device_memory_gb": 80}))
+    assert known - without == 1000
+
+
 def test_a_block_of_recomputed_layers_is_between_none_and_all(model: Callable[[str], ModelInfo]) -> None:
     info = model("8B")
     block = {"recompute_granularity": "full", "recompute_method": "block"}

@@ -21,6 +21,7 @@ with (place / "attempts").open("a") as file:
     file.write(" ".join([str(restarts_left()), *sys.argv[3:]]) + "\\n")
 run = place / "run"
 tell_run_directory(run)
+tell_run_directory(place / "of a run that a workflow starts")
 if restarts_left() < 2:  # the first fails before it has a checkpoint
     step = run / "checkpoints/step_4"
     step.mkdir(parents=True, exist_ok=True)
