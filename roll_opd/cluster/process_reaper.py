@@ -7,6 +7,9 @@ is dead as well. The reaper keeps a list of the driver's descendants and ends th
 are needed, for the engine core may run on another node than the driver.
 """
 
+import glob
+import itertools
+import os
 import re
 import shutil
 import signal
@@ -35,9 +38,9 @@ class Reaper:
     def __init__(self, told: IO[bytes]) -> None:
         self._told = told
 
-    def remove_at_the_end(self, directory: Path) -> None:
-        """Have `directory` removed when every process is gone."""
-        self._told.write(f"{directory}\n".encode())
+    def remove_at_the_end(self, directory: Path, within: str = "") -> None:
+        """Have `directory` removed when every process is gone, or what matches a glob pattern `within` it."""
+        self._told.write(f"{os.path.join(glob.escape(str(directory)), within)}\n".encode())
         self._told.flush()
 
 
@@ -63,12 +66,12 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`.
 
-    Each line of the input is a directory to remove after that.
+    Each line of the input is a glob pattern of directories to remove after that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gone = threading.Event()
-    directories: list[str] = []
-    threading.Thread(target=_read_input, args=(directories, gone), daemon=True).start()
+    patterns: list[str] = []
+    threading.Thread(target=_read_input, args=(patterns, gone), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
     shared: set[str] = set()
@@ -82,7 +85,7 @@ def watch(driver: int, preexisting: set[int]) -> None:
     _end([process for process in started if process not in (*trackers, *reapers)], GRACE_SECONDS)
     _end(trackers, TRACKER_SECONDS)
     _end(reapers, REAPER_SECONDS)
-    for directory in directories:
+    for directory in itertools.chain.from_iterable(map(glob.iglob, patterns)):
         _remove(Path(directory))
     for path in shared:
         Path(path).unlink(missing_ok=True)
@@ -141,9 +144,9 @@ def _remove(directory: Path) -> None:
         latest.unlink(missing_ok=True)
 
 
-def _read_input(directories: list[str], gone: threading.Event) -> None:
+def _read_input(patterns: list[str], gone: threading.Event) -> None:
     for line in sys.stdin:
-        directories.append(line.rstrip("\n"))
+        patterns.append(line.rstrip("\n"))
     gone.set()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
@@ -54,12 +55,11 @@ def ray_cluster(
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             if hosts:
                 common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
+            if DEBUG not in os.environ:  # of a session that is not up yet, too
+                reaper.remove_at_the_end(Path(get_default_ray_temp_dir()), f"session_*_{os.getpid()}")
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):
                 started = _init("local", include_dashboard=False, **_offered(devices_per_node), **common)
-            session = Path(started.address_info["session_dir"])
-            starting.logs = session / "logs"
-            if DEBUG not in os.environ:
-                reaper.remove_at_the_end(session)
+            starting.logs = Path(started.address_info["session_dir"]) / "logs"
         try:
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_opd.paths import content
 from roll_opd.plan import CheckpointPlan
-from roll_opd.tracking.run_directory import RunDirectory, write_atomic
+from roll_opd.tracking.run_directory import RunDirectory, checkpoints_of, write_atomic
 from roll_opd.workers.writing import Writing
 
 STATE_FILE = "run_state.json"
@@ -180,9 +180,7 @@ class Checkpoints:
 
 def complete(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run directory, newest first."""
-    steps = {path: path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")}
-    paths = [path for path, step in steps.items() if step.isdecimal() and (path / STATE_FILE).is_file()]
-    return sorted(paths, key=lambda path: -int(steps[path]))
+    return [path for path in checkpoints_of(run).values() if (path / STATE_FILE).is_file()]
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:

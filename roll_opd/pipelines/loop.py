@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Progress, shown_while_long
 from roll_opd.tracking.recording import Recording, recorded
 from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.tracking.run_lock import only_driver
 from roll_opd.tracking.trackers import Trackers
 from roll_opd.workers.errors import RunError, SkippedUpdates
 
@@ -135,17 +136,13 @@ def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None) -> None:
     `hosts` are those that were launched for it, where it has others than this one. A run that ends before its start-up
     is over leaves nothing behind.
     """
-    with recorded() as recording:
-        _run(plan, inputs, recording, hosts)
+    with recorded() as recording, _directory(plan, inputs.resumed) as directory:
+        _run(plan, inputs, directory, recording, hosts)
 
 
-def _run(plan: RunPlan, inputs: Inputs, recording: Recording, hosts: Hosts | None) -> None:
+def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Recording, hosts: Hosts | None) -> None:
     pipeline = importlib.import_module(plan.pipeline if "." in plan.pipeline else f"roll_opd.pipelines.{plan.pipeline}")
     resumed = inputs.resumed
-    try:
-        directory = _directory(plan, resumed)
-    except OSError as error:
-        raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
     tell_run_directory(directory.path)
     recording.keep_in(directory.path)
     checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
@@ -153,8 +150,10 @@ def _run(plan: RunPlan, inputs: Inputs, recording: Recording, hosts: Hosts | Non
     done = resumed.step if resumed else 0
     logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, done)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
-    # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s
-    gc.collect()
+    if directory.set_aside:
+        logger.note(f"Set aside, as they came after that step: {', '.join(map(str, directory.set_aside))}")
+    # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s. There is none
+    # here either: a Ctrl-C that came in a destructor would be ignored
     gc.freeze()
     starting = StartUp(plan.startup_seconds, logger.note)
     ending = Ending(checkpoints, plan.grace_seconds, logger.note)
@@ -209,14 +208,21 @@ async def _trained(train: Callable[[Run], Awaitable[None]], run: Run) -> None:
         await train(run)
 
 
-def _directory(plan: RunPlan, resumed: Checkpoint | None) -> RunDirectory:
-    """Return a resumed run's own directory if it belongs to this experiment, else a new one."""
+@contextmanager
+def _directory(plan: RunPlan, resumed: Checkpoint | None) -> Iterator[RunDirectory]:
+    """Have a resumed run's own directory if it belongs to this experiment, else a new one, to this process."""
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
-    if resumed and str(resumed.run.parent) == experiment:
-        directory = RunDirectory.resume(resumed.run, resumed.step)
-    else:
-        directory = RunDirectory.create(plan.output_dir, plan.exp_name)
-    directory.checkpoints.mkdir(exist_ok=True)
-    directory.write_config(plan.config_yaml)
-    write_facts(directory, run_facts(plan))
-    return directory
+    with ExitStack() as locks:
+        try:
+            if resumed and str(resumed.run.parent) == experiment:
+                locks.enter_context(only_driver(resumed.run))
+                directory = RunDirectory.resume(resumed.run, resumed.step)
+            else:
+                directory = RunDirectory.create(plan.output_dir, plan.exp_name)
+                locks.enter_context(only_driver(directory.path))
+            directory.checkpoints.mkdir(exist_ok=True)
+            directory.write_config(plan.config_yaml)
+            write_facts(directory, run_facts(plan))
+        except OSError as error:
+            raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
+        yield directory

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LIVE_AFTER, LIVE_EVERY = 5.0, 1.0  # seconds, of a line that is updated in place
+LAST_SECONDS = 1.0  # for the thread to end: what it asks may never answer, where Ray is on its way out
 FIRST_LINE, LONGEST_PAUSE = 15.0, 600.0  # seconds of a step until its first line; between lines, which get rarer
 
 
@@ -85,4 +86,4 @@ def shown_while_long(
         yield
     finally:
         done.set()
-        thread.join()
+        thread.join(LAST_SECONDS)

@@ -5,6 +5,7 @@ Appended files may end in half a line when a run is killed; resuming cuts them b
 from.
 """
 
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,7 @@ SKIPPED_SAMPLES = "skipped_samples.jsonl"
 PREFLIGHT = "teacher_preflight.json"
 VALIDATION_SAMPLES = "validation_samples.jsonl"
 RUN_FACTS = "run.json"
+CHECKPOINTS, STEP, SUPERSEDED = "checkpoints", "step_", "superseded_"  # where checkpoints are, and how they are named
 STEP_FILES = (METRICS, SAMPLES, PROMPTS, SKIPPED_SAMPLES, VALIDATION_SAMPLES)  # JSON lines whose rows carry a `step`
 
 
@@ -37,6 +39,7 @@ class RunDirectory:
 
     path: Path
     made: tuple[Path, ...] = ()  # it and those above it that were made with it, innermost first
+    set_aside: tuple[Path, ...] = ()  # checkpoints of later steps than the one that it goes on from
 
     @classmethod
     def create(cls, output_dir: str | Path, exp_name: str) -> "RunDirectory":
@@ -55,11 +58,15 @@ class RunDirectory:
     def resume(cls, path: str | Path, step: int) -> "RunDirectory":
         """Reopen a run, cut its `STEP_FILES` back to rows of `step` and earlier, and point `latest` at it.
 
+        Checkpoints of later steps are set aside under another name: what goes on from `step` does not come after them.
         Raises `FileNotFoundError` where there is no such directory.
         """
-        run = cls(Path(path).resolve())
-        if not run.path.is_dir():
+        path = Path(path).resolve()
+        if not path.is_dir():
             raise FileNotFoundError(f"there is no run at {path} to resume")
+        # first of all: what is newest counts where this is killed
+        aside = [_set_aside(later) for saved, later in checkpoints_of(path).items() if saved > step]
+        run = cls(path, set_aside=tuple(aside))
         for name in STEP_FILES:
             truncate_jsonl(run.path / name, step)
         run._link_latest()
@@ -68,7 +75,7 @@ class RunDirectory:
     @property
     def has_begun(self) -> bool:
         """Whether anything is on record: the state before the first step, or a checkpoint."""
-        return self.metrics_file.exists() or any(self.checkpoints.glob("step_*"))
+        return self.metrics_file.exists() or bool(checkpoints_of(self.path))
 
     def discard(self) -> None:
         """Remove a run that never began, with the directories that were made for it, and point `latest` at another."""
@@ -105,7 +112,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def tensorboard(self) -> Path:
@@ -113,7 +120,7 @@ class RunDirectory:
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint of `step`, which need not exist."""
-        return self.checkpoints / f"step_{step}"
+        return self.checkpoints / f"{STEP}{step}"
 
     def write_config(self, yaml: str) -> None:
         """Write the resolved configuration, whole or not at all."""
@@ -157,6 +164,21 @@ class RunDirectory:
         fresh = self.path.parent / f".latest-{secrets.token_hex(3)}"
         fresh.symlink_to(self.path.name, target_is_directory=True)
         os.replace(fresh, latest)
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run directory, whole or not, by step in descending order."""
+    names = {path: path.name.removeprefix(STEP) for path in (run / CHECKPOINTS).glob(f"{STEP}*")}
+    found = {int(name): path for path, name in names.items() if name.isdecimal()}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Give a checkpoint a name that is none's; return its new path."""
+    places = (checkpoint.with_name(f"{SUPERSEDED}{checkpoint.name}.{number}") for number in itertools.count(1))
+    place = next(place for place in places if not place.exists())
+    os.replace(checkpoint, place)
+    return place
 
 
 def to_json(value: Any) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from roll_opd.cluster.process_reaper import guarded
 with guarded() as reaper:
     reaper.remove_at_the_end(Path(sys.argv[1]))
+    reaper.remove_at_the_end(Path(sys.argv[1]).parent / "a [b]", f"session_*_{sys.argv[4]}")
     child = subprocess.Popen([sys.executable, "-c", sys.argv[3]], start_new_session=True)
     time.sleep(2.5)  # the reaper looks once a second
     print(child.pid, flush=True)
@@ -36,9 +37,12 @@ with guarded() as reaper:
 def test_nothing_is_left(how: str, tmp_path: Path) -> None:
     session, latest = tmp_path / "session_1", tmp_path / "session_latest"
     (session / "logs").mkdir(parents=True)
+    matches, others = (tmp_path / "a [b]" / f"session_date_{pid}" for pid in (7, 77))
+    for place in (matches, others):
+        place.mkdir(parents=True)
     latest.symlink_to(session)
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(session), how, CHILD], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, str(session), how, CHILD, "7"], stdout=subprocess.PIPE, text=True
     )
     assert driver.stdout is not None
     child = int(driver.stdout.readline())
@@ -47,6 +51,7 @@ def test_nothing_is_left(how: str, tmp_path: Path) -> None:
     driver.wait()
     deadline = time.monotonic() + 20
     shared = Path(f"/dev/shm/vllm_dist_{child}")
-    while session.exists() or psutil.pid_exists(child) or latest.is_symlink() or shared.exists():
+    while session.exists() or matches.exists() or psutil.pid_exists(child) or latest.is_symlink() or shared.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert others.exists()

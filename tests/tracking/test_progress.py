@@ -1,5 +1,7 @@
 """What a long step is doing: counted, and shown rarely or in place."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,6 +50,21 @@ def test_lines_get_rarer_and_begin_again_with_each_step(live: bool, monkeypatch:
         assert shown == [*first[5:], *second[5:]]
     else:
         assert shown == [15, 30, 60, 120, 240, 480, 960, 1560, 2160, 2760, 15]
+
+
+def test_what_never_says_how_far_it_is_is_not_waited_for() -> None:
+    """As where Ray has been ended before the run has."""
+    asked, never = threading.Event(), threading.Event()
+
+    def under_way() -> None:
+        asked.set()
+        never.wait(60)
+
+    with shown_while_long(under_way, print, None):
+        assert asked.wait(10)
+        left = time.monotonic()
+    assert time.monotonic() - left < 20
+    never.set()
 
 
 def next_left(times: Iterator[float]) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from roll_opd.diagnostics import ConfigError
+from roll_opd.pipelines.checkpoints import complete
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.run_directory import (
     METRICS,
@@ -19,6 +21,7 @@ from roll_opd.tracking.run_directory import (
     read_jsonl,
     to_json,
 )
+from roll_opd.tracking.run_lock import only_driver
 from roll_opd.tracking.summary import summarize, write_summary
 
 
@@ -56,6 +59,45 @@ def test_resume_cuts_back_to_the_step(tmp_path: Path) -> None:
     assert len(read_jsonl(run.path / PROMPTS)) == 4
     with pytest.raises(FileNotFoundError, match="no run at"):
         RunDirectory.resume(tmp_path / "nowhere", step=0)
+
+
+def test_later_checkpoints_are_no_longer_the_runs(tmp_path: Path) -> None:
+    """What goes on from step 2 does not come after them: neither `newest` nor `max_ckpt_to_keep` may count them."""
+    run = RunDirectory.create(tmp_path, "exp")
+    for attempt in (1, 2):
+        for step in (2, 9, 10):
+            run.checkpoint(step).mkdir(parents=True, exist_ok=True)
+            (run.checkpoint(step) / "run_state.json").write_text(f"{attempt}")
+        again = RunDirectory.resume(run.path, step=2)
+        names = [f"superseded_step_{step}.{attempt}" for step in (10, 9)]
+        assert [path.name for path in again.set_aside] == names
+        assert all((path / "run_state.json").read_text() == f"{attempt}" for path in again.set_aside)
+        assert complete(run.path) == [run.checkpoint(2)]
+    assert RunDirectory.resume(run.path, step=2).set_aside == ()
+
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from roll_opd.tracking.run_lock import only_driver
+with only_driver(Path(sys.argv[1])):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_has_one_driver(tmp_path: Path) -> None:
+    """Until that has ended, however it does."""
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        pid = first.stdout.readline().strip()
+        with pytest.raises(ConfigError, match=rf"a run that is still going on \(process {pid} on "):
+            with only_driver(tmp_path):
+                pass
+        first.kill()
+    for _ in range(2):
+        with only_driver(tmp_path):
+            assert f"process {os.getpid()} on" in (tmp_path / ".driver").read_text()
 
 
 FULL_DISK = """
