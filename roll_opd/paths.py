@@ -82,6 +82,7 @@ def find_path(text: str) -> Path | None:
 def regular_file(path: Path) -> Path:
     """Return `path` where it is a regular file, which can be read from its beginning again. PathError for others."""
     try:
+        path.stat()  # an OSError where there is nothing
         if path.is_file() and not path.resolve().is_relative_to("/proc"):  # whose files may wait for ever
             return path
         raise PathError(f"{path} is {file_kind(path)}, which cannot be read twice; give a regular file")

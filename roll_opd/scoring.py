@@ -113,6 +113,8 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
         diagnostics.problem("--output", f"{options.output} is a directory; give a file")
     if not Path(options.output).absolute().parent.is_dir():
         diagnostics.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
+    if _is_same_file(options.input, options.output):
+        diagnostics.problem("--output", f"{options.output} is the file of --input, which would be lost; give another")
     try:
         info = read_model(find_model(options.model))
     except ModelFilesError as error:
@@ -122,6 +124,13 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     _check_model(info, options, diagnostics)
     _check_rows(Path(options.input), info, diagnostics)
     return diagnostics.problems
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False  # one is not there, or is refused later
 
 
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
@@ -147,7 +156,10 @@ def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
     except OSError as error:
         diagnostics.problem("--input", os_sentence(error))
         return
-    except (PathError, UnicodeDecodeError) as error:
+    except PathError as error:
+        diagnostics.problem("--input", str(error))
+        return
+    except UnicodeDecodeError as error:
         diagnostics.problem("--input", f"{path} cannot be read: {error}")
         return
     if bad > ROWS_NAMED:

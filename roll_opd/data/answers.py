@@ -4,11 +4,24 @@ Rows come as the field writes them: conversations, TRL's prompt and completion o
 and Alpaca's instruction and output. What is left when the answers are taken out is an ordinary prompt.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.data.rows import EMPTY, WRONG_TYPE, BadRow, Row, own_names, parse_messages, parse_row, parse_task
+from roll_opd.data.report import FileReport
+from roll_opd.data.rows import (
+    EMPTY,
+    WRONG_TYPE,
+    BadRow,
+    Row,
+    encodable,
+    own_names,
+    parse_messages,
+    parse_row,
+    parse_task,
+    without_prompt,
+)
 from roll_opd.frozen import FrozenDict
 from roll_opd.plan import DataPlan
 
@@ -17,7 +30,8 @@ SAME_ANSWER = "chosen and rejected are the same"
 OTHER_PROMPT = "chosen and rejected answer different prompts"
 
 _ANSWER = ("response", "completion", "output")  # of schema sft: the one a column is named for, else the first
-_PROMPT = ("instruction", "input", "system")  # of a user's turn that the row does not write as messages
+_ADDED = {"input": "query_key", "system": "system_key"}  # to an instruction, only where such a key names the column
+_PROMPT = ("instruction", *_ADDED)  # of a user's turn that the row does not write as messages
 
 Message = FrozenDict  # {"role": str, "content": str, ...}
 Asked = tuple[Message, ...] | str | None  # a conversation, a text, or nothing
@@ -30,6 +44,7 @@ class Schema:
     columns: tuple[str, ...]  # what a row may have besides what every row may
     # (row, what it asks with an answer in its last turn included, names of its columns) -> what it asks, its answers
     split: Callable[[dict[str, Any], Asked, Mapping[str, str]], tuple[Asked, tuple[Message, ...]]]
+    has_prompt_keys: bool  # whether the configuration can name the columns of the prompt
 
 
 def columns_of(schema: str) -> tuple[str, ...]:
@@ -43,27 +58,60 @@ def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     `plan.columns` are those of `parse_row`, and of the schema's columns. `input` and `system` count only where a column
     is named for them, as in ROLL.
     """
+    try:
+        return _parsed(value, fallback_id, plan)
+    except RecursionError:
+        raise BadRow(WRONG_TYPE, "its lists and objects are nested too deeply") from None
+
+
+def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     if plan.schema == "task":
         return parse_task(value, fallback_id, plan.columns)
     if plan.schema not in SCHEMAS:
         return parse_row(value, fallback_id, plan.columns)
     schema = SCHEMAS[plan.schema]
     value = own_names(value, plan.columns)
-    prompt, answers = schema.split(value, _asked(value, plan.columns), plan.columns)
+    asked = _asked(value, plan.columns)
+    prompt, answers = schema.split(value, asked, plan.columns)
+    if prompt is None:
+        raise without_prompt(("messages", "instruction", "prompt", "conversations"), plan.columns)
     for answer in answers:
         if not answer["content"].strip():
             raise BadRow(EMPTY, "an answer")
     rest = {key: item for key, item in value.items() if key not in (*schema.columns, "conversations")}
     row = parse_row({**rest, **_as_keys(prompt)}, fallback_id, has_answers=True)
-    return replace(row, answers=answers)
+    return replace(row, answers=answers, unread=_unread(value, plan.columns) if prompt is asked else ())
+
+
+def unread_warnings(files: Sequence[FileReport], schema: str) -> tuple[str, ...]:
+    """Say which columns beside an instruction are left out, in how many rows of `files`, and what adds them."""
+    counts = sum((file.unread for file in files), Counter())
+    warnings = []
+    for name, count in counts.items():
+        first, *others = (file.path for file in files if file.unread[name])
+        where = f"{first} and {len(others)} more files" if others else first
+        remedy = f"{_ADDED[name]}: {name} adds it" if SCHEMAS[schema].has_prompt_keys else "write it in `instruction`"
+        having = "row has" if count == 1 else "rows have"
+        warnings.append(f"{count} {having} `{name}`, which is left out; {remedy} ({where})")
+    return tuple(warnings)
+
+
+def _unread(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the columns beside an instruction that hold something and that no key names."""
+    if not _is_instruction(value, columns):
+        return ()
+    return tuple(name for name in _ADDED if name not in columns and str(value.get(name) or "").strip())
+
+
+def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
+    """Whether the row asks by an instruction. Where it has `messages` as well, those who name a column mean it."""
+    named = columns.get("instruction", "messages") != "messages"
+    return "instruction" in value and (named or "messages" not in value)
 
 
 def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
     """Return what the row asks, with the answer in the last turn where `messages` has one."""
-    named = "instruction" in value and columns.get("instruction", "messages") != "messages"
-    if "messages" in value and not named:  # who names a column means it
-        return parse_messages(value["messages"])
-    if "instruction" in value:
+    if _is_instruction(value, columns):
         parts = [_text(value, "instruction")]
         if "input" in columns and value.get("input"):
             parts.append(_text(value, "input"))
@@ -71,6 +119,8 @@ def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
         if "system" in columns and value.get("system"):
             turns.insert(0, {"role": "system", "content": _text(value, "system")})
         return parse_messages(turns)
+    if "messages" in value:
+        return parse_messages(value["messages"])
     if "prompt" not in value and "conversations" in value:
         return parse_messages(value["conversations"])
     prompt = value.get("prompt")
@@ -103,8 +153,8 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
 
 
 SCHEMAS = {
-    "sft": Schema((*_ANSWER, *_PROMPT), _one_answer),
-    "dpo": Schema(("chosen", "rejected", *_PROMPT), _two_answers),
+    "sft": Schema((*_ANSWER, *_PROMPT), _one_answer, has_prompt_keys=True),
+    "dpo": Schema(("chosen", "rejected", *_PROMPT), _two_answers, has_prompt_keys=False),
 }
 
 
@@ -125,12 +175,10 @@ def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Mess
 def _text(value: dict[str, Any], name: str) -> str:
     if not isinstance(value[name], str):
         raise BadRow(WRONG_TYPE, f"{name} must be a text, not {type(value[name]).__name__}")
-    return value[name]
+    return encodable(value[name], name)
 
 
-def _as_keys(asked: Asked) -> dict[str, Any]:
-    if asked is None:
-        return {}
-    if isinstance(asked, str):
-        return {"prompt": asked}
-    return {"messages": [dict(message) for message in asked]}
+def _as_keys(asked: tuple[Message, ...] | str) -> dict[str, Any]:
+    if isinstance(asked, tuple):
+        return {"messages": [dict(message) for message in asked]}
+    return {"prompt": asked}  # `parse_row` refuses what is no text

@@ -124,6 +124,7 @@ class Indexer:
                 fallback = fallback_id(file, line)
                 row = parse_answered(value, fallback, self._plan)
                 self._parsed += 1
+                report.unread.update(row.unread)
                 texts = render_row(self._tokenizer, row, self._plan)
                 of_teachers = self._teachers.texts(row, template_of(row, self._plan))
             except BadRow as bad:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_opd.data.answers import columns_of, parse_answered
+from roll_opd.data.answers import columns_of, parse_answered, unread_warnings
 from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check, template_of
@@ -194,6 +194,7 @@ def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[
         renamed=int(index.renamed.sum()),
         streams=FrozenDict({name: len(members) for name, members in streams.items()}),
         undrawn=FrozenDict(_undrawn(prompts, list(streams.values()))),
+        warnings=unread_warnings(reports, plan.schema),
     )
     _refuse_if_asked(report, plan)
     return prompts, report

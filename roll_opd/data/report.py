@@ -27,6 +27,7 @@ class FileReport:
     prompts: int = 0
     bad_counts: Counter = field(default_factory=Counter)  # kind -> rows
     bad_examples: dict[str, list[str]] = field(default_factory=dict)  # kind -> the first few, "file:line (detail)"
+    unread: Counter = field(default_factory=Counter)  # column -> rows in which it is left out: `Row.unread`
 
     def add_bad(self, kind: str, line: int, detail: str = "") -> None:
         """Count a bad row, and name it if it is one of the first of its kind."""
@@ -60,6 +61,7 @@ class DataReport:
     renamed: int = 0  # prompts whose id another one already had, and that were given `id@file:line`
     streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> its prompts
     undrawn: FrozenDict = field(default_factory=FrozenDict)  # tag -> prompts that no stream draws
+    warnings: tuple[str, ...] = ()  # of what is left out of rows that are used
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,7 @@
 """Prompt rows as a user brings them, ROLL's and the field's forms: what a row may hold, and what makes one unusable."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ DEFAULT_TAG = "math_rule"  # of a row without a tag, as in ROLL
 # kinds of bad rows
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
-NO_PROMPT = "neither messages nor prompt"
+NO_PROMPT = "without a prompt"
 EMPTY = "empty messages or prompt"
 WRONG_TYPE = "a field of the wrong type"
 
@@ -51,6 +51,7 @@ class Row:
     ground_truth: str | None = None
     answers: tuple[FrozenDict, ...] = ()  # messages that may follow: one in schema sft; chosen and rejected in dpo
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
+    unread: tuple[str, ...] = ()  # columns that may belong to the question and are left out, for no key names them
 
 
 def parse_row(
@@ -64,7 +65,7 @@ def parse_row(
     answer, unless the row `has_answers` of its own. A missing tag becomes `DEFAULT_TAG`, a missing id `fallback_id`.
     """
     value = own_names(value, columns)
-    messages, prompt = _parse_prompt(value)
+    messages, prompt = _parse_prompt(value, columns)
     if messages and not has_answers:
         messages = _question(messages)
     tag = value.get("tag", DEFAULT_TAG)
@@ -72,7 +73,7 @@ def parse_row(
         raise BadRow(WRONG_TYPE, "tag must be a text that is not empty")
     return Row(
         id=_text(value, "id") or fallback_id,
-        tag=_encodable(tag, "tag"),
+        tag=encodable(tag, "tag"),
         messages=messages,
         prompt=prompt,
         ground_truth=_text(value, "ground_truth"),
@@ -92,8 +93,8 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
         raise BadRow(WRONG_TYPE, "tag must be a text that is not empty")
     return Row(
         id=_text(own, "id") or fallback_id,
-        tag=_encodable(tag, "tag"),
-        prompt=_encodable(json.dumps(raw, ensure_ascii=False, default=str), "the row"),
+        tag=encodable(tag, "tag"),
+        prompt=encodable(json.dumps(raw, ensure_ascii=False, default=str), "the row"),
         ground_truth=_text(own, "ground_truth") if isinstance(truth, str | int | float) else None,
         extra=FrozenDict(raw),
     )
@@ -113,10 +114,17 @@ def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
     return value
 
 
-def _parse_prompt(value: dict[str, Any]) -> tuple[tuple[FrozenDict, ...], str | None]:
-    column = next((name for name in ("messages", "prompt", "conversations") if name in value), None)
+def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
+    """Return what to raise for a row with no column of `names`: it says what those are called in the file."""
+    looked_for = filter(None, (columns.get(name, name) for name in names))
+    return BadRow(NO_PROMPT, f"looked for {', '.join(looked_for)}; name its column in data_args")
+
+
+def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tuple[FrozenDict, ...], str | None]:
+    names = ("messages", "prompt", "conversations")
+    column = next((name for name in names if name in value), None)
     if column is None:
-        raise BadRow(NO_PROMPT)
+        raise without_prompt(names, columns)
     prompt = value[column]
     if column != "prompt" or isinstance(prompt, list):
         return parse_messages(prompt), None
@@ -124,7 +132,7 @@ def _parse_prompt(value: dict[str, Any]) -> tuple[tuple[FrozenDict, ...], str | 
         raise BadRow(WRONG_TYPE, f"prompt must be a text or a list of messages, not {type(prompt).__name__}")
     if not prompt.strip():
         raise BadRow(EMPTY)
-    return (), _encodable(prompt, "prompt")
+    return (), encodable(prompt, "prompt")
 
 
 def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
@@ -153,7 +161,7 @@ def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise BadRow(WRONG_TYPE, f"every message needs a text in {key!r}")
-            _encodable(message[key], key)
+            encodable(message[key], key)
     if not any(message["content"].strip() for message in messages):
         raise BadRow(EMPTY)
     # Parquet gives every message the keys of all: an absent one is None there
@@ -167,13 +175,14 @@ def _with_role(message: Any) -> dict[str, Any]:
     if message.get("role") is not None or message.get("from") is None:
         return message
     speaker = message["from"]
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise BadRow(WRONG_TYPE, f"no speaker {speaker!r} is known; known are {', '.join(_SPEAKERS)}")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
     return {"role": _SPEAKERS[speaker], "content": message.get("value"), **rest}
 
 
-def _encodable(text: str, name: str) -> str:
+def encodable(text: str, name: str) -> str:
+    """Return `text`; raises `BadRow` where no tokenizer takes it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -187,7 +196,7 @@ def _text(value: dict[str, Any], key: str) -> str | None:
     if item is None:
         return None
     if isinstance(item, str):
-        return _encodable(item, key)
+        return encodable(item, key)
     if isinstance(item, int | float) and not isinstance(item, bool):
         return str(item)
     raise BadRow(WRONG_TYPE, f"{key} must be a text or a number, not {type(item).__name__}")

@@ -36,10 +36,19 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """A text to tokenise, with or without the tokens that the tokenizer puts around a text."""
+    """A text to tokenise, with or without the tokens that the tokenizer puts around a text.
+
+    `DataError` for a text that no tokenizer takes: parts of a row that only a template reads are not checked before.
+    """
 
     text: str
     add_special_tokens: bool
+
+    def __post_init__(self) -> None:
+        try:
+            self.text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DataError("the text holds half of a surrogate pair, which no tokenizer takes") from None
 
 
 class NoChatTemplate(DataError):

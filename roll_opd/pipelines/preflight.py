@@ -311,6 +311,8 @@ def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -
         else:
             opened.append(prompts)
             tell(report.summary())
+            for warning in report.warnings:
+                warn(warning)
     if refusals:
         raise DataError("\n".join(refusals))
     return opened

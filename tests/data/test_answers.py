@@ -130,7 +130,16 @@ def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path: Path) -> None
     [
         ("sft", {"messages": [ASK]}, NO_ANSWER),
         ("sft", {"messages": [ASK, {"role": "assistant", "content": " "}]}, "empty messages or prompt"),
-        ("sft", {"response": "2"}, "neither messages nor prompt"),
+        ("sft", {"response": "2"}, "without a prompt"),
+        ("sft", {"prompt": 3, "response": "2"}, "a field of the wrong type"),
+        ("sft", {"prompt": {"x": 1}, "response": "2"}, "a field of the wrong type"),
+        ("sft", {"prompt": "1+1=", "response": "\ud800"}, "a field of the wrong type"),
+        ("dpo", {"prompt": True, "chosen": "2", "rejected": "3"}, "a field of the wrong type"),
+        (
+            "dpo",
+            {"prompt": "1+1=", "chosen": {"from": ["x"], "value": "2"}, "rejected": "3"},
+            "a field of the wrong type",
+        ),
         ("sft", {"prompt": "1+1=", "response": 2}, "a field of the wrong type"),
         ("dpo", {"prompt": [ASK], "chosen": [RIGHT]}, NO_ANSWER),
         ("dpo", {"prompt": [ASK], "chosen": [RIGHT], "rejected": [RIGHT]}, SAME_ANSWER),
@@ -142,6 +151,36 @@ def test_bad_rows(schema: str, row: dict, kind: str) -> None:
     with pytest.raises(BadRow) as found:
         parse_answered(row, "a", plan(schema))
     assert found.value.kind == kind
+
+
+def test_what_was_looked_for_is_named() -> None:
+    with pytest.raises(BadRow, match=r"looked for messages, q, prompt, conversations;"):
+        parse_answered({"instruction": "1+1=", "output": "2"}, "0", plan("sft", columns={"instruction": "q"}))
+
+
+def test_what_is_left_out_beside_an_instruction_is_told(tmp_path: Path) -> None:
+    """Once for each column, with the rows of all files; empty ones and those of messages are not meant."""
+    tokenizer = load_tokenizer(STUDENT)
+    rows = [
+        {"instruction": "1+1=", "input": "x", "system": "You add.", "output": "2"},
+        {"instruction": "1+1=", "input": "y", "system": " ", "output": "2"},
+        {"instruction": "1+1=", "input": "", "output": "2"},
+        {"messages": [ASK, RIGHT], "input": "x"},
+    ]
+    one, two = write(tmp_path / "one.jsonl", rows), write(tmp_path / "two.jsonl", rows[1:2])
+
+    def warnings(schema: str, *files: Path, **columns: str) -> tuple[str, ...]:
+        return open_prompts(plan(schema, *files, columns=FrozenDict(columns)), tokenizer)[1].warnings
+
+    system = f"1 row has `system`, which is left out; system_key: system adds it ({one})"
+    assert warnings("sft", one, two) == (
+        f"3 rows have `input`, which is left out; query_key: input adds it ({one} and 1 more files)",
+        system,
+    )
+    assert warnings("sft", one, input="input") == (system,)
+    assert warnings("sft", one, input="input", system="system") == ()
+    pairs = write(tmp_path / "pairs.jsonl", [{"instruction": "1+1=", "input": "x", "chosen": "2", "rejected": "3"}])
+    assert warnings("dpo", pairs) == (f"1 row has `input`, which is left out; write it in `instruction` ({pairs})",)
 
 
 def test_columns_of_other_names() -> None:

@@ -1,5 +1,8 @@
 """Rows: every form that is accepted, and every bad row counted, named, dropped or refused."""
 
+import contextlib
+import copy
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_assets import write
+from transformers import PreTrainedTokenizerBase
 
+from roll_opd.data.answers import parse_answered
 from roll_opd.data.files import open_file
-from roll_opd.data.prompts import Prompt
-from roll_opd.data.report import FILES_NAMED, DataReport
+from roll_opd.data.prompts import Prompt, open_prompts
+from roll_opd.data.report import FILES_NAMED, NOT_ENCODABLE, DataReport
 from roll_opd.data.rows import (
     EMPTY,
     NO_PROMPT,
@@ -25,6 +30,7 @@ from roll_opd.data.rows import (
     parse_task,
 )
 from roll_opd.frozen import FrozenDict, thaw
+from roll_opd.plan import DataPlan
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -69,7 +75,7 @@ def test_columns_of_other_names(tmp_path: Path, opened: Opened, suffix: str) -> 
     assert [prompt.tokens.tolist() for prompt in prompts] == [prompt.tokens.tolist() for prompt in plain]
     swapped, _ = opened(file, columns=FrozenDict({"id": "tag", "tag": "tag", "messages": "", "prompt": "messages"}))
     assert [(prompt.id, prompt.tag) for prompt in swapped] == [("x", "x"), ("y", "y")]
-    with pytest.raises(DataError, match=r"neither messages nor prompt.*\n.*names of their columns"):
+    with pytest.raises(DataError, match=r"looked for qestion, conversations; .*\n.*names of their columns"):
         opened(file, columns=FrozenDict({"prompt": "qestion", "messages": ""}), on_bad_row="drop")
 
 
@@ -83,17 +89,55 @@ BAD_LINES = [
     (WRONG_TYPE, {"messages": 3}),
     (WRONG_TYPE, {"messages": ["hello"]}),
     (WRONG_TYPE, {"messages": [{"role": "user"}]}),
+    (WRONG_TYPE, {"messages": [{"from": ["human"], "value": "a"}]}),
+    (WRONG_TYPE, {"messages": [{"from": {}, "value": "a"}]}),
+    (WRONG_TYPE, {"messages": [{"from": "human", "value": ["a"]}]}),
     (WRONG_TYPE, {"prompt": ["a"]}),
     (WRONG_TYPE, {"prompt": "a", "tag": 5}),
     (WRONG_TYPE, {"prompt": "a", "ground_truth": {"x": 1}}),
     (WRONG_TYPE, {"prompt": "a", "id": True}),
     (WRONG_TYPE, '{"prompt": "\\ud800"}'),
     (WRONG_TYPE, '{"prompt": "a", "tag": "\\ud800"}'),
+    (WRONG_TYPE, f'{{"prompt": "a", "test_cases": {"[" * 700}{"]" * 700}}}'),
     (EMPTY, {"messages": []}),
     (EMPTY, {"messages": ""}),
     (EMPTY, {"messages": [{"role": "user", "content": " "}]}),
     (EMPTY, {"prompt": "\n"}),
 ]
+
+
+# of every JSON type, and what looks like something else
+ODD = (True, 0, -1.5, 10**30, "", "x", "\ud800", "[3]", [], [None], ["x"], [[]], [{}], {}, {"x": 1}, CHAT[0], CHAT)
+COLUMNS = ("id", "tag", "domain", "ground_truth", "messages", "conversations", "prompt", "test_cases")
+ANSWER_COLUMNS = ("instruction", "input", "system", "response", "completion", "output", "chosen", "rejected")
+IN_MESSAGES = ("role", "content", "from", "value", "name")
+
+
+@pytest.mark.parametrize("schema", ["experience", "task", "sft", "dpo"])
+def test_no_value_of_a_column_is_an_error(schema: str) -> None:
+    """Each gives a row or a bad one, whatever else the row has, also where every key names its column."""
+    speaker = {"from": "human", "value": "1+1="}
+    answers = {"output": "2", "chosen": "2", "rejected": "3"}
+    bases = [{}, {"prompt": "1+1="}, {"messages": CHAT}, {"instruction": "1+1="}, {"conversations": [speaker]}]
+    names = {name: name for name in ANSWER_COLUMNS}
+    for base, columns, value in itertools.product(bases, ({}, names), ODD):
+        plan = DataPlan((), 1, schema=schema, columns=FrozenDict(columns))
+        rows = [{**base, **answers, name: value} for name in (*COLUMNS, *ANSWER_COLUMNS)]
+        turns = [{**message, name: value} for message in (*CHAT, speaker) for name in IN_MESSAGES]
+        rows += [{**base, **answers, name: [turn]} for name in ("messages", "prompt", "chosen") for turn in turns]
+        for row in (value, *rows):
+            with contextlib.suppress(BadRow):
+                assert parse_answered(row, "0", plan).id
+
+
+def test_what_only_a_template_reads_may_be_bad(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    reading = copy.deepcopy(tokenizer)
+    reading.chat_template = "{% for message in messages %}{{ message['name'] }}{{ message['content'] }}{% endfor %}"
+    good, bad = ([{**CHAT[0], "name": name}] for name in ("x", "\ud800"))
+    file = write(tmp_path / "a.jsonl", {"messages": good}, {"messages": bad})
+    prompts, report = open_prompts(DataPlan((str(file),), 64, on_bad_row="drop"), reading)
+    assert (len(prompts), report.bad_counts) == (1, {NOT_ENCODABLE: 1})
+    assert "half of a surrogate pair" in report.summary()
 
 
 @pytest.mark.parametrize(("kind", "line"), BAD_LINES)
@@ -107,6 +151,17 @@ def test_a_bad_row_is_counted_and_named(tmp_path: Path, opened: Opened, kind: st
         opened(file)
     assert kind in str(refused.value)
     assert f"{file}:2" in str(refused.value)
+
+
+def test_a_row_without_a_prompt_names_what_was_looked_for() -> None:
+    for columns, said in (
+        ({}, "looked for messages, prompt, conversations;"),
+        ({"messages": "", "prompt": "Frage"}, "looked for Frage, conversations;"),
+        ({"messages": "dialog"}, "looked for dialog, prompt, conversations;"),
+    ):
+        with pytest.raises(BadRow) as found:
+            parse_row({"question": "1+1=", **({"messages": CHAT} if columns else {})}, "0", columns)
+        assert found.value.kind == NO_PROMPT and found.value.detail.startswith(said)
 
 
 def test_bad_rows_are_counted_in_each_file(tmp_path: Path, opened: Opened) -> None:

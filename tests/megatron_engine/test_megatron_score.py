@@ -1,5 +1,6 @@
 """`roll-opd score` through its command line: equal to Hugging Face, and refusing what it cannot do."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -93,7 +94,7 @@ BAD_OPTIONS = [
     (["--temperature", "0"], "--temperature: 0.0 must be a number greater than 0"),
     (["--temperature", "nan"], "--temperature: nan must be a number greater than 0"),
     (["--max-tokens-per-microbatch", "0"], "must be at least 1"),
-    (["--input", "/nowhere/rows.jsonl"], "cannot be read"),
+    (["--input", "/nowhere/rows.jsonl"], "--input: /nowhere/rows.jsonl: No such file or directory"),
     (["--output", "/nowhere/out.jsonl"], "there is no directory /nowhere"),
     (["--model", "/nowhere"], "--model: "),
 ]
@@ -106,6 +107,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def never(*arguments: Any, **_: Any) -> None:
         raise AssertionError(f"started {arguments}")
 
+    importlib.import_module("roll_opd.scoring")  # and Ray, which has a subclass of Popen
     monkeypatch.setattr(subprocess, "Popen", never)
 
     def run(rows: list[Any], options: list[str]) -> str:
@@ -127,6 +129,16 @@ def test_bad_row_is_refused(refused: Any, row: Any, message: str) -> None:
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
 def test_bad_option_is_refused(refused: Any, options: list[str], message: str) -> None:
     assert message in refused([ROW], options)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "../{}/rows.jsonl", "link.jsonl"])
+def test_the_input_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+    source = write(tmp_path / "rows.jsonl", [ROW])
+    (tmp_path / "link.jsonl").symlink_to(source)
+    before, target = source.read_text(), tmp_path / name.format(tmp_path.name)
+    assert cli.main(["score", "--model", str(MODEL), "--input", str(source), "--output", str(target)]) == 2
+    assert f"--output: {target} is the file of --input" in " ".join(capsys.readouterr().err.split())
+    assert source.read_text() == before
 
 
 def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(refused: Any) -> None:

@@ -28,6 +28,7 @@ from roll_opd.pipelines.preflight import (
     machine_problems,
     other_blocks,
     package_problems,
+    preflight,
 )
 from roll_opd.plan import RunPlan
 
@@ -167,3 +168,13 @@ def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: py
     message = capsys.readouterr().err
     assert "layers 7 there, 3 in the model" in message and "resume_from_checkpoint: false" in message
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_left_out_of_rows_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"instruction": "1+1=", "input": "in words", "output": "2"}) + "\n")
+    files = [f"{name}.data_args.file_name={rows}" for name in ("sft_train", "validation")]
+    for more, told in (([], 2), (["query_key=input"], 0)):
+        preflight(load_plan("demo", "sft", [*files, f"output_dir={tmp_path}", *more]))
+        said = " ".join(capsys.readouterr().err.split())
+        assert said.count("warning: 1 row has `input`, which is left out; query_key: input adds it") == told
