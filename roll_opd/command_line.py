@@ -64,8 +64,10 @@ def add_config_arguments(parser: argparse.ArgumentParser, takes_pipeline: bool =
 def asked_pipeline(parsed: argparse.Namespace) -> dict[str, Any]:
     """Take the pipeline from the words of a command line; return what `load_plan` is told of it, if there is one."""
     first = parsed.overrides[0] if parsed.overrides else ""
-    if not first or "=" in first or first.startswith("~") or first.endswith(YAML):
+    if not first or not _is_name(first):
         return {}
+    if (_named_yaml(first) or os.path.isfile(first)) and not _names_configuration(parsed):
+        return {}  # meant as the configuration, of which `configuration` says what its name lacks
     parsed.overrides = parsed.overrides[1:]
     return ENTRIES.get(first, {"pipeline": first})
 
@@ -83,9 +85,33 @@ def configuration(parsed: argparse.Namespace) -> tuple[str, str, list[str]]:
         directory, name = os.path.split(files[0])
         return directory or ".", name, overrides
     if len(named) < 2:
-        found = f"--{named[0]} alone names no configuration" if named else "no configuration is named"
-        raise ConfigError([f"{found}; {WANTED}"])
+        if named:
+            raise ConfigError([f"--{named[0]} alone names no configuration; {WANTED}"])
+        raise ConfigError([f"no configuration is named{_advice(next(filter(_is_name, overrides), None))}"])
     return parsed.config_path, parsed.config_name, overrides
+
+
+def _advice(word: str | None) -> str:
+    """Say what to write where no configuration is named; `word` may have been meant as its name."""
+    if word is None:
+        return f"; {WANTED}"
+    near = _named_yaml(word)
+    return f": {word!r} is no .yaml file; {f'write {near}' if near else WANTED}"
+
+
+def _named_yaml(word: str) -> str | None:
+    """Return the YAML file that a word names without its ending, as --config_name may; None where there is none."""
+    return next((word + ending for ending in YAML if os.path.isfile(word + ending)), None)
+
+
+def _names_configuration(parsed: argparse.Namespace) -> bool:
+    options = (parsed.config, parsed.config_path, parsed.config_name)
+    return any(options) or any(map(_is_file, parsed.overrides))
+
+
+def _is_name(word: str) -> bool:
+    """Whether a word of the command line is neither an override nor a YAML file."""
+    return "=" not in word and not word.startswith("~") and not word.endswith(YAML)
 
 
 def _is_file(word: str) -> bool:

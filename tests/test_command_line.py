@@ -64,6 +64,40 @@ def test_words_that_name_no_configuration(words: str, said: str) -> None:
         ask(*words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("distill run", "no configuration is named: 'run' is no .yaml file; write run.yaml"),
+        ("run", "no configuration is named: 'run' is no .yaml file; write run.yaml"),
+        ("distill b=1 there/other", "'there/other' is no .yaml file; write there/other.yml"),
+        ("distill there/rows.jsonl", "'there/rows.jsonl' is no .yaml file; give a YAML file, or --config_path"),
+        ("there/rows.jsonl", "'there/rows.jsonl' is no .yaml file; give a YAML file, or --config_path"),
+        ("distill none ~b", "'none' is no .yaml file; give a YAML file, or --config_path"),
+        ("distill ~b +c=1", "no configuration is named; give a YAML file"),
+    ],
+)
+def test_a_word_that_is_no_yaml_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    for name in ("run.yaml", "there/other.yml", "there/rows.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        ask(*words.split())
+    (problem,) = caught.value.problems
+    assert said in problem
+
+
+@pytest.mark.parametrize("configuration", ["dpo.yaml", "--config dpo.yaml", "--config_path . --config_name dpo"])
+def test_a_pipeline_may_be_called_as_a_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configuration: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dpo.yaml").touch()
+    assert ask("dpo", *configuration.split())[0] == {"pipeline": "dpo"}
+
+
 def test_a_file_with_an_equals_sign_in_its_path(tmp_path: Path) -> None:
     file = tmp_path / "lr=1" / "run.yaml"
     file.parent.mkdir()

@@ -19,7 +19,7 @@ GROUPS = {
     "linear_fc2": LINEAR[6:],
 }
 DEFAULT_RANK = 8
-KEYS = ("lora_target", "lora_rank", "adapter_name_or_path")  # each asks for an adapter
+KEYS = ("lora_target", "lora_rank", "lora_alpha", "adapter_name_or_path")  # each asks for an adapter
 NEVER = ("additional_target", "freeze_module_prefix")
 
 
@@ -51,7 +51,7 @@ def check_experts(lora: LoraPlan, args: ModelArgs) -> None:
     """Refuse adapters of experts, of a model that has some."""
     if of_mlp := [name for name in lora.targets if name not in OF_ATTENTION]:
         text = f"adapters of experts ({', '.join(of_mlp)}) are not available yet; use {','.join(OF_ATTENTION)}"
-        args.tell.block("lora_target" if args.lora_target else "lora_rank", text)
+        args.tell.block(asks_for_adapter(args) or "lora_rank", text)
 
 
 def asks_for_adapter(args: ModelArgs) -> str | None:

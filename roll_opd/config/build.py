@@ -5,6 +5,7 @@ models, layouts, devices, lengths, batches, data, output. Everything that can be
 out together.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -178,6 +179,8 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     if not agentic:
         check_objective.check_samples(top, sizes.n, bool(sections.rewards))
     rewards = read_rewards(sections.rewards, mode, 0 if agentic else sizes.n)
+    if None not in (*sections.teachers.values(), *sections.rewards.values()):
+        check_objective.check_signals(top, roles, rewards)
     if sections.auxiliaries and not top.workflow:
         top.tell.ignore("auxiliary_models")
     if mode != "pure":
@@ -204,6 +207,7 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     plan = replace(plan, rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards))
     if plan.workflow:
         plan = replace(plan, workflow=_with_auxiliaries(plan.workflow, sections, roles, top, sizes.response or 0))
+    _check_engines(plan, roles)
     return _finished(plan, loaded, top, roles, top.prompt_length + (sizes.response or 0))
 
 
@@ -290,6 +294,17 @@ def _with_auxiliaries(plan: WorkflowPlan, sections: Sections, roles: Roles, top:
         elif name in roles.auxiliaries:
             found.append(AuxiliaryPlan(name, parts.judge_plan(roles.auxiliaries[name], top, response)))
     return replace(plan, auxiliary_models=tuple(found))
+
+
+def _check_engines(plan: RunPlan, roles: Roles) -> None:
+    """Check what an engine's options are together, which vLLM does when it starts."""
+    auxiliaries = plan.workflow.auxiliary_models if plan.workflow else ()
+    found = [plan.rollout, *(reward.engine for reward in plan.rewards), *(model.engine for model in auxiliaries)]
+    tells = {role.path: role.tell for role in roles.placed()}
+    # engines of a cluster that is joined are on other machines
+    on_cpu = hardware.gpu_memory_gb() is None and not os.environ.get("RAY_ADDRESS")
+    for engine in filter(None, found):
+        check_values.check_batched_tokens(engine, tells[engine.name], on_cpu)
 
 
 def _supervised(loaded: LoadedConfig, keys: type[Supervised], tell: Diagnostics) -> RunPlan | None:

@@ -10,6 +10,7 @@ from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, advantage_facts, loss_facts
 from roll_opd.config import correction
 from roll_opd.config.read import as_yaml
+from roll_opd.config.roles import Roles
 from roll_opd.config.schema import (
     AgenticKeys,
     CriticKeys,
@@ -290,6 +291,33 @@ def check_rewards(top: Top, rewards: Sequence[RewardPlan]) -> None:
                 " filter selects samples by their reward; write response_filter_config (rejection sampling), or"
                 " another loss",
             )
+
+
+def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None:
+    """Refuse a run of which everything that could teach the student has the coefficient 0.
+
+    Teachers and rewards that are missing are told elsewhere. A user's own functions may learn from samples alone.
+    """
+    facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
+    own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
+    distils = any(top.opd_kl_coef if own is None else own for own in own_coefs)
+    learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
+    if distils or learns_samples or top.entropy_loss_coef:
+        return
+    else_nothing = "and nothing else teaches the student, whose weights would stay as they are"
+    if roles.mode == "pure":
+        tell = next((role.tell for role in teachers if role.worker.opd_kl_coef is not None), top.tell)
+        if teachers:
+            tell.problem("opd_kl_coef", f"0 takes away what the teachers teach, {else_nothing}; give one above 0")
+        return
+    compares = (top.use_kl_loss and top.kl_loss_coef) or (top.add_token_level_kl and top.init_kl_coef)
+    rewarded = top.workflow or any(term.weight for reward in rewards for term in reward.terms)
+    if rewards and not (rewarded or compares) and top.adv_estimator in ADVANTAGES.builtin:
+        also = " (as opd_kl_coef 0 does what the teachers teach)" if teachers else ""
+        top.tell.problem(
+            f"rewards.{rewards[0].domain}.weight",
+            f"0 takes away what the rewards teach{also}, {else_nothing}; give one another weight",
+        )
 
 
 def _check_pure(top: Top) -> None:

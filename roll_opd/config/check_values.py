@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from roll_opd.config.roles import Role, Roles
 from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker
 from roll_opd.config.strategies import OPTIONS
-from roll_opd.plan import MicroBatchLimits
+from roll_opd.diagnostics import Diagnostics
+from roll_opd.megatron.memory import VLLM_MAX_SEQUENCES
+from roll_opd.plan import MicroBatchLimits, RolloutPlan
 
 SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
 MOST_SEQUENCES = 10**7  # of a step: all of them are in the driver's memory at once
@@ -126,6 +128,26 @@ def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, 
         infer.tell.say(key, text)
     if infer.info is not None and length > infer.info.max_positions:
         infer.tell.problem(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
+
+
+def check_batched_tokens(engine: RolloutPlan, tell: Diagnostics, on_cpu: bool) -> None:
+    """Check the tokens that vLLM computes at once, as its `SchedulerConfig.verify_max_model_len` does.
+
+    On a CPU engines cut no prompt in two, whatever is written, and have a number of sequences of their own.
+    """
+    key, args, longest = f"{OPTIONS}.max_num_batched_tokens", engine.engine_args, engine.max_model_len
+    tokens, sequences, whole = args.get("max_num_batched_tokens"), args.get("max_num_seqs"), "enable_chunked_prefill"
+    if tokens is None:
+        return
+    if sequences and tokens < sequences:
+        text = f"{tokens} is less than one token for each of the {sequences} sequences of max_num_seqs"
+        tell.problem(key, f"{text} (or max_running_requests), which vLLM refuses; raise it")
+    elif tokens < longest and args.get(whole) is False:
+        text = f"{tokens} cannot hold a sequence of {longest} tokens (max_model_len), and {whole} is false"
+        tell.problem(key, f"{text}, which vLLM refuses; raise it, or remove {whole}")
+    elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
+        text = f"{tokens} is less than the {least} that an engine without a GPU needs"
+        tell.block(key, f"{text} (the longest sequence as a whole, and one token for each); raise it or leave it out")
 
 
 def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:

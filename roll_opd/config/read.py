@@ -356,7 +356,9 @@ def _report(error: ValidationError, tell: Diagnostics) -> None:
         # a union adds the tried type ("bool", "tuple[...]") to the location; the user wrote no such key
         parts = takewhile(lambda part: part not in _TYPE_NAMES and "[" not in part, map(str, item["loc"]))
         key = ".".join(filter(None, parts))
-        expected.setdefault(key, []).append(str(item["msg"]).removeprefix("Input should be "))
+        text = "a text that is not empty" if item["type"] == "string_too_short" else str(item["msg"])
+        text = text.removeprefix("Input should be ").removeprefix("Value error, ")  # the latter of our own validators
+        expected.setdefault(key, []).append(text)
         inputs[key] = item["input"]
     for key, texts in expected.items():
         got = f", got {json.dumps(inputs[key], default=str)[:120]}" if inputs[key] is not None else ""

@@ -12,6 +12,8 @@ def read_schedule(args: TrainingArgs, total: int) -> dict[str, Any]:
     style, kwargs = SCHEDULES[args.lr_scheduler_type], args.lr_scheduler_kwargs
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total)
     peak = args.learning_rate if kwargs.max_lr is None else kwargs.max_lr
+    if not peak:
+        args.tell.say("learning_rate", "0 leaves the weights as they are: such a run measures and learns nothing")
     if warmup > total:
         args.tell.remark("", f"{warmup} warm-up updates are more than the run's {total}")
     for name, rate in (("min_lr", kwargs.min_lr), ("init_lr", kwargs.init_lr)):

@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.roll import keys as roll
@@ -58,11 +58,20 @@ def _numbers(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
+def _temperature(value: float) -> float:
+    """Refuse what vLLM samples at another temperature than the one that training divides by."""
+    if 0 < value < COLDEST:
+        raise ValueError(f"0 (greedy) or from {COLDEST}, which vLLM takes for everything between them")
+    return value
+
+
+COLDEST = 0.01  # `_MAX_TEMP` in vLLM's sampling_params.py, which refuses what is above 2
 Number = Annotated[float, BeforeValidator(_number)]
 Threshold = Annotated[Number | None, BeforeValidator(lambda value: None if value == "None" else value)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
 AboveZero = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+Temperature = Annotated[float, BeforeValidator(_number), Field(ge=0, le=2), AfterValidator(_temperature)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]  # what engines keep counts and lengths in
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Many = Annotated[int, Field(ge=1, le=10**6)]  # of what is in memory, or under way, all at once
@@ -70,6 +79,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, which vLLM seeds, t
 Name = Annotated[str, Field(min_length=1)]
 Probabilities = Annotated[tuple[NotNegative, ...], BeforeValidator(_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_texts)]
 Environment = dict[Annotated[str, Field(pattern="^[^=]+$")], str | int | float]
 Dtype = Literal["fp32", "bf16", "fp16"]
 RoutingMode = Literal["disable", "measure", "R3"]
@@ -192,7 +202,9 @@ class DataArgs(Section):
     domain_interleave_probs: dict[str, NotNegative] = key({}, "share of the draws by domain or tag; sum 1")
     interleave_probs: Probabilities = key((), "share of the draws of each entry of file_name; the sum is 1")
     template: str | None = key(None, "how a prompt becomes text; without it the tokenizer's own chat template")
-    messages: Name | None = key(None, "column of the prompt, as messages or text")
+    messages: Name | None = key(
+        None, "column of the prompt, as a list of messages or a JSON text of one; of a plain text: write prompt"
+    )
     prompt: Name | None = key(None, "column of the prompt, whatever else the rows have")
     tag: Name | None = key(None, "column of the tag by which teachers and rewards are chosen")
     id: Name | None = key(None, "column of the row's id")
@@ -204,8 +216,8 @@ class SamplingKeys(Section):
     """What the distribution is that tokens are sampled from."""
 
     top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = key(1.0, "share of the mass")
-    top_k: Annotated[int, Field(ge=-1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
-    temperature: NotNegative = key(1.0, "divides the logits; 0: greedy")
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = key(-1, "sample from so many tokens; 0 or -1: from all")
+    temperature: Temperature = key(1.0, "divides the logits; 0: greedy; else from 0.01")
     repetition_penalty: AboveZero = key(1.0, "vLLM's; 1: none")
 
 
@@ -216,7 +228,7 @@ class GeneratingArgs(SamplingKeys):
     ignored = roll.IGNORED_GENERATING_ARGS
     max_new_tokens: Positive | None = key(None, "most tokens of a response; without it response_length")
     num_return_sequences: Many | None = key(None, "responses a prompt; without it num_return_sequences_in_group")
-    stop_strings: Texts | None = key(None, "texts that end a response")
+    stop_strings: Names | None = key(None, "texts that end a response")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,3 +55,33 @@ def test_every_key_reaches_the_plan(plan: Plan, root: Path) -> None:
 def test_what_teaches_nothing_is_refused_with_the_reason(problems: Problems, keys: dict, reason: str) -> None:
     (problem,) = problems(keys)
     assert reason in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"opd_kl_coef": 0}, "opd_kl_coef: 0 takes away what the teachers teach"),
+        ({"opd_kl_coef": "1e-400"}, "opd_kl_coef: 0 takes away what the teachers teach"),
+        ({"opd_kl_coef": 0, "opd_objective": "full"}, "opd_kl_coef: 0 takes away what the teachers teach"),
+        ({"teacher.opd_kl_coef": 0}, "teacher.opd_kl_coef: 0 takes away what the teachers teach"),
+        ({"opd_kl_coef": 0, "teacher.opd_kl_coef": 0.1}, None),
+        ({"opd_kl_coef": 0, "entropy_loss_coef": 0.1}, None),
+        ({"rewards.math_rule.weight": 0}, None),  # it looks on
+    ],
+)
+def test_teachers_without_a_weight_teach_nothing(
+    plan: Plan, problems: Problems, keys: dict, refused: str | None
+) -> None:
+    if refused is None:
+        plan(keys)
+        return
+    (problem,) = problems(keys)
+    assert problem.startswith(refused) and "(run.yaml:" in problem
+
+
+def test_one_of_two_teachers_may_have_no_weight(plan: Plan, values: dict, root: Path) -> None:
+    write_model(root / "other", seed=9)
+    teacher = values["teacher"]
+    other = {**teacher, "model_args": {"model_name_or_path": str(root / "other")}}
+    run = plan({"teacher": {"a": {**teacher, "opd_kl_coef": 0}, "b": other}})
+    assert [teacher.opd_kl_coef for teacher in run.teachers] == [0.0, 1.0]

@@ -3,27 +3,33 @@
 YAML that never ends, numbers that no engine takes, paths that lead nowhere, files that are no files, rights that lack.
 """
 
+import itertools
 import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_assets import base_values, write_config
 
-from roll_opd import cli
+from roll_opd import cli, hardware
 from roll_opd.composing.load import load_config
 from roll_opd.composing.yaml_files import MOST_BYTES
 from roll_opd.config.build import load_plan
-from roll_opd.diagnostics import ConfigError
+from roll_opd.config.check_values import check_batched_tokens
+from roll_opd.diagnostics import ConfigError, Diagnostics
+from roll_opd.frozen import FrozenDict
+from roll_opd.plan import RunPlan
 
 MODEL = "student_train.model_args.model_name_or_path"
 ROWS = "student_train.data_args.file_name"
 ENGINE = "student_infer.strategy_args.strategy_config"
+SAMPLING = "student_infer.generating_args"
 TRAINER = "student_train.strategy_args.strategy_config"
 
 
@@ -89,6 +95,14 @@ VALUES: list[tuple[str, Any, str]] = [
     (f"{ENGINE}.block_size", 0, "greater than 0"),
     (f"{ENGINE}.kv_cache_dtype", "fp9", "'fp8'"),
     (f"{TRAINER}.recompute_granularity", "fulll", "'selective'"),
+    (f"{SAMPLING}.stop_strings", [""], 'a text that is not empty, got ""'),
+    (f"{SAMPLING}.stop_strings", "", 'a text that is not empty, got ""'),
+    (f"{SAMPLING}.temperature", 0.005, "0 (greedy) or from 0.01, which vLLM takes for everything between them, got"),
+    (f"{SAMPLING}.temperature", 2.5, "less than or equal to 2"),
+    (f"{SAMPLING}.top_k", 2**40, "2147483647"),
+    ("validation.generating_args.stop_strings", ["x", ""], "a text that is not empty"),
+    ("validation.generating_args.temperature", 1e-9, "0 (greedy) or from 0.01"),
+    ("auxiliary_models.judge.generating_args.temperature", 1e-9, "0 (greedy) or from 0.01"),
     ("output_dir", "~nosuchuser/x", "no home directory ~nosuchuser"),
     (MODEL, "~nosuchuser/x", "no home directory ~nosuchuser"),
     (ROWS, "~nosuchuser/x", "no home directory ~nosuchuser"),
@@ -112,6 +126,67 @@ VALUES: list[tuple[str, Any, str]] = [
 def test_values_that_nothing_can_use(key: str, value: Any, said: str, problems: Callable[..., list[str]]) -> None:
     (about,) = [text for text in problems({key: value}) if text.startswith(f"{key}")]
     assert said in about and len(about) < 1500
+
+
+@pytest.mark.parametrize("temperature", [0.01, "1e-2", 2])
+def test_temperatures_that_vllm_leaves_alone(temperature: Any, plan: Callable[..., RunPlan]) -> None:
+    assert plan({f"{SAMPLING}.temperature": temperature}).rollout.sampling.temperature == float(temperature)  # type: ignore[union-attr]
+
+
+# a sequence has 32 + 48 = 80 tokens
+BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"max_num_seqs": 81, "max_num_batched_tokens": 80}, "80 is less than one token for each of the 81 sequences"),
+    ({"max_num_seqs": 80, "max_num_batched_tokens": 80, "enable_chunked_prefill": False}, ""),
+    ({"max_num_seqs": 16, "max_num_batched_tokens": 79, "enable_chunked_prefill": False}, "is false, which vLLM"),
+    ({"max_num_seqs": 16, "max_num_batched_tokens": 79}, "79 is less than the 80 that an engine without a GPU needs"),
+    ({"max_num_batched_tokens": 255}, "255 is less than the 256 that an engine without a GPU needs"),
+    ({"max_num_batched_tokens": 256}, ""),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), BATCHES, ids=str)
+def test_tokens_of_a_batch_that_vllm_refuses(
+    options: dict[str, Any],
+    said: str,
+    plan: Callable[..., RunPlan],
+    problems: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a GPU, or engines of a cluster that is joined, prompts are cut in two unless it is written."""
+    monkeypatch.setattr(hardware, "gpu_memory_gb", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    changes = {f"{ENGINE}.{key}": value for key, value in options.items()}
+    if not said:
+        assert plan(changes).warnings == ()
+        return
+    (problem,) = problems(changes)
+    assert problem.startswith(f"{ENGINE}.max_num_batched_tokens: ") and said in problem
+    if "without a GPU" in said:
+        assert problem in plan(changes, runnable=False).warnings
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert plan(changes).warnings == ()
+        monkeypatch.delenv("RAY_ADDRESS")
+        monkeypatch.setattr(hardware, "gpu_memory_gb", lambda: 80.0)
+        assert plan(changes).warnings == ()
+
+
+@pytest.mark.slow
+def test_the_installed_vllm_refuses_the_same_batches(plan: Callable[..., RunPlan]) -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    engine, refusals = plan().rollout, 0
+    assert engine is not None and engine.max_model_len == 80
+    for tokens, sequences, chunked in itertools.product((16, 79, 80), (16, 80, 81), (True, False)):
+        batch = {"max_num_batched_tokens": tokens, "max_num_seqs": sequences, "enable_chunked_prefill": chunked}
+        tell, refused = Diagnostics(), False
+        check_batched_tokens(replace(engine, engine_args=FrozenDict(batch)), tell, on_cpu=False)
+        try:
+            SchedulerConfig(max_model_len=80, is_encoder_decoder=False, **batch)
+        except ValueError:
+            refused = True
+        assert bool(tell.problems) == refused, batch
+        refusals += refused
+    assert 0 < refusals < 18
 
 
 def _fifo(root: Path) -> None:

@@ -157,6 +157,48 @@ def test_rewards_are_required(mixed: dict[str, Any], problems: Problems, mode: s
     assert "no reward has tag 'math' of the training data" in found
 
 
+UNPAID = {"rewards.math_rule.weight": 0}
+LENGTH = {"length_penalty": {"coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"opd_kl_coef": 0}, "(as opd_kl_coef 0 does what the teachers teach), and nothing else teaches"),
+        ({"use_opd": ..., "teacher": ...}, "0 takes away what the rewards teach, and nothing else teaches"),
+    ],
+)
+def test_a_run_whose_signals_all_have_no_weight_is_refused(
+    mixed: dict[str, Any], problems: Problems, plan: Plan, keys: dict[str, Any], told: str
+) -> None:
+    (found,) = problems({**UNPAID, **keys}, pure=False)
+    assert found.startswith("rewards.math_rule.weight: 0 takes away") and told in found
+    plan({"rewards.math_rule.weight": -1}, pure=False)
+
+
+@pytest.mark.parametrize(
+    "signal",
+    [
+        {"use_opd": True, "opd_kl_coef": 0.1},
+        {"entropy_loss_coef": 0.01},
+        {"rewards.math_rule.terms": LENGTH},
+        {"reference": REFERENCE, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"reference": REFERENCE, "add_token_level_kl": True},
+        {"workflow": "simple_workflow"},
+        {"policy_loss": "sft", "opd_objective": "full"},  # reads no advantages
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_one_signal_with_a_weight_is_enough(mixed: dict[str, Any], signal: dict[str, Any], plan: Plan) -> None:
+    plan({**UNPAID, "opd_kl_coef": 0, **signal}, pure=False)
+
+
+def test_a_kl_without_a_coefficient_is_no_signal(mixed: dict[str, Any], problems: Problems) -> None:
+    keys = {"reference": REFERENCE, "use_kl_loss": True, "add_token_level_kl": True, "init_kl_coef": 0}
+    (found,) = problems({**UNPAID, "opd_kl_coef": 0, **keys}, pure=False)
+    assert found.startswith("rewards.math_rule.weight: 0 takes away")
+
+
 def test_filters(mixed: dict[str, Any], plan: Plan, problems: Problems) -> None:
     keys = "rewards.math_rule.query_filter_config"
     mean = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9, "threshold_down": 0.1}}
