@@ -61,6 +61,7 @@ from roll_opd.plan import (
 )
 
 Job = dict[str, Any]
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 WRITER = ThreadPoolExecutor(1)
 SAVES: list[Future[list[Path]]] = []
 STORES: list[dist.Store] = []  # where this process's groups meet, while it is rank 0 of them
@@ -822,8 +823,11 @@ def memory(job: Job, root: Path) -> None:
 def loading(job: Job, root: Path) -> None:
     """Write how far this rank's memory grows at most while a model is loaded, and how much the model's own part is.
 
-    Memory that is no file's: what was freed before is given back first, so that all that is taken shows.
+    Memory that is no file's: what was freed before is given back first, so that all that is taken shows, and what the
+    loading frees is given back at once, so that nothing else does.
     """
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_MMAP_THRESHOLD, 2**20)
     layout = cases.LAYOUTS[job["layout"]]
     plan = MegatronPlan(
         "loaded",
@@ -834,7 +838,7 @@ def loading(job: Job, root: Path) -> None:
     )
     parallel.initialize(layout, 0)
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    libc.malloc_trim(0)
     before, sizes, ended = own_memory(), [], threading.Event()
 
     def watch() -> None:
@@ -846,6 +850,7 @@ def loading(job: Job, root: Path) -> None:
     built = build_model(plan, seed=0, trainable=False, exact=True)
     ended.set()
     watcher.join()
+    sizes.append(own_memory())  # a busy machine may not have let the watcher look at the end
     share = sum(p.numel() * p.element_size() for chunk in built.chunks for p in chunk.parameters())
     (root / f"{job['name']}-{dist.get_rank()}.json").write_text(json.dumps([max(sizes) - before, share]))
 
