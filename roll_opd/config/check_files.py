@@ -12,6 +12,7 @@ from pathlib import Path
 from roll_opd.config.roles import MODEL, Role, Roles
 from roll_opd.config.schema import DataArgs, RowKeys, Run, Section, Top, shared
 from roll_opd.config.teacher_context import follows, has_context
+from roll_opd.data.answers import COLUMN_KEYS
 from roll_opd.data.files import find_files
 from roll_opd.data.formats import refusal
 from roll_opd.data.preview import first_tags
@@ -25,15 +26,6 @@ from roll_opd.hints import nearest
 from roll_opd.paths import expanded, find_path
 from roll_opd.plan import DataPlan, RewardPlan, StreamPlan
 
-# our names for columns of rows with answers, which a key of the configuration may name otherwise
-ANSWER_KEYS = {
-    "prompt_key": "instruction",
-    "query_key": "input",
-    "system_key": "system",
-    "response_key": "output",
-    "chosen_key": "chosen",
-    "rejected_key": "rejected",
-}
 CHECKPOINT_BYTES_PER_PARAMETER = 16  # weights, fp32 master weights and two Adam moments, 4 bytes each
 SHARE_TOLERANCE = 0.01  # thirds written as 0.33 are meant to be thirds
 LONGEST_NAME = 255  # bytes of a directory's name
@@ -81,7 +73,7 @@ def read_answers(
     `length_key` is what the user limits their length with.
     """
     data = read_data(args, top, length, training)
-    named = {own: name for key, own in ANSWER_KEYS.items() if (name := getattr(keys, key, None))}
+    named = {own: name for own, key in COLUMN_KEYS.items() if (name := getattr(keys, key, None))}
     if data is None:
         return None
     return replace(data, schema=schema, length_key=length_key, columns=FrozenDict({**data.columns, **named}))

@@ -489,7 +489,9 @@ class Run(RunKeys, CheckpointKeys, RowKeys):
         " machine's GPUs, or two slots",
     )
     max_steps: Positive | None = key(500, "steps of the run")
-    resume_from_checkpoint: bool | str = key(False, "true: the experiment's newest checkpoint; or a run or checkpoint")
+    resume_from_checkpoint: bool | str = key(
+        False, "true: the experiment's newest; or an experiment, run or checkpoint"
+    )
     max_grad_norm: NotNegative = key(1.0, "norm at which gradients are clipped; 0: none")
     pretrain: str | None = key(None, "the model of roles that name none")
     global_template: str | None = key(None, "the template of all rows whose tag has none")

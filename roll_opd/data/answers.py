@@ -19,6 +19,7 @@ from roll_opd.data.rows import (
     own_names,
     parse_messages,
     parse_row,
+    parse_shared_gpt,
     parse_task,
     without_prompt,
 )
@@ -30,7 +31,16 @@ SAME_ANSWER = "chosen and rejected are the same"
 OTHER_PROMPT = "chosen and rejected answer different prompts"
 
 _ANSWER = ("response", "completion", "output")  # of schema sft: the one a column is named for, else the first
-_ADDED = {"input": "query_key", "system": "system_key"}  # to an instruction, only where such a key names the column
+# names of columns -> keys of a configuration that may name them otherwise
+COLUMN_KEYS = {
+    "instruction": "prompt_key",
+    "input": "query_key",
+    "system": "system_key",
+    "output": "response_key",
+    "chosen": "chosen_key",
+    "rejected": "rejected_key",
+}
+_ADDED = ("input", "system")  # to an instruction, only where a key names the column
 _PROMPT = ("instruction", *_ADDED)  # of a user's turn that the row does not write as messages
 
 Message = FrozenDict  # {"role": str, "content": str, ...}
@@ -90,7 +100,8 @@ def unread_warnings(files: Sequence[FileReport], schema: str) -> tuple[str, ...]
     for name, count in counts.items():
         first, *others = (file.path for file in files if file.unread[name])
         where = f"{first} and {len(others)} more files" if others else first
-        remedy = f"{_ADDED[name]}: {name} adds it" if SCHEMAS[schema].has_prompt_keys else "write it in `instruction`"
+        can_add = SCHEMAS[schema].has_prompt_keys
+        remedy = f"{COLUMN_KEYS[name]}: {name} adds it" if can_add else "write it in `instruction`"
         having = "row has" if count == 1 else "rows have"
         warnings.append(f"{count} {having} `{name}`, which is left out; {remedy} ({where})")
     return tuple(warnings)
@@ -122,7 +133,7 @@ def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
     if "messages" in value:
         return parse_messages(value["messages"])
     if "prompt" not in value and "conversations" in value:
-        return parse_messages(value["conversations"])
+        return parse_shared_gpt(value)
     prompt = value.get("prompt")
     return parse_messages(prompt) if isinstance(prompt, list) else prompt
 

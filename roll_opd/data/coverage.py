@@ -50,6 +50,20 @@ def check_coverage(
         raise DataError("\n".join(wrong))
 
 
+def unmet(named: Mapping[str, Collection[str] | None], tags: Collection[str]) -> list[str]:
+    """Say what no row comes to: each of what is `named`, with its tags (None: all), that has none of the data's `tags`.
+
+    That is no reason to refuse a run: data of all tags may be of one today.
+    """
+    there = ", ".join(map(repr, tags))
+    return [
+        f"{name} is never used: no row of the data has {'the tag' if len(own) == 1 else 'one of the tags'}"
+        f" {', '.join(map(repr, own))} (tags of the data: {there})"
+        for name, own in named.items()
+        if own is not None and not set(own) & set(tags)
+    ]
+
+
 def _unrewarded(
     name: str, tags: Mapping[str, TagRows], rewards: Sequence[RewardPlan], needing_truth: Collection[str]
 ) -> list[str]:

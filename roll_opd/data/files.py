@@ -149,7 +149,7 @@ class ParquetFile:
     """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
 
     # what makes and routes a prompt; a pass over the file leaves other columns, such as test cases, unread
-    SCANNED = ("id", "tag", "domain", "messages", "conversations", "prompt", "ground_truth")
+    SCANNED = ("id", "tag", "domain", "messages", "conversations", "system", "prompt", "ground_truth")
 
     def __init__(self, path: Path, columns: Iterable[str] = ()) -> None:
         import pyarrow as pa

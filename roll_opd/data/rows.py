@@ -125,6 +125,8 @@ def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tu
     column = next((name for name in names if name in value), None)
     if column is None:
         raise without_prompt(names, columns)
+    if column == "conversations":
+        return parse_shared_gpt(value), None
     prompt = value[column]
     if column != "prompt" or isinstance(prompt, list):
         return parse_messages(prompt), None
@@ -166,6 +168,14 @@ def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
         raise BadRow(EMPTY)
     # Parquet gives every message the keys of all: an absent one is None there
     return freeze([{key: item for key, item in message.items() if item is not None} for message in messages])
+
+
+def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
+    """Return ShareGPT's `conversations`, after its `system` where they do not begin with one; raises `BadRow`."""
+    messages, system = parse_messages(value["conversations"]), value.get("system")
+    if not str(system or "").strip() or messages[0]["role"] == "system":
+        return messages
+    return (*parse_messages([{"role": "system", "content": system}]), *messages)
 
 
 def _with_role(message: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from roll_opd.megatron import parallel
 from roll_opd.megatron.export import Written
@@ -82,11 +83,14 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
-    """Restore what `save_state` wrote. Collective."""
+    """Restore what `save_state` wrote. Collective; raises what a rank cannot read."""
     learner.memory.check("another state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
         _allocate_optimizer_state(optimizer)
-    state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
+    try:
+        state: Any = dist_checkpointing.load(_state(learner, is_loading=True), str(directory))
+    except CheckpointException as error:  # which says it of every rank, with all their tracebacks
+        raise next(failure for failure, _ in error.failures.values()) from None
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)], strict=learner.adapters is None)
     learner.optimizer.load_state_dict(_for_as_many(state["optimizer"], len(_optimizers(learner))))

@@ -47,12 +47,19 @@ class Checkpoint:
             state = json.loads(content(path / STATE_FILE).decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} is not a checkpoint ({error}); give a run directory or its checkpoints/step_N"
+                f"{path} is not a checkpoint ({error}); give an experiment, a run or its checkpoints/step_N"
             ) from error
         whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
         if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"))
+
+    def instead(self) -> str:
+        """Say what to resume from where this one is damaged."""
+        earlier = [path for step, path in checkpoints_of(self.run).items() if step < self.step and is_complete(path)]
+        if earlier:
+            return f"if it is damaged, go on from the one before it with resume_from_checkpoint={earlier[0]}"
+        return "if it is damaged, start anew with resume_from_checkpoint=false: there is none before it"
 
 
 Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written already
@@ -180,23 +187,27 @@ class Checkpoints:
 
 def complete(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run directory, newest first."""
-    return [path for path in checkpoints_of(run).values() if (path / STATE_FILE).is_file()]
+    return [path for path in checkpoints_of(run).values() if is_complete(path)]
+
+
+def is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / STATE_FILE).is_file()
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None to start afresh.
 
-    `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names a run or one
-    of its checkpoints. CheckpointError where a named one does not exist.
+    `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names another
+    experiment's directory, a run or one of its checkpoints. CheckpointError where a named one does not exist.
     """
     if plan.resume is False:
         return None
-    if plan.resume is True:
-        candidates = [path for run in RunDirectory.runs(output_dir, exp_name) for path in complete(run)[:1]]
-        return Checkpoint.read(candidates[0]) if candidates else None
-    path = Path(plan.resume)
-    newest = complete(path)[:1]
-    return Checkpoint.read(newest[0] if newest else path)
+    path = Path(output_dir, exp_name) if plan.resume is True else Path(plan.resume)
+    runs = [path, *RunDirectory.runs(path.parent, path.name)]
+    newest = next((checkpoint for run in runs for checkpoint in complete(run)[:1]), None)
+    if newest is None and plan.resume is True:
+        return None
+    return Checkpoint.read(newest or path)
 
 
 def _check_all_there(files: Sequence[Path]) -> None:

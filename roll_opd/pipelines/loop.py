@@ -25,7 +25,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.source import Source
 from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence
-from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
+from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, Save
 from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_facts import run_facts, write_facts
@@ -37,7 +37,7 @@ from roll_opd.tracking.recording import Recording, recorded
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.run_lock import only_driver
 from roll_opd.tracking.trackers import Trackers
-from roll_opd.workers.errors import RunError, SkippedUpdates
+from roll_opd.workers.errors import RunError, SkippedUpdates, UnreadableState
 
 Validate = Callable[[], Awaitable[dict[str, float]]]
 
@@ -80,9 +80,16 @@ class Run:
             gc.collect()
 
     async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
-        """Have the state of a resumed run loaded."""
-        if self.resumed:
+        """Have the state of a resumed run loaded. CheckpointError where it cannot be read."""
+        if self.resumed is None:
+            return
+        try:
             await self.placement.starting.of(f"the state after step {self.resumed.step}", load(self.resumed.path))
+        except ClusterError as error:
+            cause = getattr(error.__cause__, "cause", None)
+            if isinstance(cause, UnreadableState):
+                raise CheckpointError(f"{cause}; {self.resumed.instead()}") from error
+            raise
 
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""

@@ -16,7 +16,7 @@ from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
 from roll_opd.config.trackers import GIVEN_BY_US
-from roll_opd.data.coverage import check_coverage
+from roll_opd.data.coverage import check_coverage, unmet
 from roll_opd.data.environments import EnvironmentSource, held_out_tasks
 from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
@@ -294,10 +294,21 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Sourc
             needing_truth,
             scored_by_workflow=plan.workflow is not None,
         )
+    for warning in unmet(_tagged(plan), {tag: None for every in prompts.values() for tag in every.by_tag()}):
+        warn(warning)
     held_out = validation.all() if validation else []
     if plan.demonstrations:
         return MixedSource(training, prompts["demonstrations"], plan.seed), held_out
     return PromptSource(training, plan.seed), held_out
+
+
+def _tagged(plan: RunPlan) -> dict[str, tuple[str, ...] | None]:
+    """Return what a run has for rows of some tags alone -> those tags."""
+    return {
+        **{f"tag_to_template.{tag}": (tag,) for tag in plan.data.tag_templates},
+        **{f"teacher {teacher.name}": teacher.tags for teacher in plan.teachers},
+        **{f"rewards.{reward.domain}": reward.tags for reward in plan.rewards},
+    }
 
 
 def _opened(data_sets: Sequence[DataPlan], tokenizer: PreTrainedTokenizerBase) -> list[PromptSet]:

@@ -8,7 +8,7 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.data.coverage import TagRows, check_coverage
+from roll_opd.data.coverage import TagRows, check_coverage, unmet
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.plan import (
@@ -62,6 +62,15 @@ def test_a_domain_that_a_row_names_must_be_that_of_its_tag(tmp_path: Path, token
             f"rows of the training data with tag 'code' name the domain 'math' themselves ({name}:{line}), but "
             "rewards.code has the tag: move it to rewards.math.tag_included"
         )
+
+
+def test_what_no_row_comes_to_is_said() -> None:
+    named = {"teacher all": None, "teacher sums": ("sums", "odd"), "rewards.code": ("code", "sql"), "rewards.x": ("x",)}
+    assert unmet(named, ("sums", "math")) == [
+        "rewards.code is never used: no row of the data has one of the tags 'code', 'sql' (tags of the data: 'sums',"
+        " 'math')",
+        "rewards.x is never used: no row of the data has the tag 'x' (tags of the data: 'sums', 'math')",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["pure", "mixed", "rl"])

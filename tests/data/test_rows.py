@@ -279,6 +279,16 @@ def test_every_form_of_a_question_is_the_same_row(row: dict) -> None:
     assert parse_row(row, "0").extra == {}
 
 
+def test_share_gpt_has_its_system_message_beside_the_conversation() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    for conversations in (SPOKEN, [{"from": "system", "value": "Be brief."}, *SPOKEN]):
+        assert parse_row({"conversations": conversations, "system": "Be brief."}, "0").messages == (system, ASK)
+    for empty in ("", " ", None):
+        assert parse_row({"conversations": SPOKEN, "system": empty}, "0").messages == (ASK,)
+    with pytest.raises(BadRow, match="text in 'content'"):
+        parse_row({"conversations": SPOKEN, "system": 3}, "0")
+
+
 @pytest.mark.parametrize(
     "row", [{"conversations": [{"from": "narrator", "value": "x"}]}, {"conversations": [{"from": "human"}]}]
 )

@@ -106,6 +106,21 @@ def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> N
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
+@pytest.mark.parametrize("damaged", ["critic/state/common.pt", "state/.metadata", "state/__0_0.distcp"])
+def test_a_damaged_checkpoint_is_told_with_the_one_before_it(
+    stage: Stage, run: Run, damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run.path, tmp_path / run.path.name)
+    checkpoints = tmp_path / run.path.name / "checkpoints"
+    file = checkpoints / f"step_{STEPS}" / damaged
+    file.write_bytes(file.read_bytes()[:100])
+    resumed = (f"resume_from_checkpoint={tmp_path}", f"max_steps={STEPS + 1}")  # an experiment, of one run
+    assert stage.run(*SETTINGS, *resumed, config=WITH_CRITIC, name="damaged").code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{file.parent} cannot be loaded (" in said and "Traceback" not in said
+    assert f"go on from the one before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
+
+
 def test_a_checkpoint_without_a_critic_is_refused(run: Run, tmp_path: Path) -> None:
     saved = run.path / "checkpoints" / f"step_{STEPS}"
     config = json.loads((saved / "critic" / "hf" / "config.json").read_text())
