@@ -6,6 +6,7 @@ import subprocess
 from functools import cache
 
 SLOTS = 2  # of a machine without GPUs: two processes a role keep its cores busier than one, and start sooner than more
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same under WSL, AMD's
 DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
 
 
@@ -17,6 +18,11 @@ def devices() -> int:
 def gpu_memory_gb() -> float | None:
     """Return the GiB of this machine's smallest NVIDIA GPU; None where there is none."""
     return min(_gpu_mebibytes(), default=0) / 1024 or None
+
+
+def has_gpu_driver() -> bool:
+    """Whether there may be GPUs, also where the driver's tool is missing or knows no memory of theirs."""
+    return any(map(os.path.exists, GPU_FILES))
 
 
 def _gpu_mebibytes() -> list[int]:

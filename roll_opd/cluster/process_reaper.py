@@ -29,6 +29,7 @@ GRACE_SECONDS = 1.0  # for those that leave by themselves
 LEAVING_SECONDS = 0.05  # between looks at them
 # of Python's own processes that remove the shared memory and the semaphores of those that were killed
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 5.0
+REMOVE, KEEP = "+", "-"  # the first letter of a line
 REAPER, REAPER_SECONDS = "roll_opd.cluster.process_reaper", 15.0
 
 
@@ -40,7 +41,14 @@ class Reaper:
 
     def remove_at_the_end(self, directory: Path, within: str = "") -> None:
         """Have `directory` removed when every process is gone, or what matches a glob pattern `within` it."""
-        self._told.write(f"{os.path.join(glob.escape(str(directory)), within)}\n".encode())
+        self._tell(REMOVE, directory, within)
+
+    def keep_after_all(self, directory: Path, within: str = "") -> None:
+        """Take back what `remove_at_the_end` was told."""
+        self._tell(KEEP, directory, within)
+
+    def _tell(self, what: str, directory: Path, within: str) -> None:
+        self._told.write(f"{what}{os.path.join(glob.escape(str(directory)), within)}\n".encode())
         self._told.flush()
 
 
@@ -66,11 +74,11 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`.
 
-    Each line of the input is a glob pattern of directories to remove after that.
+    Each line of the input is a glob pattern of directories to remove after that, or to keep after all.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gone = threading.Event()
-    patterns: list[str] = []
+    patterns: set[str] = set()
     threading.Thread(target=_read_input, args=(patterns, gone), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
@@ -144,9 +152,10 @@ def _remove(directory: Path) -> None:
         latest.unlink(missing_ok=True)
 
 
-def _read_input(patterns: list[str], gone: threading.Event) -> None:
+def _read_input(patterns: set[str], gone: threading.Event) -> None:
     for line in sys.stdin:
-        patterns.append(line.rstrip("\n"))
+        what, pattern = line[0], line[1:].rstrip("\n")
+        patterns.add(pattern) if what == REMOVE else patterns.discard(pattern)
     gone.set()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,9 +49,10 @@ def token_variables() -> dict[str, str]:
     Ray reads the token of this host from a file where none is in the environment.
     """
     found = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN") if name in os.environ}
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if "RAY_AUTH_TOKEN" not in found and found.get("RAY_AUTH_MODE") != "disabled" and file.is_file():
-        found["RAY_AUTH_TOKEN"] = file.read_text(encoding="utf-8").strip()
+    if "RAY_AUTH_TOKEN" not in found and found.get("RAY_AUTH_MODE") != "disabled":
+        file = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+        with suppress(OSError):  # Ray says itself what it misses
+            found["RAY_AUTH_TOKEN"] = Path(file).read_text(encoding="utf-8").strip()
     return found
 
 

@@ -55,11 +55,16 @@ def ray_cluster(
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             if hosts:
                 common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
-            if DEBUG not in os.environ:  # of a session that is not up yet, too
-                reaper.remove_at_the_end(Path(get_default_ray_temp_dir()), f"session_*_{os.getpid()}")
+            unborn = Path(get_default_ray_temp_dir()), f"session_*_{os.getpid()}"  # until Ray says which it is
+            if DEBUG not in os.environ:
+                reaper.remove_at_the_end(*unborn)
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):
                 started = _init("local", include_dashboard=False, **_offered(devices_per_node), **common)
-            starting.logs = Path(started.address_info["session_dir"]) / "logs"
+            session = Path(started.address_info["session_dir"])
+            starting.logs = session / "logs"
+            if DEBUG not in os.environ:
+                reaper.remove_at_the_end(session)
+                reaper.keep_after_all(*unborn)  # of another container's process with this number, in a /tmp of both
         try:
             if hosts:
                 with starting.waiting_for("Ray on the other hosts"):

@@ -22,9 +22,8 @@ from roll_opd.cluster.preloaded import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGAT
 from roll_opd.cluster.ray_environment import prepare_environment
 from roll_opd.cluster.warm_worker import ADDRESS, WARM, address_of
 from roll_opd.failures import DEBUG
+from roll_opd.hardware import has_gpu_driver
 from roll_opd.plan import RunPlan
-
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same under WSL, AMD's
 
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
@@ -75,7 +74,7 @@ def warm_server() -> Iterator[WarmServer]:
     """
     outer = os.environ.pop(ADDRESS, None)  # of a run that this one is started from
     try:
-        if os.environ.get("RAY_ADDRESS") or any(map(os.path.exists, GPU_FILES)):
+        if os.environ.get("RAY_ADDRESS") or has_gpu_driver():
             yield WarmServer(None)
         else:
             with _started() as server:

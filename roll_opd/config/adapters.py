@@ -19,7 +19,7 @@ GROUPS = {
     "linear_fc2": LINEAR[6:],
 }
 DEFAULT_RANK = 8
-KEYS = ("lora_target", "lora_rank", "lora_alpha", "adapter_name_or_path")  # each asks for an adapter
+KEYS = ("lora_target", "lora_rank", "adapter_name_or_path")  # each asks for an adapter
 NEVER = ("additional_target", "freeze_module_prefix")
 
 

@@ -302,7 +302,7 @@ def _check_engines(plan: RunPlan, roles: Roles) -> None:
     found = [plan.rollout, *(reward.engine for reward in plan.rewards), *(model.engine for model in auxiliaries)]
     tells = {role.path: role.tell for role in roles.placed()}
     # engines of a cluster that is joined are on other machines
-    on_cpu = hardware.gpu_memory_gb() is None and not os.environ.get("RAY_ADDRESS")
+    on_cpu = not (hardware.has_gpu_driver() or os.environ.get("RAY_ADDRESS"))
     for engine in filter(None, found):
         check_values.check_batched_tokens(engine, tells[engine.name], on_cpu)
 

@@ -241,6 +241,10 @@ class RoleReader:
                 if getattr(args, key):
                     never.setdefault(key, []).append(args.tell.at(key))
             asked = adapters.asks_for_adapter(args)
+            if asked is None and args.lora_alpha and args.lora_rank is None:
+                args.tell.remark(
+                    "lora_alpha", "has no effect alone; write lora_rank or lora_target for LoRA, or remove it"
+                )
             if asked is None or (student and args is student.worker.model_args):
                 continue
             if infer and student and student.lora and args is infer.worker.model_args:

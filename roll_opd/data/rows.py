@@ -171,9 +171,9 @@ def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
-    """Return ShareGPT's `conversations`, after its `system` where they do not begin with one; raises `BadRow`."""
+    """Return ShareGPT's `conversations`, after a text `system` where they do not begin with one; raises `BadRow`."""
     messages, system = parse_messages(value["conversations"]), value.get("system")
-    if not str(system or "").strip() or messages[0]["role"] == "system":
+    if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages
     return (*parse_messages([{"role": "system", "content": system}]), *messages)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from roll_opd.paths import content
 from roll_opd.plan import CheckpointPlan
-from roll_opd.tracking.run_directory import RunDirectory, checkpoints_of, write_atomic
+from roll_opd.tracking.run_directory import SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 from roll_opd.workers.writing import Writing
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint
 FOLLOWERS = "followers"  # that of teachers which follow the student, by name
+ADAPTER = "adapter"  # what a student with LoRA has learned, in peft's format
 HF = "hf"  # the model in Hugging Face's format
 _PARTIAL = ".partial_"
 
@@ -42,24 +43,22 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
-        """Open the checkpoint at `path`. CheckpointError where there is none."""
+        """Open the checkpoint at `path`. CheckpointError where there is none, or only a part of one."""
+        file = path / STATE_FILE
         try:
-            state = json.loads(content(path / STATE_FILE).decode("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            text = content(file)
+        except OSError as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint ({error}); give an experiment, a run or its checkpoints/step_N"
             ) from error
+        try:
+            state = json.loads(text.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); {instead_of(path)}") from error
         whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
         if not whole or not (path / "state").is_dir():
-            raise CheckpointError(f"{path} is not a whole checkpoint; give another of the run's checkpoints/step_N")
+            raise CheckpointError(f"{path} is not a whole checkpoint; {instead_of(path)}")
         return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"))
-
-    def instead(self) -> str:
-        """Say what to resume from where this one is damaged."""
-        earlier = [path for step, path in checkpoints_of(self.run).items() if step < self.step and is_complete(path)]
-        if earlier:
-            return f"if it is damaged, go on from the one before it with resume_from_checkpoint={earlier[0]}"
-        return "if it is damaged, start anew with resume_from_checkpoint=false: there is none before it"
 
 
 Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written already
@@ -187,23 +186,36 @@ class Checkpoints:
 
 def complete(run: Path) -> list[Path]:
     """Return the complete checkpoints of a run directory, newest first."""
-    return [path for path in checkpoints_of(run).values() if is_complete(path)]
+    return [path for path in checkpoints_of(run).values() if (path / STATE_FILE).is_file()]
 
 
-def is_complete(checkpoint: Path) -> bool:
-    return (checkpoint / STATE_FILE).is_file()
+def instead_of(checkpoint: Path) -> str:
+    """Say what to resume from in the place of one that is damaged."""
+    path = checkpoint.resolve()
+    steps = {each: step for step, each in checkpoints_of(path.parent.parent).items()}
+    earlier = [each for each in complete(path.parent.parent) if steps[each] < steps.get(path, 0)]
+    if earlier:
+        return f"go on from the one before it with resume_from_checkpoint={earlier[0]}"
+    return "start anew with resume_from_checkpoint=false: there is none before it"
 
 
 def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None to start afresh.
 
     `resume` True takes the newest checkpoint of the experiment's newest run that has one; a path names another
-    experiment's directory, a run or one of its checkpoints. CheckpointError where a named one does not exist.
+    experiment's directory, a run or one of its checkpoints. CheckpointError where a named one does not exist, or was
+    set aside.
     """
     if plan.resume is False:
         return None
     path = Path(output_dir, exp_name) if plan.resume is True else Path(plan.resume)
     runs = [path, *RunDirectory.runs(path.parent, path.name)]
+    if path.name.startswith(SUPERSEDED):
+        raise CheckpointError(
+            f"{path} was set aside when its run went back to an earlier step, and its steps are not on record any more;"
+            f" to go on from it, move it to checkpoints/{path.name.removeprefix(SUPERSEDED).split('.')[0]} of a new"
+            " directory, and name that"
+        )
     newest = next((checkpoint for run in runs for checkpoint in complete(run)[:1]), None)
     if newest is None and plan.resume is True:
         return None

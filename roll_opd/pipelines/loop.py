@@ -25,7 +25,7 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.source import Source
 from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence
-from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, Save
+from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save, find
 from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_facts import run_facts, write_facts
@@ -37,7 +37,7 @@ from roll_opd.tracking.recording import Recording, recorded
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.run_lock import only_driver
 from roll_opd.tracking.trackers import Trackers
-from roll_opd.workers.errors import RunError, SkippedUpdates, UnreadableState
+from roll_opd.workers.errors import RunError, SkippedUpdates
 
 Validate = Callable[[], Awaitable[dict[str, float]]]
 
@@ -80,16 +80,9 @@ class Run:
             gc.collect()
 
     async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
-        """Have the state of a resumed run loaded. CheckpointError where it cannot be read."""
-        if self.resumed is None:
-            return
-        try:
+        """Have the state of a resumed run loaded."""
+        if self.resumed:
             await self.placement.starting.of(f"the state after step {self.resumed.step}", load(self.resumed.path))
-        except ClusterError as error:
-            cause = getattr(error.__cause__, "cause", None)
-            if isinstance(cause, UnreadableState):
-                raise CheckpointError(f"{cause}; {self.resumed.instead()}") from error
-            raise
 
     async def log_start(self, validate: Validate) -> None:
         """Log how good the student is before the first step; a resumed run has that on record."""
@@ -143,7 +136,7 @@ def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None) -> None:
     `hosts` are those that were launched for it, where it has others than this one. A run that ends before its start-up
     is over leaves nothing behind.
     """
-    with recorded() as recording, _directory(plan, inputs.resumed) as directory:
+    with recorded() as recording, own_directory(plan, inputs.resumed) as directory:
         _run(plan, inputs, directory, recording, hosts)
 
 
@@ -198,9 +191,7 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
     finally:
         trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
         gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
-        if not directory.has_begun:
-            directory.discard()
-        elif ended_by := sys.exception():
+        if directory.has_begun and (ended_by := sys.exception()):
             logger.report(ended_by)
     logger.finish()
 
@@ -216,13 +207,18 @@ async def _trained(train: Callable[[Run], Awaitable[None]], run: Run) -> None:
 
 
 @contextmanager
-def _directory(plan: RunPlan, resumed: Checkpoint | None) -> Iterator[RunDirectory]:
-    """Have a resumed run's own directory if it belongs to this experiment, else a new one, to this process."""
+def own_directory(plan: RunPlan, resumed: Checkpoint | None) -> Iterator[RunDirectory]:
+    """Have a resumed run's own directory if it belongs to this experiment, else a new one, to this process.
+
+    A new one in which nothing has begun goes with it. RunError where the run to resume has gone on meanwhile.
+    """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
     with ExitStack() as locks:
         try:
             if resumed and str(resumed.run.parent) == experiment:
                 locks.enter_context(only_driver(resumed.run))
+                if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its last driver was still saving
+                    raise RunError(f"{resumed.run} has gone on since {resumed.path} was read: start this command again")
                 directory = RunDirectory.resume(resumed.run, resumed.step)
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)
@@ -232,4 +228,9 @@ def _directory(plan: RunPlan, resumed: Checkpoint | None) -> Iterator[RunDirecto
             write_facts(directory, run_facts(plan))
         except OSError as error:
             raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
-        yield directory
+        try:
+            yield directory
+        finally:
+            if not directory.has_begun:
+                locks.close()  # NFS keeps a file that is open, and with it the directory
+                directory.discard()

@@ -26,11 +26,22 @@ from roll_opd.data.templates import load_tokenizer
 from roll_opd.diagnostics import ConfigError
 from roll_opd.extensions import argument_problems
 from roll_opd.frozen import thaw
+from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
 from roll_opd.inference.settings import cpu_block
-from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS, STATE_FILE, Checkpoint, CheckpointError, find
-from roll_opd.plan import DataPlan, FollowingPlan, RolloutPlan, RunPlan, TrainPlan
+from roll_opd.pipelines.checkpoint_files import damage
+from roll_opd.pipelines.checkpoints import (
+    ADAPTER,
+    CRITIC,
+    FOLLOWERS,
+    STATE_FILE,
+    Checkpoint,
+    CheckpointError,
+    find,
+    instead_of,
+)
+from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
@@ -67,6 +78,8 @@ def preflight(plan: RunPlan) -> Inputs:
     for warning in plan.warnings:
         warn(warning)
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
+    if resumed and (damaged := damage(resumed.path)):
+        raise CheckpointError(f"{damaged}; {instead_of(resumed.path)}")
     problems = checkpoint_problems(plan, resumed) if resumed else []
     problems += package_problems()
     if address := os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
@@ -95,8 +108,7 @@ def _restore(source: Source, resumed: Checkpoint) -> None:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"{resumed.path}: {STATE_FILE} is damaged ({type(error).__name__}: {error}); give another of the run's"
-            " checkpoints"
+            f"{resumed.path}: {STATE_FILE} is damaged ({type(error).__name__}: {error}); {instead_of(resumed.path)}"
         ) from error
 
 
@@ -202,6 +214,7 @@ def _lost_weights(plan: RunPlan) -> list[str]:
 def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
     """Return how student and critic differ from those in `checkpoint`; layouts may differ, a checkpoint fits all."""
     problems = _shape_problems(plan.student, checkpoint.path / "hf", checkpoint)
+    problems += _adapter_problems(plan.student.lora, checkpoint.path / ADAPTER, checkpoint)
     if plan.critic and not (checkpoint.path / CRITIC).is_dir():
         problems.append(
             f"resume_from_checkpoint: {checkpoint.path} holds no critic, and adv_estimator: gae goes on with one; give"
@@ -220,6 +233,19 @@ def checkpoint_problems(plan: RunPlan, checkpoint: Checkpoint) -> list[str]:
                 " resume_from_checkpoint: false"
             )
     return problems
+
+
+def _adapter_problems(lora: LoraPlan | None, saved: Path, checkpoint: Checkpoint) -> list[str]:
+    found, wanted = (
+        f"LoRA of rank {adapter.rank} on {','.join(sorted(adapter.targets))}" if adapter else "all weights"
+        for adapter in (read_adapter(saved) if saved.is_dir() else None, lora)
+    )
+    if found == wanted:
+        return []
+    return [
+        f"resume_from_checkpoint: {checkpoint.path} has trained {found}, and this run trains {wanted}; write lora_rank"
+        " and lora_target as they were, or start afresh with resume_from_checkpoint: false"
+    ]
 
 
 def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoint) -> list[str]:

@@ -16,10 +16,6 @@ class SkippedUpdates(RunError):
         self.samples = samples
 
 
-class UnreadableState(RunError):
-    """What a checkpoint's state holds cannot be loaded; the message says where it is and why."""
-
-
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C has ended the run; the message says how to go on."""
 

@@ -25,7 +25,6 @@ from roll_opd.data.training import HeldTargets, TeacherTargets, TrainSample, Val
 from roll_opd.inference.settings import DTYPE_NAMES
 from roll_opd.phases import Part, Phase
 from roll_opd.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
-from roll_opd.workers.errors import UnreadableState
 from roll_opd.workers.held import hold, opened
 from roll_opd.workers.weight_buckets import OnHost, WritesBuckets, Written
 
@@ -201,15 +200,10 @@ class _LearningRank(_Rank):
         self._write(*parts)
 
     def load(self, directory: Path) -> None:
-        """Put back what `save` wrote. UnreadableState where that fails."""
+        """Put back what `save` wrote."""
         from roll_opd.megatron.checkpoint import load_state
 
-        state = directory / "state"
-        try:
-            load_state(self._engine, state)
-        except Exception as error:
-            said = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-            raise UnreadableState(f"{state} cannot be loaded ({said})") from error
+        load_state(self._engine, directory / "state")
 
     def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
         from roll_opd.megatron.export import save_hf

@@ -115,6 +115,7 @@ def test_versions_models_and_the_directory_are_compared(hosts: Hosts, tmp_path: 
         ({"RAY_AUTH_TOKEN_PATH": "{file}"}, {"RAY_AUTH_TOKEN": "of the file"}),
         ({"RAY_AUTH_MODE": "token", "HOME": "{home}"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of home"}),
         ({"RAY_AUTH_MODE": "disabled", "HOME": "{home}"}, {"RAY_AUTH_MODE": "disabled"}),
+        ({"RAY_AUTH_MODE": "token", "HOME": "/no/such"}, {"RAY_AUTH_MODE": "token"}),
     ],
 )
 def test_other_hosts_are_told_the_token_wherever_it_is(

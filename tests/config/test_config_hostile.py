@@ -153,7 +153,7 @@ def test_tokens_of_a_batch_that_vllm_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a GPU, or engines of a cluster that is joined, prompts are cut in two unless it is written."""
-    monkeypatch.setattr(hardware, "gpu_memory_gb", lambda: None)
+    monkeypatch.setattr(hardware, "has_gpu_driver", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     changes = {f"{ENGINE}.{key}": value for key, value in options.items()}
     if not said:
@@ -166,7 +166,7 @@ def test_tokens_of_a_batch_that_vllm_refuses(
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         assert plan(changes).warnings == ()
         monkeypatch.delenv("RAY_ADDRESS")
-        monkeypatch.setattr(hardware, "gpu_memory_gb", lambda: 80.0)
+        monkeypatch.setattr(hardware, "has_gpu_driver", lambda: True)  # whether or not nvidia-smi knows its memory
         assert plan(changes).warnings == ()
 
 

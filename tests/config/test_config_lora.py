@@ -27,12 +27,20 @@ PARALLEL = "strategy_args.strategy_config"
         ({"lora_target": ["linear_fc1", "linear_qkv"]}, LoraPlan((*LINEAR[:3], *LINEAR[4:6]), 8, 16.0)),
         ({"lora_rank": 4}, LoraPlan(LINEAR, 4, 8.0)),
         ({"lora_target": "all-linear", "lora_rank": 0}, None),
-        ({"lora_alpha": 24}, LoraPlan(LINEAR, 8, 24.0)),
         ({"lora_alpha": 16, "lora_rank": 0}, None),
     ],
 )
 def test_rolls_keys(plan: Plan, keys: dict[str, Any], wanted: LoraPlan | None) -> None:
     assert plan({f"{STUDENT}.{key}": value for key, value in keys.items()}).student.lora == wanted
+
+
+@pytest.mark.parametrize("section", [STUDENT, "teacher.model_args"])
+def test_alpha_alone_asks_for_nothing(plan: Plan, section: str) -> None:
+    run = plan({f"{section}.lora_alpha": 24})
+    (warning,) = run.warnings
+    assert run.student.lora is None and warning.startswith(
+        f"{section}.lora_alpha: has no effect alone; write lora_rank"
+    )
 
 
 def test_the_engines_may_write_the_same_keys(plan: Plan) -> None:
@@ -47,7 +55,6 @@ def test_the_engines_may_write_the_same_keys(plan: Plan) -> None:
         ({f"{STUDENT}.lora_rank": -1}, "lora_rank: "),
         ({f"{STUDENT}.lora_rank": 8, f"{STUDENT}.lora_dropout": 0.1}, "lora_dropout: 0.1: log-probs of a model under"),
         ({"teacher.model_args.lora_rank": 8}, "teacher.model_args.lora_rank: only the student has an adapter"),
-        ({"teacher.model_args.lora_alpha": 8}, "teacher.model_args.lora_alpha: only the student has an adapter"),
         ({"student_infer.model_args.lora_rank": 8}, "student_infer.model_args.lora_rank: only the student has"),
         ({f"{STUDENT}.freeze_module_prefix": "x"}, "freeze_module_prefix: is not available yet"),
         ({f"{STUDENT}.additional_target": "embed_tokens"}, "additional_target: is not available yet"),

@@ -283,10 +283,10 @@ def test_share_gpt_has_its_system_message_beside_the_conversation() -> None:
     system = {"role": "system", "content": "Be brief."}
     for conversations in (SPOKEN, [{"from": "system", "value": "Be brief."}, *SPOKEN]):
         assert parse_row({"conversations": conversations, "system": "Be brief."}, "0").messages == (system, ASK)
-    for empty in ("", " ", None):
-        assert parse_row({"conversations": SPOKEN, "system": empty}, "0").messages == (ASK,)
-    with pytest.raises(BadRow, match="text in 'content'"):
-        parse_row({"conversations": SPOKEN, "system": 3}, "0")
+    for other in ("", " ", None, 3, True, {"os": "linux"}):  # metadata of the row
+        assert parse_row({"conversations": SPOKEN, "system": other}, "0").messages == (ASK,)
+    with pytest.raises(BadRow, match="surrogate"):
+        parse_row({"conversations": SPOKEN, "system": "\ud800"}, "0")
 
 
 @pytest.mark.parametrize(

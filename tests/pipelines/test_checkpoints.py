@@ -1,13 +1,20 @@
 """When a directory of files counts as a checkpoint."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
+from runs import REPOSITORY
+from states import write_state
 
-from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints, complete
+from roll_opd.config.build import load_plan
+from roll_opd.pipelines.checkpoint_files import damage
+from roll_opd.pipelines.checkpoints import STATE_FILE, CheckpointError, Checkpoints, complete, find
+from roll_opd.pipelines.loop import own_directory
 from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
+from roll_opd.workers.errors import RunError
 from roll_opd.workers.writing import Writing
 
 
@@ -48,3 +55,55 @@ def test_a_file_that_a_rank_has_written_and_nobody_sees(tmp_path: Path, lost: st
     with pytest.raises(CheckpointError, match=f"step 2 .*{Path(lost).name} and 0 more files .* another node"):
         asyncio.run(steps())
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_1"]
+
+
+def saved(run: Path, step: int) -> Path:
+    checkpoint = run / "checkpoints" / f"step_{step}"
+    write_state(checkpoint / "state")
+    (checkpoint / STATE_FILE).write_text(json.dumps({"step": step, "source": {}}))
+    return checkpoint
+
+
+def test_what_is_not_whole_is_told(tmp_path: Path) -> None:
+    whole = saved(tmp_path, 1)
+    assert damage(whole) is None
+    (stored,) = (whole / "state").glob("*.distcp")
+    for name, told in (
+        (stored.name, "is cut off: 100 of"),
+        ("common.pt", "cannot be read"),
+        (".metadata", "cannot be"),
+    ):
+        half = saved(tmp_path / "half" / name, 1)
+        file = half / "state" / name
+        file.write_bytes(file.read_bytes()[:100])
+        assert told in str(damage(half)) and str(half / "state") in str(damage(half))
+        file.unlink()
+        assert str(half / "state") in str(damage(half))
+
+
+def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last checkpoint stays where it is."""
+    monkeypatch.chdir(REPOSITORY)
+    run = RunDirectory.create(tmp_path, "demo").path
+    saved(run, 4)
+    plan = load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path}", "resume_from_checkpoint=true"], pure=True)
+    resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
+    assert resumed and resumed.step == 4
+    later = saved(run, 6)
+    with pytest.raises(RunError, match=r"has gone on since .*step_4 was read"), own_directory(plan, resumed):
+        pass
+    assert complete(run) == [later, later.with_name("step_4")]
+    resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
+    with own_directory(plan, resumed) as directory:
+        assert directory.path == run and not directory.set_aside
+
+
+def test_what_was_set_aside_is_resumed_from_a_directory_of_its_own(tmp_path: Path) -> None:
+    aside = RunDirectory.resume(saved(tmp_path / "run", 4).parent.parent, step=2).set_aside[0]
+    with pytest.raises(CheckpointError, match=r"move it to checkpoints/step_4 of a new directory, and name that"):
+        find(CheckpointPlan(resume=str(aside)), "output", "demo")
+    moved = tmp_path / "new" / "checkpoints" / "step_4"
+    moved.parent.mkdir(parents=True)
+    aside.rename(moved)
+    found = find(CheckpointPlan(resume=str(tmp_path / "new")), "output", "demo")
+    assert found and found.path == moved and found.step == 4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from runs import REPOSITORY
+from states import write_state
 
 from roll_opd.cluster.warm_worker import ADDRESS
 from roll_opd.companions import COMPANIONS
@@ -30,7 +31,7 @@ from roll_opd.pipelines.preflight import (
     package_problems,
     preflight,
 )
-from roll_opd.plan import RunPlan
+from roll_opd.plan import LoraPlan, RunPlan
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 
@@ -157,10 +158,14 @@ def hidden_no_longer_than_this() -> Iterator[None]:
 
 def test_a_checkpoint_of_another_model(plan: RunPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
-    (checkpoint / "state").mkdir(parents=True)
+    write_state(checkpoint / "state")
     (checkpoint / STATE_FILE).write_text(json.dumps({"step": 1, "source": {}}))
     _student(checkpoint / "hf")
     assert checkpoint_problems(plan, Checkpoint.read(checkpoint)) == []
+    assert plan.student
+    adapted = replace(plan, student=replace(plan.student, lora=LoraPlan(("q_proj",), 8, 16.0)))
+    (problem,) = checkpoint_problems(adapted, Checkpoint.read(checkpoint))
+    assert "has trained all weights, and this run trains LoRA of rank 8 on q_proj" in problem
     shutil.rmtree(checkpoint / "hf")
     _student(checkpoint / "hf", num_hidden_layers=7)
     arguments = ["--config_path", "demo", "--config_name", "onpolicy_distill", f"resume_from_checkpoint={checkpoint}"]

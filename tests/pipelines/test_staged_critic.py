@@ -11,6 +11,7 @@ from runs import REPOSITORY, Run
 from stage import CRITIC_SCHEDULE, SHORT, WITH_CRITIC, Stage, optimizer_of
 
 from roll_opd.config.build import load_plan
+from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import Checkpoint
 from roll_opd.pipelines.preflight import checkpoint_problems
 from roll_opd.plan import ModelPlan
@@ -106,18 +107,29 @@ def test_resumed_and_prolonged_equals_uninterrupted(stage: Stage, run: Run) -> N
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
-@pytest.mark.parametrize("damaged", ["critic/state/common.pt", "state/.metadata", "state/__0_0.distcp"])
+@pytest.mark.parametrize(
+    ("damaged", "told"),
+    [
+        ("critic/state/common.pt", "critic/state cannot be read (RuntimeError: PytorchStreamReader failed"),
+        ("critic/state/.metadata", "critic/state cannot be read ("),
+        ("state/__0_0.distcp", "state/__0_0.distcp is cut off: 100 of "),
+        ("hf/model.safetensors", "hf: model.safetensors"),
+        ("run_state.json", "run_state.json cannot be read ("),
+    ],
+)
 def test_a_damaged_checkpoint_is_told_with_the_one_before_it(
-    stage: Stage, run: Run, damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stage: Stage, run: Run, damaged: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Before anything is started, and with the later one where it was."""
     shutil.copytree(run.path, tmp_path / run.path.name)
     checkpoints = tmp_path / run.path.name / "checkpoints"
+    assert damage(checkpoints / f"step_{STEPS}") is None
     file = checkpoints / f"step_{STEPS}" / damaged
     file.write_bytes(file.read_bytes()[:100])
     resumed = (f"resume_from_checkpoint={tmp_path}", f"max_steps={STEPS + 1}")  # an experiment, of one run
     assert stage.run(*SETTINGS, *resumed, config=WITH_CRITIC, name="damaged").code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{file.parent} cannot be loaded (" in said and "Traceback" not in said
+    assert f"{checkpoints}/step_{STEPS}/{told}" in said and "Traceback" not in said
     assert f"go on from the one before it with resume_from_checkpoint={checkpoints}/step_{SAVED}" in said
 
 
