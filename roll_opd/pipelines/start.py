@@ -273,7 +273,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
 
     async def begin(reward: RewardPlan) -> RewardPool:
         sampler = await start_sampler(plan, reward.engine, placement) if reward.engine else None
-        pool = RewardPool(reward, spawn, plan.student.model.path, sampler)
+        pool = RewardPool(reward, spawn, plan.student.model.path, sampler, is_learned=not plan.rewards_are_monitored)
         await placement.starting.of(f"rewards.{reward.domain}", pool.start())
         return pool
 

@@ -225,7 +225,8 @@ def reward_of(experience: Experience, workflow: str | None = None) -> float:
     if experience.reward is None:
         by_rows = "its row needs a ground_truth, and its tag a place in the tag_included of a reward worker"
         by_workflow = f"workflow {workflow} should return experiences with a reward, or " if workflow else ""
-        why = experience.reward_reason or by_workflow + by_rows
+        by_worker = f"rewards.{experience.domain} returned None for it; on_error: drop leaves such samples out"
+        why = experience.reward_reason or (by_worker if experience.domain and not workflow else by_workflow + by_rows)
         raise RunError(f"sample {experience.id}, tagged {experience.tag}, has no reward: {why}")
     return experience.reward
 

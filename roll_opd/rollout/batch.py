@@ -190,6 +190,11 @@ async def fill_batch(
         for group in range(selection.used):
             (prompts if group in chosen else filtered).append(candidates[group])
         if len(prompts) < wanted and len(filtered) > max(MOST_REJECTED * wanted, FEW_REJECTED):
+            if passes is None:
+                raise RunError(
+                    f"the runs at {len(filtered)} prompts made no sample, in one step of {wanted}; correct the workflow"
+                    " (an agent that does not ask the model makes none), or give other prompts"
+                )
             raise RunError(
                 f"the filters rejected the samples of {len(filtered)} prompts and kept those of {len(prompts)}, in one "
                 f"step of {wanted}; loosen query_filter_config or response_filter_config, give other prompts, or"

@@ -25,6 +25,8 @@ from roll_opd.workers.reward import Answer
 from roll_opd.workers.sampler import Sampler
 
 DIED = "worker_died"
+NONE = "none"  # of a sample that its reward cannot judge, where others are learned from
+HOPELESS = 32  # samples that fail before any has a reward: then it is not the samples
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
 # a worker that has sent nothing for so long is asked whether it is alive, and has as long again to answer
 ALIVE_SECONDS = 60.0
@@ -77,8 +79,13 @@ class RewardPool:
         spawn: Callable[[], ray.actor.ActorHandle],
         model_path: str,
         sampler: Sampler | None = None,
+        *,
+        is_learned: bool = True,
     ) -> None:
-        """`spawn` starts a worker's process; `model_path` is where the tokenizer is; `sampler` is of `plan.engine`."""
+        """`spawn` starts a worker's process; `model_path` is where the tokenizer is; `sampler` is of `plan.engine`.
+
+        Without `is_learned` rewards are looked at alone, and a run does without them.
+        """
         self.plan = plan
         self._spawn, self._model_path, self._sampler = spawn, model_path, sampler
         self._workers: list[_Worker] = []
@@ -86,6 +93,9 @@ class RewardPool:
         self._tasks: set[asyncio.Task] = set()
         self._dispatch_is_due = False
         self._broken: BaseException | None = None
+        self._is_learned = is_learned
+        self._told: set[str] = set()
+        self._first_failures: int | None = 0  # samples that failed before the first that did not; None: there was one
         self._reset()
 
     async def start(self) -> None:
@@ -249,19 +259,38 @@ class RewardPool:
     def _settle(self, job: _Job, scored: Scored) -> None:
         self._errors.update(scored.errors)
         self._latencies.append(time.monotonic() - job.submitted)
+        domain, on_error = self.plan.domain, self.plan.on_error
+        if isinstance(scored, Score) and scored.value is None and on_error == "drop" and self._is_learned:
+            scored = Failure(NONE, "its reward returned None")
         if isinstance(scored, Score):
-            result = RewardResult(self.plan.domain, scored.value, scored.parts, scored.reason)
+            self._first_failures = None
+            result = RewardResult(domain, scored.value, scored.parts, scored.reason)
         else:
             self._errors[scored.kind] += 1
-            if self.plan.on_error == "stop":
-                sample, domain = job.experience.id, self.plan.domain
-                hint = f"correct it, or let rewards.{domain}.on_error be zero or drop"
-                _fail(job, RunError(f"rewards.{domain}: sample {sample}: {scored.message}; {hint}"))
+            if error := self._ends_the_run(scored, job.experience.id):
+                _fail(job, error)
                 return
-            reward = 0.0 if self.plan.on_error == "zero" else None
-            result = RewardResult(self.plan.domain, reward, reason=scored.kind, excluded=self.plan.on_error == "drop")
+            reward = 0.0 if on_error == "zero" else None
+            result = RewardResult(domain, reward, reason=scored.kind, excluded=on_error == "drop")
         if not job.result.done():
             job.result.set_result(result)
+
+    def _ends_the_run(self, failure: Failure, sample: str) -> RunError | None:
+        """Return what ends the run where a sample fails; None where nothing does, and the first of a kind is told."""
+        key, on_error = f"rewards.{self.plan.domain}", self.plan.on_error
+        text = f"{key}: sample {sample}: {failure.message}"
+        if on_error == "stop":
+            return RunError(f"{text}; correct it, or let {key}.on_error be zero or drop")
+        if self._first_failures is not None:
+            self._first_failures += 1
+            if self._first_failures == HOPELESS and self._is_learned:
+                return RunError(f"the first {HOPELESS} samples have all failed; the last one: {text}")
+        if failure.kind not in self._told:  # the others are counted
+            self._told.add(failure.kind)
+            then = "have the reward 0" if on_error == "zero" else "are left out"
+            counted = f"reward/{self.plan.domain}/errors/{failure.kind}"
+            warn(f"{text}\nSuch samples {then}, and are counted as {counted}")
+        return None
 
 
 async def _next(stream: ray.ObjectRefGenerator, actor: ray.actor.ActorHandle, patience: float) -> Answer:

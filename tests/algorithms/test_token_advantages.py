@@ -229,9 +229,10 @@ def test_without_an_external_reward_only_the_teacher_speaks() -> None:
 
 
 def test_a_sample_without_a_reward_is_named() -> None:
-    made = [replace(e, reward=None) if e.id == "c/4" else e for e in samples(1)]
-    with pytest.raises(RunError, match=r"sample c/4, tagged t, has no reward: .*tag_included"):
-        external_advantages(made, ObjectivePlan(adv_estimator="reinforce"))
+    for domain, why in (("", "its row needs a ground_truth.*tag_included"), ("d", "rewards.d returned None for it")):
+        made = [replace(e, reward=None, domain=domain) if e.id == "c/4" else e for e in samples(1)]
+        with pytest.raises(RunError, match=f"sample c/4, tagged t, has no reward: {why}"):
+            external_advantages(made, ObjectivePlan(adv_estimator="reinforce"))
 
 
 def test_token_level_kl_has_the_coefficient_that_it_was_given() -> None:

@@ -371,3 +371,15 @@ def test_prompts_at_which_no_run_makes_anything_are_replaced(make_source) -> Non
     found = asyncio.run(fill_batch(source, 4, replace(rollout_of(Engine(), frozen_models([])), workflow=Picky())))
     assert [e.group_id.partition("#")[2] for e in found.experiences[:: SAMPLING.n]] == ["1", "3", "5", "7"]
     assert len(found.filtered) == 4 and source.position == 8
+
+
+def test_runs_of_which_none_makes_anything_are_told(make_source) -> None:
+    class Silent:
+        async def run(self, task: Task, model: Model) -> list[Experience]:
+            return []
+
+    rollout = replace(rollout_of(Engine(), frozen_models([])), workflow=Silent())
+    with pytest.raises(
+        RunError, match=r"the runs at \d+ prompts made no sample, in one step of 2; correct the workflow"
+    ):
+        asyncio.run(fill_batch(make_source(), 2, rollout))

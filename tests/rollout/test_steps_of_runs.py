@@ -136,7 +136,7 @@ def test_metrics_of_rewards_count_runs(seed: int) -> None:
 
 
 def test_a_reward_that_is_missing_is_asked_of_the_workflow() -> None:
-    unscored = replace(step("a", 0, 0, 1.0), reward=None)
+    unscored = replace(step("a", 0, 0, 1.0), reward=None, domain="")
     objective = ObjectivePlan(adv_estimator="grpo", init_kl_coef=0.0)
     with pytest.raises(RunError, match="has no reward: workflow mine should return experiences with a reward, or its"):
         external_advantages([unscored], objective, workflow="mine")

@@ -40,10 +40,13 @@ def start(cluster: None, loop: asyncio.AbstractEventLoop) -> Iterator[Callable[.
     """Starts reward workers for a function or class of `my_rewards`; they end with the test."""
     reward_pools = []
 
-    def begin(worker: str, timeout: float | None = 30.0, args: dict | None = None, **settings) -> RewardPool:
+    def begin(
+        worker: str, timeout: float | None = 30.0, args: dict | None = None, is_learned: bool = True, **settings
+    ) -> RewardPool:
         terms = (RewardTerm(worker, f"my_rewards.{worker}", args or {}, timeout=timeout),)
         plan = RewardPlan("code", **{"terms": terms, **settings})
-        reward_pools.append(RewardPool(plan, RewardWorker.options(num_cpus=0).remote, str(MODEL)))
+        spawn = RewardWorker.options(num_cpus=0).remote
+        reward_pools.append(RewardPool(plan, spawn, str(MODEL), is_learned=is_learned))
         loop.run_until_complete(reward_pools[-1].start())
         return reward_pools[-1]
 

@@ -126,6 +126,31 @@ def test_a_sample_that_fails_harms_no_other(start, loop, on_error, reward, exclu
     }
 
 
+@pytest.mark.parametrize(("is_learned", "first"), [(True, "raise"), (True, ""), (False, "raise")])
+def test_a_reward_that_always_fails_ends_a_run_that_learns_from_it(
+    start, loop, is_learned: bool, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first failure is told, however many there are; one sample with a reward shows that it is not the reward."""
+    pool = start("troubled", on_error="zero", is_learned=is_learned)
+    results(loop, pool, [sample(0, trouble=first)])
+    found = results(loop, pool, [sample(number, trouble="raise") for number in range(1, 40)])
+    failed = [result for result in found if isinstance(result, RunError)]
+    assert len(failed) == (1 if is_learned and first else 0)
+    assert all("the first 32 samples have all failed; the last one: rewards.code: sample" in str(one) for one in failed)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("reward troubled raised KeyError") == 1
+    assert "Such samples have the reward 0, and are counted as reward/code/errors/KeyError" in said
+
+
+@pytest.mark.parametrize(("on_error", "is_learned", "excluded"), [("drop", True, True), ("drop", False, False)])
+def test_a_sample_that_its_reward_cannot_judge(start, loop, on_error: str, is_learned: bool, excluded: bool) -> None:
+    pool = start("undecided", on_error=on_error, is_learned=is_learned)
+    found = results(loop, pool, [sample(number, trouble="none" if number == 2 else "") for number in range(4)])
+    assert rewards(found) == [0.0, 1.0, None, 3.0]
+    assert [result.excluded for result in found] == [False, False, excluded, False]
+    assert pool.drain_metrics().get("reward/code/errors/none", 0) == excluded
+
+
 @pytest.mark.parametrize(
     ("worker", "kinds"),
     [

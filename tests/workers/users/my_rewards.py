@@ -24,6 +24,10 @@ async def awaited(samples):
     return [Score(n, {"half": n / 2}, parity[int(n) % 2]) for n in map(number, samples)]
 
 
+def undecided(samples):
+    return [None if sample.extra.get("trouble") else number(sample) for sample in samples]
+
+
 async def unhurried(samples):
     await asyncio.sleep(3.0)
     return [number(sample) for sample in samples]
