@@ -27,6 +27,7 @@ from roll_opd.workers.sampler import Sampler
 DIED = "worker_died"
 NONE = "none"  # of a sample that its reward cannot judge, where others are learned from
 HOPELESS = 32  # samples that fail before any has a reward: then it is not the samples
+MOST_BARREN = 3  # steps in a row of which every sample fails
 MOST_DEATHS = 3  # of workers that had a sample: then it is the sample that kills them
 # a worker that has sent nothing for so long is asked whether it is alive, and has as long again to answer
 ALIVE_SECONDS = 60.0
@@ -95,6 +96,7 @@ class RewardPool:
         self._broken: BaseException | None = None
         self._is_learned = is_learned
         self._told: set[str] = set()
+        self._barren = 0  # calls of `drain_metrics` in a row between which every sample failed
         self._first_failures: int | None = 0  # samples that failed before the first that did not; None: there was one
         self._reset()
 
@@ -116,7 +118,17 @@ class RewardPool:
         return job.result
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return `scoring_metrics` of what was scored since the last call, in validation too, and start anew."""
+        """Return `scoring_metrics` of what was scored since the last call, in validation too, and start anew.
+
+        RunError where every sample has failed since the call before the last two.
+        """
+        if scored := len(self._latencies):
+            self._barren = self._barren + 1 if self._failed == scored else 0
+        if self._barren == MOST_BARREN and self._is_learned:
+            raise RunError(
+                f"rewards.{self.plan.domain} had none for any sample of {MOST_BARREN} steps; see the warnings above, "
+                f"and reward/{self.plan.domain}/errors in metrics.jsonl"
+            )
         metrics = scoring_metrics(self.plan.domain, self._errors, self._latencies, self._queued, self._restarts)
         self._reset()
         return metrics
@@ -136,7 +148,7 @@ class RewardPool:
         self._errors: Counter[str] = Counter()
         self._latencies: list[float] = []  # s from the sample's end to its result
         self._queued: list[int] = []  # samples that still wait when every worker has as many as it can take
-        self._restarts = 0
+        self._restarts = self._failed = 0
 
     def _dispatch(self) -> None:
         """Give the waiting samples to the workers that have room, in equal shares."""
@@ -267,6 +279,7 @@ class RewardPool:
             result = RewardResult(domain, scored.value, scored.parts, scored.reason)
         else:
             self._errors[scored.kind] += 1
+            self._failed += 1
             if error := self._ends_the_run(scored, job.experience.id):
                 _fail(job, error)
                 return

@@ -142,6 +142,17 @@ def test_a_reward_that_always_fails_ends_a_run_that_learns_from_it(
     assert "Such samples have the reward 0, and are counted as reward/code/errors/KeyError" in said
 
 
+def test_a_reward_that_stops_working_ends_a_run_after_three_steps(start, loop) -> None:
+    pool = start("troubled", on_error="drop")
+    for troubles in (["", "raise"], ["raise"], ["raise"], ["", "raise"], ["raise"], ["raise"]):
+        results(loop, pool, [sample(number, trouble=trouble) for number, trouble in enumerate(troubles)])
+        assert pool.drain_metrics()["reward/code/errors/KeyError"] == 1
+    pool.drain_metrics()  # of a step in which nothing was scored
+    results(loop, pool, [sample(0, trouble="raise")])
+    with pytest.raises(RunError, match=r"rewards.code had none for any sample of 3 steps; .*reward/code/errors"):
+        pool.drain_metrics()
+
+
 @pytest.mark.parametrize(("on_error", "is_learned", "excluded"), [("drop", True, True), ("drop", False, False)])
 def test_a_sample_that_its_reward_cannot_judge(start, loop, on_error: str, is_learned: bool, excluded: bool) -> None:
     pool = start("undecided", on_error=on_error, is_learned=is_learned)
