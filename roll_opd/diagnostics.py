@@ -82,7 +82,7 @@ class Diagnostics:
             self.warnings.append(shortened(text))
 
     def ignore(self, *keys: str) -> None:
-        """Note keys of ROLL's that are accepted and have no effect."""
+        """Note keys that are accepted and have no effect."""
         self.ignored.update(map(self.at, keys))
 
     def warn_ignored(self) -> None:
@@ -95,9 +95,7 @@ class Diagnostics:
                 f" ROLL, too): {names}",
             )
         if self.ignored:
-            self.warnings.insert(
-                0, f"these ROLL keys are accepted but have no effect here: {_by_section(self.ignored)}"
-            )
+            self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
 
     def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
         """Add a problem where `value` is none of the `known` names, and say whether it is."""

@@ -359,7 +359,6 @@ def _common(loaded: LoadedConfig, top: Run, roles: Roles, validates: bool) -> di
     output_dir = check_files.check_output(top, exp_name, roles.train.info if roles.train else None)
     trackers = read_trackers(top)
     resume = check_files.read_resume(top)
-    top.tell.warn_ignored()
     return {
         **shared(RunKeys, top),
         "eval_steps": top.eval_steps if validates else 0,
@@ -383,6 +382,7 @@ def _finished(plan: RunPlan, loaded: LoadedConfig, top: Run, roles: Roles, longe
         memory=FrozenDict(estimate_memory(on_devices, models, longest)),
         config_yaml=write_yaml(without_secrets(loaded.values)),
     )
+    top.tell.warn_ignored()  # now that all has been read
     check_devices.check_memory(finished, top.tell)
     return finished
 
@@ -392,7 +392,11 @@ def _prompts(
 ) -> tuple[DataPlan | None, DataPlan | None]:
     """Return the prompts to learn from, and the held-out ones."""
     if agentic:
-        return environments.data(top), None
+        games = environments.data(top)
+        held_out = environments.tasks(top, top.val_env_manager) if top.val_env_manager else None
+        if None not in sections.teachers.values():  # rewards are the games' own
+            check_files.check_tags(roles, (), games, held_out, top.tell)
+        return games, None
     training = roles.train.worker.data_args if roles.train else None
     data = check_files.read_data(training, top, top.prompt_length) if training else None
     validation = None

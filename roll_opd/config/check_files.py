@@ -217,14 +217,14 @@ def check_tags(
     chosen = teacher_tags | {f"rewards.{reward.domain}": reward.tags for reward in rewards}
     if all(tags is None for tags in chosen.values()):
         return
-    all_tags = first_tags(data)[0] if data else set()
+    all_tags = _tags(data)
     train_tags = {tag for tag in all_tags if data and data.draws(tag)}
     if never := sorted(all_tags - train_tags):
         tell.warn(
             f"rows with tag {', '.join(never)} are never drawn: no domain of domain_interleave_probs with a share"
             " has them"
         )
-    validation_tags = first_tags(validation)[0] if validation else set()
+    validation_tags = _tags(validation)
     present = all_tags | validation_tags
     unscored = {tag for tag in present if rewards and not any(reward.accepts(tag) for reward in rewards)}
     for tag in sorted(train_tags):
@@ -245,6 +245,11 @@ def check_tags(
     for path, tags in chosen.items():
         if tags and present and not present.intersection(tags):
             tell.warn(f"{path}.tag_included: none of {', '.join(tags)} occurs in the data")
+
+
+def _tags(data: DataPlan | None) -> set[str]:
+    """Return the tags of rows, or of the games that are played."""
+    return set() if data is None else set(data.environments) or first_tags(data)[0]
 
 
 def compare_models(roles: Roles, top: Run | None) -> None:

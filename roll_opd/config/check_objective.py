@@ -67,7 +67,9 @@ def _unread(top: Top, mode: str, agentic: bool) -> Iterator[str]:
             yield "advantage_clip"
     else:
         if top.adv_estimator != "gae":
-            yield from keys_of(CriticKeys)
+            yield from ("lambd", *keys_of(CriticKeys))
+        if not top.use_kl_loss:
+            yield "kl_loss_coef"
         if top.adv_estimator in ADVANTAGES.builtin and not has_norm_levels(top.adv_estimator or ""):
             yield from NORMS
         if top.target_kl is None or not top.add_token_level_kl:
@@ -300,6 +302,8 @@ def check_signals(top: Top, roles: Roles, rewards: Sequence[RewardPlan]) -> None
     """
     facts, teachers = loss_facts(top.policy_loss), roles.teachers.values()
     own_coefs = [teacher.worker.opd_kl_coef for teacher in teachers]
+    if own_coefs and None not in own_coefs:
+        top.tell.ignore(*({"opd_kl_coef"} & top.written))
     distils = any(top.opd_kl_coef if own is None else own for own in own_coefs)
     learns_samples = top.policy_loss not in POLICY_LOSSES.builtin or not facts.reads_advantages or facts.needs
     if distils or learns_samples or top.entropy_loss_coef:

@@ -21,6 +21,9 @@ def check(top: Top, mode: str) -> None:
         if weight.method == "tis" and weight.lower_bound is not None:
             weight.tell.problem("lower_bound", "truncated weights (tis) have an upper bound only; write method: icepop")
         _check_order(weight, *_bounds(weight))
+    for section in (weight, *correction.filters):
+        if section.written and "enabled" not in section.written:
+            section.tell.remark("", "has no effect without enabled: true")
     for rule in correction.filters:
         filters = _filters(rule)
         if rule.enabled and not filters:

@@ -16,21 +16,35 @@ from roll_opd.config.schema import (
     EnvironmentsPlayed,
     GeneratingArgs,
     Top,
-    WorkflowKeys,
     changed,
-    keys_of,
     settle,
     shared,
 )
+from roll_opd.diagnostics import Diagnostics
+from roll_opd.environments import check_declared
 from roll_opd.frozen import FrozenDict
 from roll_opd.plan import DataPlan, ObjectivePlan, ValidationPlan
-from roll_opd.workflows.managers import makes_steps
+from roll_opd.workflows.managers import makes_steps, manager_problem
+from roll_opd.workflows.told import hides_the_game, template_problems
 
 SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
 WORKFLOW = "environment_workflow"
 BY_TAG = ("tags", "inductive")  # groupings that compare all of a tag; state is that of the beginning, so a group
 ASYM_CLIP = (-1.0, 3.0)  # bounds of the method of that name, in RAGEN and earlier versions of ROLL
 WITH_TOOL = ("roll_math", "math_python")
+_PLAYED = "train_env_manager and custom_envs say it"
+_TOLD = "custom_envs.TAG.agent_system_template and agent_template say what the model is told"
+UNREAD = {  # keys of runs over prompts, and what says it here
+    "num_return_sequences_in_group": _PLAYED,
+    "workflow": _PLAYED,
+    "workflow_args": _PLAYED,
+    "workflow_reward": "the game gives the rewards",
+    "workflow_reward_args": "the game gives the rewards",
+    "system_prompt": _TOLD,
+    "reply_prefix": _TOLD,
+    "global_template": _TOLD,
+    "tag_to_template": _TOLD,
+}
 
 
 def is_agentic(values: Mapping[str, Any]) -> bool:
@@ -41,10 +55,15 @@ def is_agentic(values: Mapping[str, Any]) -> bool:
 def with_sampling(sections: Sections) -> None:
     """Let the rollout sample as train_env_manager says, where it says nothing itself, as older files of ROLL's do.
 
-    One response answers a turn, whatever `num_return_sequences` says.
+    One response answers a turn, whatever `num_return_sequences` says. Told of sections without an effect, too.
     """
     top = sections.top
     played = top.train_env_manager if isinstance(top, Top) else None
+    if top and sections.rewards:
+        top.tell.remark("rewards", "has no effect in environments: the game gives the rewards")
+    for role in (PURE_ROLES[0], MIXED_ROLES[0]):
+        if (trained := sections.workers.get(role)) and trained.data_args.written:
+            trained.tell.ignore("data_args")
     name = next((name for name in (PURE_ROLES[1], MIXED_ROLES[1]) if sections.workers.get(name)), None)
     infer = sections.workers[name] if name else None
     if name is None or infer is None:
@@ -52,9 +71,19 @@ def with_sampling(sections: Sections) -> None:
     args = infer.generating_args
     if played and not args.written:
         args = played.generating_args
+    elif played:
+        _tell_overridden(played.generating_args, args)
     if args.num_return_sequences not in (None, 1):
         args.tell.remark("num_return_sequences", "has no effect in environments: write train_env_manager.group_size")
     sections.workers[name] = changed(infer, {"generating_args": changed(args, {"num_return_sequences": None})})
+
+
+def _tell_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
+    """Tell what `train_env_manager.generating_args` say in vain, since the rollout's say something else."""
+    for key in sorted(own.written - {"num_return_sequences"}):
+        mine, said = getattr(own, key), getattr(args, key)
+        if mine != said:
+            own.tell.remark(key, f"{mine} has no effect beside {said} of {args.tell.at(key)}; write it there")
 
 
 def expanded(top: Top, args: GeneratingArgs | None) -> Top:
@@ -65,9 +94,9 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     """
     played = top.train_env_manager or EnvironmentsPlayed()
     values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
-    for key in ("num_return_sequences_in_group", *sorted(keys_of(WorkflowKeys).keys() & {"workflow", "workflow_args"})):
+    for key, instead in UNREAD.items():
         if key in top.written:
-            top.tell.remark(key, "has no effect in environments: train_env_manager and custom_envs say it")
+            top.tell.remark(key, f"has no effect in environments: {instead}")
     groups, rest = divmod(top.rollout_batch_size, played.group_size)
     if rest or not groups:
         played.tell.problem(
@@ -85,10 +114,26 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
         del environment["tool_wrapper"]
         if not environment["env_type"]:
             top.tell.problem(f"custom_envs.{tag}.env_type", "is missing; name the game that is played")
+        _check(environment, _environment(top, tag).tell, bool(top.plugin_dir))
     values["workflow_args"] = {"environments": found}
     new = changed(top, values)
     settle(new, top.tell, top.written | values.keys())
     return new
+
+
+def _check(environment: Mapping[str, Any], tell: Diagnostics, has_plugins: bool) -> None:
+    """Check how a game is played and told, and what can be known of it before it is made."""
+    if text := manager_problem(environment["env_manager_cls"]):
+        tell.problem("env_manager_cls", text)
+        return  # what templates may say depends on it
+    wrong = list(template_problems(environment))
+    for key, text in wrong:
+        tell.problem(key, text)
+    if not wrong and (field := hides_the_game(environment)):
+        tell.remark("agent_template", f"has no {{{field}}}, so the model never sees the game; write it there")
+    if environment["env_type"]:
+        for text in check_declared(environment["env_type"], environment["env_config"], has_plugins):
+            tell.block("", text)
 
 
 def _tags(top: Top) -> list[str]:
@@ -178,7 +223,7 @@ def whole_trajectories(top: Top) -> list[str]:
 
 def data(top: Top) -> DataPlan:
     """Return the tasks that are learned from."""
-    return _tasks(top, top.train_env_manager or EnvironmentsPlayed())
+    return tasks(top, top.train_env_manager or EnvironmentsPlayed())
 
 
 def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
@@ -204,11 +249,12 @@ def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | 
     own = {key: getattr(played.generating_args, key) for key in played.generating_args.written}
     merged = replace(args, **own)
     sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
-    tasks = replace(_tasks(top, played), limit=max(1, groups))
-    return ValidationPlan(tasks, sampling, measure_teacher=bool(asked and asked.measure_teacher))
+    of_them = replace(tasks(top, played), limit=max(1, groups))
+    return ValidationPlan(of_them, sampling, measure_teacher=bool(asked and asked.measure_teacher))
 
 
-def _tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
+def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
+    """Return the tasks of `train_env_manager` or `val_env_manager`."""
     given = played.num_groups_partition
     if given is None:
         most, more = divmod(played.num_env_groups, max(1, len(played.tags)))

@@ -110,6 +110,7 @@ class RoleReader:
         reference = self._sections.workers.get(REFERENCE)
         if reference is not None and self._roles.train is not None:
             self._roles.reference = self._megatron("frozen", reference, self._student)
+        self._check_sections()
         self._check_adapters()
         replay.check(self._workers(), None, None)
         return self._roles
@@ -139,6 +140,7 @@ class RoleReader:
         for name, model in sections.auxiliaries.items():
             if isinstance(model, Worker):
                 roles.auxiliaries[name] = self._engine(model, None, "bf16")
+        self._check_sections()
         self._check_adapters()
         replay.check(self._workers(), roles.train, roles.infer)
         return roles
@@ -232,6 +234,16 @@ class RoleReader:
         worker.tell.remark(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
         return "bf16"
 
+    def _check_sections(self) -> None:
+        """Tell of what is written of roles that do not do it."""
+        train, infer, critic = self._roles.train, self._roles.infer, self._roles.critic
+        for worker in self._workers():
+            if worker.data_args.written != {"template"}:  # which ROLL's files have of every role
+                _tell_unread(worker, "data_args", "reads no rows", train)
+            if not (critic and worker is critic.worker):
+                _tell_unread(worker, "training_args", "does not learn", train)
+            _tell_unread(worker, "generating_args", "generates nothing", infer)
+
     def _check_adapters(self) -> None:
         """Refuse adapters of what does not learn, and what would train something else than was asked for."""
         student, infer = self._roles.train, self._roles.infer
@@ -294,3 +306,10 @@ class RoleReader:
                 worker.tell.block(MODEL, f"{info.path} has no {what}, so this can be planned but not run; {put}")
         self._models[model] = info
         return info
+
+
+def _tell_unread(worker: Worker, section: str, why: str, reader: Role | None) -> None:
+    """Tell that `section` is written and not read, unless `worker` is the `reader`, which is the role that reads it."""
+    if getattr(worker, section).written and not (reader and worker is reader.worker):
+        where = f"; write it in {reader.path}" if reader else ""
+        worker.tell.remark(section, f"has no effect, as this role {why}{where}")

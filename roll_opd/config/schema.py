@@ -672,7 +672,11 @@ class EnvironmentsPlayed(Section):
     max_env_num_per_worker: Count = key(0, "accepted: processes hold workflow_concurrency trajectories each")
     max_traj_per_env: int = key(-1, "accepted: a step has rollout_batch_size trajectories")
     format_penalty: Number = key(0.0, "for an action that cannot be read, of a game whose env_config says none")
-    generating_args: GeneratingArgs = key(GeneratingArgs(), "how actions are sampled, where the rollout's do not say")
+    generating_args: GeneratingArgs = key(
+        GeneratingArgs(),
+        "how actions are sampled: of train_env_manager where the rollout has no generating_args, of val_env_manager key"
+        " by key in their place",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,8 +114,12 @@ def as_read_by(teacher: str, experience: Experience) -> Experience:
     return changed(experience, tokens=np.concatenate([prompt, experience.response_tokens]), prompt_length=len(prompt))
 
 
-def one_a_run(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return the first experience of each run, with the mean reward of them all; what has no run is one of its own."""
+def one_a_run(experiences: Sequence[Experience], *, returns: bool = False) -> list[Experience]:
+    """Return the first experience of each run, with the mean reward of them all; what has no run is one of its own.
+
+    With `returns` a run whose every step says its state has their sum: the rewards are then each step's own, and not
+    the run's, said once for each.
+    """
     steps: dict[tuple[str, int], list[Experience]] = {}
     for number, experience in enumerate(experiences):
         run = -1 - number if experience.run is None else experience.run
@@ -123,9 +127,10 @@ def one_a_run(experiences: Sequence[Experience]) -> list[Experience]:
     if len(steps) == len(experiences):
         return list(experiences)
     found = []
-    for first, *others in steps.values():
-        rewards = [step.reward for step in (first, *others) if step.reward is not None]
-        found.append(changed(first, reward=sum(rewards) / len(rewards) if rewards else None))
+    for run_steps in steps.values():
+        rewards = [step.reward for step in run_steps if step.reward is not None]
+        count = 1 if returns and all(step.state is not None for step in run_steps) else len(rewards)
+        found.append(changed(run_steps[0], reward=sum(rewards) / count if rewards else None))
     return found
 
 

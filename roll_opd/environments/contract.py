@@ -1,9 +1,21 @@
 """Hold what an environment returns against the contract, and write numpy's numbers as Python's."""
 
 import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from statistics import fmean
 from typing import Any
 
 from roll_opd.environments.interface import EnvironmentFailure, Reset, Step
+
+# how the turns of an episode become one number, by the names that `metrics_agg_mode` has for it
+AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean,
+    "sum": sum,
+    "last": lambda values: values[-1],
+    "max": max,
+    "min": min,
+}
 
 
 def read_reset(returned: Any, name: str) -> Reset:
@@ -42,10 +54,7 @@ def _text(value: Any, name: str, method: str) -> str:
 
 
 def _truth(value: Any, name: str, which: str) -> bool:
-    try:
-        plain = getattr(value, "item", lambda: value)()  # numpy's
-    except (TypeError, ValueError):  # of several values
-        plain = None
+    plain = _plain(value)
     if not isinstance(plain, int) or plain not in (0, 1):
         raise EnvironmentFailure(f"{name}: step returned {which} as {_short(value)}; return True or False")
     return bool(plain)
@@ -54,7 +63,41 @@ def _truth(value: Any, name: str, which: str) -> bool:
 def _info(value: Any, name: str, method: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise EnvironmentFailure(f"{name}: {method} returned info as {_kind(value)}; return a dict")
-    return dict(value or {})
+    info = dict(value or {})
+    for key, read in (("metrics", _number), ("metrics_agg_mode", _mode)):
+        found = info.get(key)
+        if found is not None and not isinstance(found, Mapping):
+            raise EnvironmentFailure(f"{name}: {method} returned info[{key!r}] as {_kind(found)}; return a dict")
+        if found is not None:
+            info[key] = {
+                str(metric): read(one, f"{name}: {method} returned info[{key!r}][{metric!r}] as {_short(one)}")
+                for metric, one in found.items()
+            }
+    return info
+
+
+def _number(value: Any, what: str) -> float:
+    plain = _plain(value)
+    try:
+        if isinstance(plain, Real):
+            return float(plain)
+    except OverflowError:
+        pass
+    raise EnvironmentFailure(f"{what}; return a number or a truth value")
+
+
+def _mode(value: Any, what: str) -> str:
+    if not isinstance(value, str) or value not in AGGREGATIONS:
+        raise EnvironmentFailure(f"{what}; return one of {', '.join(AGGREGATIONS)}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's value of one of numpy's or torch's; None of several values."""
+    try:
+        return getattr(value, "item", lambda: value)()
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _short(value: Any) -> str:

@@ -57,6 +57,20 @@ def check(env_type: str, config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def check_declared(env_type: str, config: Mapping[str, Any], has_plugins: bool = False) -> list[str]:
+    """Return of `check` what can be said without making an environment and importing anything but of this package.
+
+    `has_plugins`: names that nobody knows here may be registered by the user's modules.
+    """
+    plain = "." not in env_type and ":" not in env_type
+    if not (plain or env_type.startswith("roll.")) or (has_plugins and env_type not in {*NEEDS, *ENVIRONMENTS.builtin}):
+        return []
+    try:
+        return _argument_problems(env_type, find(env_type), config)
+    except EnvironmentFailure as error:
+        return [str(error)]
+
+
 def make(env_type: str, /, **config: Any) -> Any:
     """Return the environment that `env_type` names, made with `config`.
 

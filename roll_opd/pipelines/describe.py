@@ -110,9 +110,9 @@ def _reward(reward: RewardPlan) -> dict[str, Any]:
 
 
 def routing(plan: RunPlan) -> dict[str, dict[str, list[str]]]:
-    """Return tag -> {teachers, rewards} for every tag that is named, and OTHER_TAGS for the rest."""
+    """Return tag -> {teachers, rewards} for every tag that is named or played, and OTHER_TAGS for the rest."""
     routed: tuple[TeacherPlan | RewardPlan, ...] = (*plan.teachers, *plan.rewards)
-    named = dict.fromkeys(tag for one in routed for tag in one.tags or ())
+    named = dict.fromkeys([*plan.data.environments, *(tag for one in routed for tag in one.tags or ())])
     routes = {}
     for tag in (*named, OTHER_TAGS):
         routes[tag] = {

@@ -17,7 +17,7 @@ from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage, unmet
-from roll_opd.data.environments import EnvironmentSource, held_out_tasks
+from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
@@ -297,7 +297,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Sourc
     if plan.is_agentic:
         validated = plan.validation.data if plan.validation else None
         tasks = held_out_tasks(validated.environments, validated.limit or 0) if validated else []
-        return EnvironmentSource(plan.data.environments, plan.seed), tasks
+        return EnvironmentSource(plan.data.environments, plan.seed, rules_of(plan)), tasks
     data_sets = {
         "training": plan.data,
         **({"validation": plan.validation.data} if plan.validation else {}),

@@ -207,7 +207,8 @@ def _mismatch(experiences: Sequence[Experience]) -> dict[str, float]:
 def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[str, float]:
     """Return the rewards of `samples` (k) answers to each held-out prompt, over all prompts (`all`) and by tag.
 
-    Samples of a prompt share a `group_id`; those without a reward do not count. A run of several steps is one sample.
+    Samples of a prompt share a `group_id`; those without a reward do not count. A run of several steps is one sample,
+    of which the reward is the mean of its steps', or their sum where each has one of its own, as in a game.
 
     `val_correct/<tag>/mean` is the mean reward, which is the accuracy where every reward is 0 or 1; where one is not,
     there are `val/reward/{max,min}` (`GRADED`). With k > 1, over prompts with k rewards: `avg@k`, the mean share of
@@ -215,7 +216,7 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
     drawn without replacement, hold a right one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
-    runs = one_a_run(experiences)
+    runs = one_a_run(experiences, returns=True)
     for experience in runs:
         if experience.reward is not None:
             for tag in dict.fromkeys(("all", experience.tag)):

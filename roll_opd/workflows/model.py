@@ -25,6 +25,10 @@ from roll_opd.workflows.turns import Call, Turns, experience
 
 Value = TypeVar("Value")
 
+MORE_ROOM = (
+    "raise sequence_length where it is written, else prompt_length or response_length (in Trinity's files"
+    " max_prompt_tokens or max_response_tokens), or say less"
+)
 LONG_TEXT = 20_000  # characters that are made tokens in a thread
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -211,7 +215,7 @@ class ModelWrapper:
         if len(text) > self._most_characters:  # which would take its time to become tokens
             raise NoRoomError(
                 f"the prompt has {len(text)} characters, which leaves no room for a response: prompt and response have"
-                f" {self._max_model_len} tokens together"
+                f" {self._max_model_len} tokens together; {MORE_ROOM}"
             )
         if len(text) > LONG_TEXT:
             tokens, parent = await asyncio.to_thread(turns.tokens, text)
@@ -381,7 +385,7 @@ class ModelWrapper:
         if room < 1:
             raise NoRoomError(
                 f"the prompt has {longest} tokens, which leaves no room for a response: prompt and response have"
-                f" {self._max_model_len} together"
+                f" {self._max_model_len} together; {MORE_ROOM}"
             )
         once = replace(sampling, n=1, max_new_tokens=min(sampling.max_new_tokens, room))
         asked = [prompt for prompt in prompts for _ in range(sampling.n)]

@@ -16,10 +16,18 @@ REFERENCE = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mappi
 
 def test_nothing_is_corrected_by_default(plan: Plan) -> None:
     assert plan().objective.correction is None
-    written = {"is_weight": {"enabled": False, "upper_bound": 1.5}, "filters": [{"ratio_low": 0.5}]}
+    written = {"is_weight": {"enabled": False, "upper_bound": 1.5}, "filters": [{"enabled": False, "ratio_low": 0.5}]}
     run = plan({"train_infer_correction": written})
     assert run.objective.correction is None and not run.objective.recompute_old_logprobs
     assert run.warnings == ()
+
+
+def test_what_nobody_has_enabled_is_told(plan: Plan) -> None:
+    run = plan({"train_infer_correction": {"is_weight": {"upper_bound": 2}, "filters": [{"ratio_high": 1.01}]}})
+    assert run.objective.correction is None
+    assert run.warnings == tuple(
+        f"train_infer_correction.{key}: has no effect without enabled: true" for key in ("is_weight", "filters.0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def test_nothing_is_corrected_by_default(plan: Plan) -> None:
             ),
         ),
         (
-            {"is_weight": {"method": "icepop", "weight_type": "sequence"}, "negatives_delta": 0.1},
+            {"is_weight": {"enabled": False, "method": "icepop", "weight_type": "sequence"}, "negatives_delta": 0.1},
             CorrectionPlan(negatives_delta=0.1),
         ),
         ({"negatives_delta": 0.1}, CorrectionPlan(negatives_delta=0.1)),

@@ -60,7 +60,7 @@ def test_text(plan: Callable[..., Any]) -> None:
     text = to_text(plan({"logging_dir": "x"}))
     assert "0-1: student_train, student_infer (take turns)" in text
     assert "8 prompts x 2 responses = 16 sequences a step, 1 update(s) of 16 a step" in text
-    assert "Warnings\n  - these ROLL keys" in text
+    assert "Warnings\n  - these keys" in text
 
 
 def test_routing_and_objective_of_a_mixed_run(plan: Callable[..., Any], values: dict[str, Any], root: Path) -> None:

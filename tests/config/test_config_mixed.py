@@ -80,7 +80,9 @@ def test_every_key_reaches_the_plan(mixed: dict[str, Any], plan: Plan) -> None:
     assert {key: vars(run.objective)[key] for key in written.keys() - switches} == {
         key: value for key, value in written.items() if key not in switches
     }
-    assert [text.partition(":")[0] for text in run.warnings] == ["whiten_advantages", "kl_penalty", "norm_std_type"]
+    ignored, *others = run.warnings
+    assert ignored.endswith(" have no effect here: lambd")  # of gae alone
+    assert [text.partition(":")[0] for text in others] == ["whiten_advantages", "kl_penalty", "norm_std_type"]
     assert pickle.loads(pickle.dumps(run)) == run
 
 
@@ -90,7 +92,7 @@ def test_pure_distillation_switches_all_of_it_off(plan: Plan) -> None:
         gamma=0.0, dual_clip=None, loss_agg_mode="seq-mean-token-mean", loss_normaliser=48.0
     )
     ignored, whitening = run.warnings
-    assert ignored == "these ROLL keys are accepted but have no effect here: kl_loss_coef, norm_mean_type, reward_clip"
+    assert ignored == "these keys are accepted but have no effect here: kl_loss_coef, norm_mean_type, reward_clip"
     assert whitening.startswith("whiten_advantages: true has no effect in pure distillation; ROLL whitens")
 
 
@@ -146,7 +148,7 @@ def test_coefficients(mixed: dict[str, Any], plan: Plan, root: Path) -> None:
 def test_rl_needs_no_teacher(mixed: dict[str, Any], plan: Plan) -> None:
     run = plan({"use_opd": ..., "teacher": ..., "adv_estimator": "reinforce"}, pure=False)
     assert (run.mode, run.teachers, run.objective.adv_estimator) == ("rl", (), "reinforce")
-    assert run.warnings == ("these ROLL keys are accepted but have no effect here: opd_kl_coef",)
+    assert run.warnings == ("these keys are accepted but have no effect here: opd_kl_coef",)
 
 
 @pytest.mark.parametrize("mode", ["mixed", "rl"])
@@ -331,3 +333,43 @@ def test_vision_is_one_sentence(problems: Problems, changes: dict[str, Any], key
     assert found.split(":")[0].endswith(key)
     assert "only text models" in found
     assert "vision" in found
+
+
+def test_a_coefficient_without_its_loss_is_told(mixed: dict[str, Any], plan: Plan) -> None:
+    for written, told in (({"kl_loss_coef": 0.1}, ["kl_loss_coef"]), ({"kl_loss_coef": 0.1, "use_kl_loss": True}, [])):
+        run = plan({**written, "reference": REFERENCE}, pure=False)
+        ignored = [text for text in run.warnings if "have no effect here" in text]
+        assert [text.rpartition(": ")[2] for text in ignored] == told
+
+
+def test_a_coefficient_that_every_teacher_overrides_is_told(values: dict[str, Any], plan: Plan) -> None:
+    for own, told in (({}, 0), ({"teacher.opd_kl_coef": 0.5}, 1)):
+        run = plan({"opd_kl_coef": 0.3, **own})
+        assert run.teachers[0].opd_kl_coef == (0.5 if own else 0.3)
+        assert sum("have no effect here: opd_kl_coef" in text for text in run.warnings) == told
+
+
+def test_keys_of_workflows_without_one_are_told(mixed: dict[str, Any], plan: Plan) -> None:
+    run = plan({"system_prompt": "Be brief.", "workflow_reward": "math_reward"}, pure=False)
+    assert any(text.endswith("have no effect here: system_prompt, workflow_reward") for text in run.warnings)
+
+
+def test_what_a_role_does_not_do_is_told(mixed: dict[str, Any], plan: Plan) -> None:
+    run = plan(
+        {
+            "actor_train.generating_args.temperature": 0.1,
+            "teacher.generating_args.temperature": 0.3,
+            "actor_infer.training_args.learning_rate": 1.0,
+            "actor_infer.data_args.template": "qwen3",
+            "teacher.data_args.file_name": "rows.jsonl",
+        },
+        pure=False,
+    )
+    generates, learns = "this role generates nothing; write it in actor_infer", "this role does not learn"
+    told = {
+        "actor_train.generating_args": generates,
+        "teacher.generating_args": generates,
+        "actor_infer.training_args": f"{learns}; write it in actor_train",
+        "teacher.data_args": "this role reads no rows; write it in actor_train",
+    }
+    assert sorted(run.warnings) == sorted(f"{key}: has no effect, as {why}" for key, why in told.items())

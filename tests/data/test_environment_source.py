@@ -1,11 +1,14 @@
 """Tasks of environments: every one of its own, in the shares that are asked for, and resumed exactly."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from roll_opd.data.environments import EnvironmentSource, held_out_tasks
+from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.rows import DataError
+from roll_opd.frozen import FrozenDict
 
 SHARES = {"lake": 3, "boxes": 1}
 
@@ -39,6 +42,42 @@ def test_what_was_looked_at_is_what_comes_and_a_resumed_source_goes_on(sizes: li
 def test_validation_plays_the_same_games_whatever_the_runs_seed() -> None:
     assert held_out_tasks(SHARES, 9) == held_out_tasks(SHARES, 9)
     assert not {t.id for t in held_out_tasks(SHARES, 99)} & {t.id for t in EnvironmentSource(SHARES, 42).peek(9999)}
+
+
+def rules(group: int = 4, **settings: Any) -> dict[str, Any]:
+    game = {"env_type": "lake", "env_config": {"size": 4}, "step_timeout": 60.0, **settings}
+    workflow = SimpleNamespace(workflow_args=FrozenDict({"environments": {"lake": game, "boxes": game}}))
+    rollout = SimpleNamespace(sampling=SimpleNamespace(n=group))
+    plan: Any = SimpleNamespace(workflow=workflow, rollout=rollout, data=SimpleNamespace(environments={"lake": 3}))
+    return rules_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("now", "key"),
+    [
+        (rules(env_config={"size": 8}), "custom_envs.lake"),
+        (rules(agent_template="{observation}!"), "custom_envs.lake"),
+        (rules(group=8), "train_env_manager.group_size"),
+    ],
+)
+def test_a_run_of_changed_games_is_not_resumed(now: dict[str, Any], key: str) -> None:
+    state = EnvironmentSource(SHARES, 7, rules()).state_dict()
+    with pytest.raises(DataError, match=f"saved with another {key}, so it would go on with other games; restore it"):
+        EnvironmentSource(SHARES, 7, now).load_state_dict(state)
+
+
+def test_what_changes_no_game_does_not_matter_and_nor_does_a_state_that_says_no_rules() -> None:
+    source = EnvironmentSource(SHARES, 7, rules())
+    source.take(5)
+    earlier = EnvironmentSource(SHARES, 7)
+    earlier.take(5)
+    for state in (source.state_dict(), earlier.state_dict()):
+        for now in (rules(step_timeout=5.0), None):
+            resumed = EnvironmentSource(SHARES, 7, now)
+            resumed.load_state_dict(state)
+            assert resumed.position == 5
+    served, moved = (rules(env_type="http", env_config={"url": f"http://h:{port}"}) for port in (1, 2))
+    EnvironmentSource(SHARES, 7, moved).load_state_dict(EnvironmentSource(SHARES, 7, served).state_dict())
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,20 @@ def test_a_prompt_that_lacks_a_reward_is_left_out_of_pass_at_k() -> None:
     assert metrics["val_correct/x/mean"] == pytest.approx(2 / 3)
 
 
+def test_a_run_of_steps_is_worth_their_sum_where_each_has_its_own_reward() -> None:
+    def steps(run: int, state: str | None, *rewards: float) -> list[Experience]:
+        made = [replace(answer("a", "x", reward), run=run, step=step) for step, reward in enumerate(rewards)]
+        return [replace(one, state=state and f"{state}{one.step}") for one in made]
+
+    games = steps(0, "s", 0.0, 0.0, 1.0) + steps(1, "s", -0.25, 0.0)
+    metrics = validation_metrics(games, 2)
+    assert (metrics["val_correct/x/mean"], metrics["val_correct/x/pass@2"]) == (0.375, 1.0)
+    assert (metrics["val_correct/x/avg@2"], metrics["val/reward/min"]) == (0.5, -0.25)
+    said_of_each = steps(0, None, 1.0, 1.0) + steps(1, None, 0.0, 0.0, 0.0)
+    metrics = validation_metrics(said_of_each, 2)
+    assert (metrics["val_correct/x/mean"], metrics["val_correct/x/avg@2"]) == (0.5, 0.5)
+
+
 def test_a_tag_named_all_counts_each_answer_once() -> None:
     metrics = validation_metrics([answer("a", "all", 1.0), answer("a", "all", 0.0)], 2)
     assert (metrics["val_correct/all/mean"], metrics["val_correct/all/pass@2"]) == (0.5, 1.0)

@@ -22,6 +22,7 @@ from roll_opd.workflows.errors import NoRoomError, RunFailure
 from roll_opd.workflows.experience import Limits, trained
 from roll_opd.workflows.interface import GenerationConfig
 from roll_opd.workflows.model import RUN
+from roll_opd.workflows.told import ANEW, IN_CONVERSATION, template_problems
 from tests.workers.sampled import Sampled
 from tests.workers.test_workflow_turns import THINKING, play
 
@@ -82,6 +83,9 @@ class Faulty(Counting):
             "reward": ("o", "much", *good[2:]),
             "nan": (good[0], math.nan, *good[2:]),
             "info": (*good[:4], [1]),
+            "metrics": (*good[:4], {"metrics": [1]}),
+            "a metric": (*good[:4], {"metrics": {"success": "yes"}}),
+            "a mode": (*good[:4], {"metrics": {"size": 1}, "metrics_agg_mode": {"size": "summ"}}),
             "short": good[:4],
         }
         if self.what == "raise":
@@ -145,6 +149,31 @@ def test_a_trajectory_is_one_experience_of_the_tokens_that_were_sampled(tokenize
         "turns": 3.0,
         "truncated": 0.0,
     }
+
+
+def test_numbers_of_numpy_are_metrics(tokenizer: Any) -> None:
+    @ENVIRONMENTS.register("of_numpy")
+    class OfNumpy(Counting):
+        def step(self, action: str) -> Any:
+            *four, _ = super().step(action)
+            found = {"success": np.bool_(False), "score": np.float32(0.25), "count": np.array(3), "valid": np.int64(1)}
+            return *four, {"metrics": found, "metrics_agg_mode": {"count": "sum"}}
+
+    (made,) = run(Sampled(tokenizer, ["1<|end|>"] * 3), tokenizer, task("of_numpy"))
+    found = {name: made.metrics[f"env/game/{name}"] for name in ("success", "score", "count", "valid", "return")}
+    assert found == {"success": 0.0, "score": 0.25, "count": 9.0, "valid": 1.0, "return": 6.0}
+
+
+@pytest.mark.parametrize(("manager", "known"), [(None, IN_CONVERSATION), (BY_STEP, ANEW)])
+def test_every_field_of_a_template_is_filled_in(tokenizer: Any, manager: str | None, known: dict[str, Any]) -> None:
+    template = "|".join(f"{{{name}}}" for name in known)
+    settings = {"env_manager_cls": manager, "agent_template": template, "history_length": 2}
+    made = run(Sampled(tokenizer, ["1<|end|>"] * 3), tokenizer, task(**settings))
+    assert "|" in tokenizer.decode(made[0].tokens)
+    assert not list(template_problems({**SETTINGS, **settings}))
+    others = (IN_CONVERSATION if manager else ANEW).keys() - known.keys()
+    wrong = [list(template_problems({**SETTINGS, **settings, "agent_template": f"{{{name}}}"})) for name in others]
+    assert others and all(found for found in wrong)
 
 
 def test_templates_say_what_rolls_do(tokenizer: Any) -> None:
@@ -228,7 +257,7 @@ def test_actions_and_tokens_run_out(tokenizer: Any) -> None:
     engine = Sampled(tokenizer, ["1" * 1990 + "<|end|>", "never"])
     (made,) = run(engine, tokenizer, task())
     assert (made.reward, made.finish_reason, made.metrics["env/game/turns"]) == (1.0, "length", 1.0)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(NoRoomError, match="raise sequence_length where it is written, else prompt_length or"):
         run(Sampled(tokenizer), tokenizer, task(agent_system_template="x" * 2000))
 
 
@@ -249,6 +278,12 @@ FAULTS = {
     "nan": ("environment_invalid", "step returned the reward nan; return a finite number"),
     "info": ("environment_invalid", "returned info as list of 1; return a dict"),
     "short": ("environment_invalid", "step returned tuple of 4"),
+    "metrics": ("environment_invalid", "step returned info['metrics'] as list of 1; return a dict"),
+    "a metric": ("environment_invalid", "info['metrics']['success'] as 'yes'; return a number or a truth value"),
+    "a mode": (
+        "environment_invalid",
+        "['metrics_agg_mode']['size'] as 'summ'; return one of mean, sum, last, max, min",
+    ),
 }
 
 

@@ -1,17 +1,18 @@
 """Plays a game: the model acts, the environment answers, until the game ends, or the actions or the tokens do."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from statistics import mean
 from typing import Any
 
+from roll_opd.environments.contract import AGGREGATIONS
 from roll_opd.workflows.builtin.played import Game, played
 from roll_opd.workflows.errors import NoRoomError
 from roll_opd.workflows.experience import STATE, Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
 from roll_opd.workflows.managers import makes_steps
+from roll_opd.workflows.told import filled
 
 NOT_VALID = " (this action is not valid: keep to the form that is asked for)"
 
@@ -118,7 +119,7 @@ class EnvironmentWorkflow(Workflow):
         settings, turn, number = self.settings, trajectory.turns[-1], len(trajectory.turns)
         if turn.info.get("use_tool"):
             return [{"role": "tool", "content": turn.observation}]
-        text = _filled(
+        text = filled(
             self.settings,
             observation=turn.observation,
             turn_idx=number,
@@ -136,7 +137,7 @@ class EnvironmentWorkflow(Workflow):
         settings, turns = self.settings, trajectory.turns
         past = turns[-settings["history_length"] : -1] if settings["history_length"] else []
         first = len(turns) - len(past)
-        text = _filled(
+        text = filled(
             settings,
             env_instruction=turns[0].info.get("env_instruction") or "",
             history=", ".join(_line(number, turn) for number, turn in enumerate(past, first)),
@@ -190,40 +191,22 @@ def _system(settings: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _filled(settings: Mapping[str, Any], **values: Any) -> str:
-    before, behind = settings["pre_step_template"], settings["next_step_template"]
-    if before is None and behind is None:
-        return str(settings["agent_template"]).format_map(values)
-    told = values.get("observation", values.get("current_observation"))
-    return f"{(before or '').format_map(values)}{told}{(behind or '').format_map(values)}"
-
-
 def _line(step: int, turn: Turn) -> str:
     action = str(turn.info.get("action_content") or turn.action)
     action += "" if _numbers(turn).get("action_is_valid", True) else NOT_VALID
     return f"(step: {step}, observation: {turn.observation}, action: {action}, reward: {turn.reward})"
 
 
-def _numbers(turn: Turn) -> Mapping[str, Any]:
-    found = turn.info.get("metrics")
-    return found if isinstance(found, Mapping) else {}
+def _numbers(turn: Turn) -> Mapping[str, float]:
+    return turn.info.get("metrics") or {}
 
 
 def _aggregated(turns: Sequence[Turn]) -> dict[str, float]:
-    """Return the environment's own numbers over all turns, each as `metrics_agg_mode` says: mean, sum, max or last."""
+    """Return the environment's own numbers over all turns, each as `metrics_agg_mode` says, or as their mean."""
     values: dict[str, list[float]] = {}
     modes: dict[str, str] = {}
     for turn in turns:
         modes |= turn.info.get("metrics_agg_mode") or {}
         for name, value in _numbers(turn).items():
-            if isinstance(value, bool | int | float):
-                values.setdefault(str(name), []).append(float(value))
-    return {name: _REDUCTIONS.get(modes.get(name, "mean"), mean)(found) for name, found in values.items()}
-
-
-_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "last": lambda values: values[-1],
-    "sum": sum,
-    "max": max,
-    "min": min,
-}
+            values.setdefault(name, []).append(value)
+    return {name: AGGREGATIONS[modes.get(name, "mean")](found) for name, found in values.items()}
