@@ -1,5 +1,6 @@
 """`roll-opd` as it is typed: the words of a command, the pages that show them, and the demo that they work on."""
 
+import argparse
 import gc
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def ask(*words: str) -> tuple:
 )
 def test_words(words: str, asked: tuple) -> None:
     assert ask(*words.split()) == asked
+
+
+def test_every_pipeline_is_named(tmp_path: Path) -> None:
+    names = ["distill", "rlvr", "agentic", "sft", "dpo"]
+    command_line.add_config_arguments(parser := argparse.ArgumentParser())
+    assert parser.usage.count(f"[{'|'.join(names)}|MODULE]") == 2
+    page = (Path(__file__).parents[1] / "docs/cli.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `PIPELINE` |")]
+    assert [name for name in names if f"`{name}`" not in row] == []
+    (tmp_path / "a.yaml").write_text("max_steps: 1\n")
+    with pytest.raises(ConfigError, match=f"no pipeline 'none'; known: {', '.join(names)}"):
+        load_plan(str(tmp_path), "a", pipeline="none")
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def plan_config(
 def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:
     """Return the keys of the supervised pipeline that is asked for or meant; None: a run that rolls out."""
     if pipeline is not None:
-        problem = f"no pipeline {pipeline!r}; known: distill, rlvr, {', '.join(SUPERVISED)}, or a module's dotted path"
+        known = f"distill, rlvr, agentic, {', '.join(SUPERVISED)}, or a module's dotted path"
+        problem = f"no pipeline {pipeline!r}; known: {known}"
         try:
             if pipeline not in SUPERVISED:
                 users_module(pipeline)  # declares its keys

@@ -235,14 +235,20 @@ class RoleReader:
         return "bf16"
 
     def _check_sections(self) -> None:
-        """Tell of what is written of roles that do not do it."""
-        train, infer, critic = self._roles.train, self._roles.infer, self._roles.critic
-        for worker in self._workers():
-            if worker.data_args.written != {"template"}:  # which ROLL's files have of every role
-                _tell_unread(worker, "data_args", "reads no rows", train)
-            if not (critic and worker is critic.worker):
-                _tell_unread(worker, "training_args", "does not learn", train)
-            _tell_unread(worker, "generating_args", "generates nothing", infer)
+        """Tell of what is written of a role that does not do it; roles that are not used are told as a whole."""
+        top, train, infer = self._sections.top, self._roles.train, self._roles.infer
+        plays = isinstance(top, Top) and top.custom_envs
+        templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
+        for role in self._roles.placed():
+            rows = role.worker.data_args
+            # ROLL's files have the template of the rows in every role
+            repeated = {"template"} if rows.template in templates else set()
+            if role is not train and rows.written - repeated:
+                _tell_unread(role, "data_args", "reads no rows", None if plays else train)
+            if role.job != "train" and role.worker.training_args.written:
+                _tell_unread(role, "training_args", "does not learn", train)
+            if role.job != "rollout" and role.worker.generating_args.written:
+                _tell_unread(role, "generating_args", "generates nothing", infer)
 
     def _check_adapters(self) -> None:
         """Refuse adapters of what does not learn, and what would train something else than was asked for."""
@@ -308,8 +314,7 @@ class RoleReader:
         return info
 
 
-def _tell_unread(worker: Worker, section: str, why: str, reader: Role | None) -> None:
-    """Tell that `section` is written and not read, unless `worker` is the `reader`, which is the role that reads it."""
-    if getattr(worker, section).written and not (reader and worker is reader.worker):
-        where = f"; write it in {reader.path}" if reader else ""
-        worker.tell.remark(section, f"has no effect, as this role {why}{where}")
+def _tell_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
+    """Tell that a `section` of `role` is not read; the run's `reader` of such a section, if it has one, reads it."""
+    where = f"write it in {reader.path}" if reader else "remove it"
+    role.tell.remark(section, f"has no effect, as this role {why}; {where}")

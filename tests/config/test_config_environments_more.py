@@ -137,6 +137,8 @@ def test_data_of_rows_are_among_the_keys_without_effect(plan: Plan) -> None:
     run = plan(games({"student_train.data_args": {"file_name": "rows.jsonl"}}))
     assert of("data_args", of("have no effect here", run.warnings))
     assert not of("data_args", plan(games()).warnings)
+    told = "teacher.data_args: has no effect, as this role reads no rows; remove it"  # there is no role to write it in
+    assert told in plan(games({"teacher.data_args.file_name": "rows.jsonl"})).warnings
 
 
 def test_sampling_that_the_rollout_overrides_is_told(plan: Plan) -> None:
