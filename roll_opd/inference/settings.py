@@ -130,6 +130,9 @@ def resolve_engine_args(
         if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND) == "nobind":
             # vLLM's default worker process exists to bind threads; without it a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
+        if info.latent and "attention_config" not in engine_args:
+            # vLLM takes another one where the CPU has AMX, which computes in bf16 alone: f32 weights end the engine
+            defaults["attention_backend"] = "CPU_MLA"
     if routes and on_cpu and defaults.get("distributed_executor_backend") != UNIPROC:
         raise ValueError("router_replay on CPUs needs engines of one rank each: use tensor_parallel_size 1")
     decided: dict[str, Any] = {

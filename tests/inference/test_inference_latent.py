@@ -1,12 +1,24 @@
 """Latent attention on CPUs: DeepSeek-V3's log-probs and routes are Hugging Face's, before and after new weights."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from inference_models import Running, buckets_of, hf_logprobs, make_latent, save_model
 
-from roll_opd.plan import SamplingPlan
+from roll_opd.inference.settings import resolve_engine_args
+from roll_opd.plan import ModelPlan, SamplingPlan
+
+
+def test_cpus_with_amx_compute_it_as_others_do(tmp_path: Path) -> None:
+    """What vLLM has for them is for bf16 alone, and dies of f32 weights."""
+    model = ModelPlan(str(save_model(make_latent(seed=0), tmp_path)), "fp32")
+    same: dict[str, Any] = {"max_model_len": 32, "seed": 3, "tensor_parallel_size": 1}
+    assert resolve_engine_args(model, on_cpu=True, engine_args={}, **same)["attention_backend"] == "CPU_MLA"
+    users: dict[str, Any] = {"attention_config": {"backend": "AMX_MLA"}}
+    for on_cpu, own in ((True, users), (False, {})):
+        assert "attention_backend" not in resolve_engine_args(model, on_cpu=on_cpu, engine_args=own, **same)
 
 
 def test_latent_attention_is_hugging_faces(tmp_path: Path, warm: None) -> None:
