@@ -49,9 +49,9 @@ def run(config: Config, overrides: Overrides = (), *, pipeline: str | None = Non
 
     `config` is the path of a YAML file, or its content as a mapping (`defaults` included). `overrides` are written as
     on the command line (`["max_steps=20"]`), or as a mapping of dotted keys to values. `pipeline`: distill, rlvr,
-    agentic, sft, dpo or the dotted path of a module; without it the configuration tells. Relative paths lead from the current
-    directory, then from the file. `model` is the directory of the newest checkpoint's model in Hugging Face's form,
-    None where none was written.
+    agentic, sft, dpo or the dotted path of a module; without it the configuration tells. Relative paths lead from the
+    current directory, then from the file. `model` is the directory of the newest checkpoint's model in Hugging Face's
+    form, None where none was written.
 
     Blocks until the run has ended, also where an event loop is running. An interrupt (Ctrl-C, the notebook's stop
     button) ends the run as in a terminal. Raises RunFailed.
