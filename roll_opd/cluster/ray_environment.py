@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from roll_opd.hardware import CUBLAS_WORKSPACE
+
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -30,7 +32,7 @@ OWN_CLUSTER = dict.fromkeys(
 TORCH = {
     "GOMP_SPINCOUNT": "1000",  # a thread waits briefly awake, then asleep: those of other roles want the cores
     "THP_MEM_ALLOC_ENABLE": "1",  # large tensors on large pages, which the kernel gives in a quarter of the time
-}
+} | CUBLAS_WORKSPACE
 
 
 def prepare_environment() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from roll_opd.hardware import CUBLAS_WORKSPACE
 from roll_opd.megatron.context import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 from roll_opd.megatron.rotary import install_rotation
@@ -42,9 +43,10 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
     install_rotation()
+    attend_alike()
+    for name, value in CUBLAS_WORKSPACE.items():  # a later engine of this process may be deterministic
+        os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(deterministic)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it on CUDA
     with groups:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         parallel_state.initialize_model_parallel(
@@ -57,6 +59,16 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return device
+
+
+def attend_alike() -> None:
+    """Switch cuDNN's attention off in this process.
+
+    On Hopper torch prefers it in bf16, and it builds a plan for every new shape of a pack: 0.1 to 1.9 s each on an
+    H100, against 1 ms for flash attention. vLLM switches it off as it is imported, so without this a process that has
+    imported vLLM and one that has not would attend with different kernels.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def let_segments_grow() -> None:
