@@ -8,15 +8,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from roll_opd.declared import Declared, declarations
-from roll_opd.failures import place_of
 from roll_opd.frozen import thaw
 from roll_opd.hints import nearest
+from roll_opd.user_modules import users_module
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Facts = TypeVar("Facts")
@@ -82,9 +81,9 @@ class Registry(Generic[Facts]):
             raise self.error(f"{self.kind} {name}: {error}") from error
         found = vars(module).get(attribute)
         if not callable(found):
-            raise self.error(
-                f"{self.kind} {name}: {module_name} has no {self.made_of} named {attribute}; correct the name"
-            )
+            file = getattr(module, "__file__", None)
+            where = f"{module_name} ({file})" if file else f"Python's own module {module_name}"
+            raise self.error(f"{self.kind} {name}: {where} has no {self.made_of} named {attribute}; correct the name")
         return found
 
     def facts(self, name: str) -> Facts:
@@ -126,21 +125,6 @@ class Registry(Generic[Facts]):
     @property
     def _declared(self) -> Mapping[str, Declared]:
         return declarations(self.package, self.decorator)
-
-
-def users_module(name: str) -> ModuleType:
-    """Import a module that a configuration names. ImportError says in a sentence what is wrong with it, and where."""
-    try:
-        return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a module can fail in any way when it is imported, and call exit(), too
-        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-        place = place_of(error)
-        where = f" ({place})" if place and not place.startswith(__file__) else ""
-        raise ImportError(
-            f"the module {name} cannot be imported: {what}{where}; put it on PYTHONPATH, or correct it or the name"
-        ) from error
 
 
 def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:

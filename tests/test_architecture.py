@@ -35,6 +35,7 @@ FLOORS = {
     "roll_opd.plan": (0, "ground"),
     "roll_opd.roll": (0, "ground"),
     "roll_opd.terminal": (0, "ground"),
+    "roll_opd.user_modules": (0, "ground"),
     "roll_opd.algorithms": (1, "algorithms"),
     "roll_opd.composing": (1, "composing"),
     "roll_opd.data": (1, "data"),

@@ -20,6 +20,7 @@ from roll_opd.cluster import warm_start
 from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.start_up import ClusterError, StartUp
+from roll_opd.user_modules import module_variables
 
 SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
 PLACEMENT_SECONDS = 120
@@ -110,7 +111,7 @@ class Placement:
                 f"devices {', '.join(map(str, devices))} of one process are not on one node; change the device_mapping"
             )
         variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **torch_variables()}
-        variables |= warm_start.variables() | env
+        variables |= warm_start.variables() | module_variables() | env
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
             variables |= {

@@ -8,6 +8,7 @@ out together.
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from roll_opd import hardware
@@ -50,7 +51,6 @@ from roll_opd.config.trackers import read_trackers
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.diagnostics import ConfigError, Diagnostics
-from roll_opd.extensions import users_module
 from roll_opd.frozen import FrozenDict
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.megatron.supported import not_yet
@@ -71,6 +71,7 @@ from roll_opd.roll.pipelines import off_policy_problem, rollout_only_problem, vi
 from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.trinity.load import load_any
+from roll_opd.user_modules import search_modules_in, users_module
 from roll_opd.workflows.check import argument_problems, name_problem
 
 TITLES = {
@@ -101,12 +102,14 @@ def load_plan(
     it was read.
 
     Relative paths inside a configuration are relative to the current directory, as in ROLL; what is not found there is
-    looked for beside the configuration's file, then in the repository (the parent of `examples/`).
+    looked for beside the configuration's file, then in the repository (the parent of `examples/`). Modules of the user
+    that Python does not find are imported from the first two.
     """
     loaded = load_any(config_path, config_name, list(overrides))
     if loaded.told:
         say(loaded.told)
         pure = pipeline = None
+    search_modules_in(Path(), loaded.directory)
     with looking_beside(loaded.directory):
         return plan_config(loaded, pure=pure, pipeline=pipeline, runnable=runnable)
 

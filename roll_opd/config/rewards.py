@@ -15,6 +15,7 @@ from roll_opd.rewards.interface import RewardError
 from roll_opd.rewards.registry import REWARDS, RewardFacts, check, reward_arguments
 from roll_opd.roll.keys import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
 from roll_opd.tracking.secrets import is_secret
+from roll_opd.user_modules import FILE, dotted_path
 
 REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
 MOST_REWARD_CALLS = 256  # under way in a worker
@@ -91,11 +92,12 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
                 f"the reward worker {term.worker!r} is not available yet; use {', '.join(REWARDS.builtin)}, or the"
                 " dotted path of a class of your own",
             )
-        elif term.worker in REWARDS.builtin:  # what they say when they are made; a user's own are made in the run
-            try:
-                check(term.worker, dict(term.args))
-            except RewardError as error:
-                section.tell.block("", str(error))
+            continue
+        try:  # a user's classes are made in the run alone
+            check(term.worker, dict(term.args))
+        except RewardError as error:
+            is_builtin = term.worker in REWARDS.builtin  # whose packages and keys another machine may have
+            (section.tell.block if is_builtin else section.tell.problem)("", str(error))
     return tuple(term for _, term in found)
 
 
@@ -115,7 +117,12 @@ def _facts(worker: str) -> RewardFacts:
 
 
 def _worker(section: Term, name: str) -> str:
-    """Return the worker's built-in name or dotted path; a class of ROLL's becomes the name of its counterpart."""
+    """Return the worker's built-in name or dotted path.
+
+    A class of ROLL's becomes the name of its counterpart, `path/to/file.py:name` a dotted path.
+    """
+    with section.tell.about("worker_cls"):
+        name = dotted_path(name)
     class_name = name.rpartition(".")[2]
     known = REWARD_CLASSES_OF_ROLL.get(class_name, name)
     if known in REWARDS.builtin:
@@ -124,8 +131,11 @@ def _worker(section: Term, name: str) -> str:
     near = nearest(class_name, names)
     if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
         return known
+    if FILE.fullmatch(name):
+        return name  # reported above
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
-    section.tell.problem("worker_cls", f"no reward worker {name!r}; {hint} Or write the dotted path of your own class")
+    own = "Or write your own as module.function or path/to/file.py:function"
+    section.tell.problem("worker_cls", f"no reward worker {name!r}; {hint} {own}")
     return known
 
 

@@ -27,6 +27,7 @@ from roll_opd.plan import (
     TeacherPlan,
 )
 from roll_opd.tracking.progress import Count
+from roll_opd.user_modules import module_variables
 from roll_opd.workers.critic import Critic
 from roll_opd.workers.megatron import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
 from roll_opd.workers.reward import RewardWorker
@@ -266,7 +267,7 @@ async def teacher_as_student(
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
     """Start the reward workers, which need no device, and the engines of language models that judge here."""
-    variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables()}
+    variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables(), **module_variables()}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
     actor_class: Any = RewardWorker
     spawn = actor_class.options(**options).remote
@@ -292,7 +293,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     assert plan.workflow.workflow and plan.rollout
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one text at a time has no use for threads
     kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # the other parsers are vLLM's
-    variables = {**alone, **_environment(plan), **warm_start.variables(kind)}
+    variables = {**alone, **_environment(plan), **warm_start.variables(kind), **module_variables()}
     actor_class: Any = WorkflowWorker
     spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
     repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")

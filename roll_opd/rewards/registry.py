@@ -8,10 +8,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from textwrap import indent
 from typing import Any
 
 from roll_opd.extensions import Registry, arguments
 from roll_opd.rewards.interface import Reward, RewardError
+from roll_opd.rewards.signature import adapter, is_foreign
 from roll_opd.roll.keys import REWARD_CLASSES_OF_ROLL
 
 
@@ -77,11 +79,21 @@ def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...]
     if is_class and not {"score", "__call__"} & set(dir(found)):
         raise RewardError(f"reward {worker}: the class has no method score(samples); write one, or use a function")
     try:
+        if not is_class and is_foreign(found, args or ()):
+            raise RewardError(
+                f"reward {worker}: its signature is {found.__name__}{inspect.signature(found)}, and a reward's is"
+                " score(samples, **arguments), which returns a number for each sample; add this to the module, and"
+                f" name score instead:\n{indent(adapter(found), ' ' * 8)}\n       "
+            )
         inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
         made = "made" if is_class else "called"
-        names = sorted(args or ())  # without values, one of which may be an API key
-        raise RewardError(f"reward {worker}: cannot be {made} with {names}: {error}") from error
+        names = ", ".join(sorted(args or ())) or "none"  # without values, one of which may be an API key
+        raise RewardError(
+            f"reward {worker}: cannot be {made} with the arguments of the configuration ({names}): {error}"
+        ) from error
+    except RewardError:
+        raise
     except ValueError:  # written in C, it has no signature that could be checked
         pass
     return found

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,16 +255,18 @@ def test_environments_merge(plan: Plan) -> None:
     assert run.teachers[0].worker.env == {"A": "1", "B": "c"}
 
 
-def test_reward_worker_names(plan: Plan) -> None:
+def test_reward_worker_names(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dotted = "roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker"
     run = plan({"rewards": {"math_rule": {"worker_cls": dotted, "format_pattern": "x", "infer_batch_size": 1}}})
     assert (run.rewards[0].terms[0].worker, run.rewards[0].terms[0].args) == ("math_rule", {})  # it takes no arguments
     assert "of rewards: format_pattern" in run.warnings[0]
-    own = plan({"rewards": {"math_rule": {"worker_cls": "my_package.rewards.Mine", "strict": True}}})
-    assert (own.rewards[0].terms[0].worker, own.rewards[0].terms[0].args) == (
-        "my_package.rewards.Mine",
-        {"strict": True},
-    )
+    (tmp_path / "package_of_rewards").mkdir()
+    source = "class Mine:\n    def __init__(self, strict): ...\n    def score(self, samples): ...\n"
+    (tmp_path / "package_of_rewards" / "own.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    worker = "package_of_rewards.own.Mine"
+    own = plan({"rewards": {"math_rule": {"worker_cls": worker, "strict": True}}})
+    assert (own.rewards[0].terms[0].worker, own.rewards[0].terms[0].args) == (worker, {"strict": True})
 
 
 def test_validation(plan: Plan, root: Any) -> None:

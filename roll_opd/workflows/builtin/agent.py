@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from roll_opd.extensions import users_module
+from roll_opd.user_modules import users_module
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Workflow
 

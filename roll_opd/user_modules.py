@@ -1,0 +1,108 @@
+"""The user's own modules: where they are searched and how they are imported, in the driver and in its workers.
+
+A module is searched where Python searches, then in the current directory, then beside the configuration's file, as data
+files are. Those directories come last, so that a file beside a configuration never hides an installed package.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from roll_opd.failures import place_of
+from roll_opd.paths import PathError, find_path, places
+
+VARIABLE = "ROLL_OPD_MODULE_PATH"  # the directories, for worker processes
+FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")  # path/to/file.py:name
+
+_appended: set[str] = set()  # directories on sys.path because of this module
+
+
+def search_modules_in(*directories: Path) -> None:
+    """Search the user's modules in `directories`, in this process and in its workers, in place of those before."""
+    _leave(_appended)
+    _search([str(directory.resolve()) for directory in directories])
+
+
+def module_variables() -> dict[str, str]:
+    """Return the environment variables with which a worker process finds the same modules."""
+    return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
+
+
+def users_module(name: str) -> ModuleType:
+    """Import a module that a configuration names. ImportError names what is wrong with it, and where."""
+    _extend_path(_directories())
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module can fail in any way when it is imported, and call exit(), too
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        place = place_of(error)
+        where = f" ({place})" if place and not place.startswith(__file__) else ""
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            advice = "put it beside the configuration or on PYTHONPATH, or correct the name"
+        else:
+            advice = "correct the module, or install what it imports"
+        raise ImportError(f"the module {name} cannot be imported: {what}{where}; {advice}") from error
+
+
+def dotted_path(text: str) -> str:
+    """Return `path/to/file.py:name` as the dotted path `file.name`, whose directory is then searched; others as is.
+
+    The file is looked up as data files are. PathError where there is none, or where its name is another module's.
+    """
+    found = FILE.fullmatch(text)
+    if found is None:
+        return text
+    file = find_path(found["file"])
+    if file is None or not file.is_file():
+        raise PathError(f"{text}: there is no file {found['file']}; looked in {places()}")
+    if not file.stem.isidentifier():
+        raise PathError(f"{text}: {file.stem} is no name of a Python module; rename {file.name}, with _ for signs")
+    _search([*_directories(), str(file.parent)])
+    if (other := origin(file.stem)) != str(file):
+        raise PathError(f"{text}: another module has the name {file.stem}: {other}; rename {file.name}")
+    return f"{file.stem}.{found['name']}"
+
+
+def origin(name: str) -> str | None:
+    """Return the file of a top-level module, "built-in" for one without a file, None where there is none."""
+    _extend_path(_directories())
+    if module := sys.modules.get(name):
+        file = getattr(module, "__file__", None)
+        return str(Path(file).resolve()) if file else "built-in"
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    return str(Path(spec.origin).resolve()) if spec.has_location and spec.origin else "built-in"
+
+
+def _directories() -> list[str]:
+    return list(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
+
+
+def _search(directories: Iterable[str]) -> None:
+    found = list(dict.fromkeys(directories))
+    os.environ[VARIABLE] = os.pathsep.join(found)
+    _extend_path(found)
+    importlib.invalidate_caches()
+
+
+def _extend_path(directories: Iterable[str]) -> None:
+    for directory in directories:
+        if directory not in sys.path:
+            sys.path.append(directory)
+            _appended.add(directory)
+
+
+def _leave(directories: Iterable[str]) -> None:
+    sys.path[:] = [entry for entry in sys.path if entry not in directories]
+    _appended.clear()
