@@ -1,8 +1,9 @@
 """The one pass over a data set's files: every row is checked and counted, and of the good ones only their place is
-kept, about twenty bytes each. Legend: N prompts, F files.
+kept, about thirty bytes each. Legend: N prompts, F files.
 """
 
 import hashlib
+import json
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,8 @@ from roll_opd.data.report import (
 )
 from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
-from roll_opd.data.templates import NoChatTemplate, PromptText, render_answer, render_prompt, tokenize
-from roll_opd.frozen import FrozenDict
+from roll_opd.data.templates import PromptText, UnusableTemplate, render_answer, render_prompt, tokenize
+from roll_opd.frozen import FrozenDict, thaw
 from roll_opd.plan import DataPlan
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # rows are tokenised together, which is several times faster than one by one
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 2**20
+RENDERED_TWICE = 16  # rows of a file: a template that draws at random writes one of them in another way
 MOST_DOMAINS = 1000  # kept for each tag; a column with more names of web sites or subjects, not of rewards
 PROGRESS_AFTER = 3.0  # seconds of a pass after which its progress is shown
 
@@ -47,6 +49,7 @@ class Index:
     lines: np.ndarray  # uint32 [N]
     tags: np.ndarray  # int32 [N], into tag_names
     checks: np.ndarray  # uint32 [N], of id, tag, ground truth and tokens: a row that has changed since is found out
+    asked: np.ndarray  # uint64 [N], hashes of what is asked: rows of two data sets with the same prompt have the same
     unanswered: np.ndarray  # bool [N], the row has no ground_truth
     renamed: np.ndarray  # bool [N], an earlier prompt has the same id
     tag_names: tuple[str, ...]
@@ -65,6 +68,7 @@ class _Pending:
     tag: str
     ground_truth: str | None
     domain: Any  # of the row's own `domain` column, unchecked
+    task: bytes | None  # what a workflow reads, without its id; None: what is asked are the prompt's tokens
     texts: tuple[PromptText, ...]  # the prompt's and its answers'
     of_teachers: dict[str, PromptText]  # what teachers read in the prompt's place
 
@@ -76,6 +80,7 @@ class Indexer:
         self._plan, self._tokenizer, self._teachers = plan, tokenizer, teachers
         self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
         self._unanswered = array("b")
+        self._asked = array("Q")
         self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
         self._codes: dict[str, int] = {}  # tag -> number
         self._domains: dict[str, dict[str, str]] = {}  # see Index.domains
@@ -104,6 +109,7 @@ class Indexer:
             lines=np.frombuffer(self._lines, dtype=np.uint32),
             tags=np.frombuffer(self._tags, dtype=np.int32),
             checks=np.frombuffer(self._checks, dtype=np.uint32),
+            asked=np.frombuffer(self._asked, dtype=np.uint64),
             unanswered=np.frombuffer(self._unanswered, dtype=np.bool_),
             renamed=repeated(np.frombuffer(self._ids, dtype=np.int64)),
             tag_names=tuple(self._codes),
@@ -126,19 +132,24 @@ class Indexer:
                 self._parsed += 1
                 report.unread.update(row.unread)
                 texts = render_row(self._tokenizer, row, self._plan)
+                if report.rows <= RENDERED_TWICE and render_row(self._tokenizer, row, self._plan) != texts:
+                    raise UnusableTemplate(
+                        f"{file.path}:{line}: the chat template writes the same row differently each time, and a run"
+                        " reads a row again when it is drawn; take what is random out of the template"
+                    )
                 of_teachers = self._teachers.texts(row, template_of(row, self._plan))
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
                 continue
-            except NoChatTemplate:
+            except UnusableTemplate:
                 raise
             except DataError as error:
                 report.add_bad(NOT_ENCODABLE, line, str(error))
                 continue
             own_id = None if row.id == fallback else row.id
-            domain = row.extra.get("domain")
+            domain, task = row.extra.get("domain"), _task(row, self._plan)
             batch.append(
-                _Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, texts, of_teachers)
+                _Pending(line, position, row.id, own_id, row.tag, row.ground_truth, domain, task, texts, of_teachers)
             )
             characters += sum(len(text.text) for text in (*texts, *of_teachers.values()))
             if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
@@ -169,6 +180,7 @@ class Indexer:
                 self._lines.append(row.line)
                 self._tags.append(self._codes.setdefault(row.tag, len(self._codes)))
                 self._checks.append(row_check(row.id, row.tag, row.ground_truth, parts))
+                self._asked.append(_hash(tokens.tobytes() if row.task is None else row.task))
                 self._unanswered.append(row.ground_truth is None)
                 self._ids.append(hash(row.id))
                 domains = self._domains.setdefault(row.tag, {})
@@ -212,6 +224,19 @@ def fallback_id(file: RowFile, line: int) -> str:
 
 def _identity(identity: str | None, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> bytes:
     return repr((identity, tag, ground_truth, *map(len, parts))).encode() + b"".join(part.tobytes() for part in parts)
+
+
+def _task(row: Row, plan: DataPlan) -> bytes | None:
+    """Return a task without its id, as bytes; None for rows of other schemas."""
+    if plan.schema != "task":
+        return None
+    named = plan.columns.get("id", "id")
+    task = {key: value for key, value in sorted(row.extra.items()) if key != named}
+    return json.dumps(thaw(task), default=str).encode()
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def row_check(identity: str, tag: str, ground_truth: str | None, parts: Sequence[np.ndarray]) -> int:

@@ -103,6 +103,15 @@ class PromptSet:
                     inside[self._index.starts[number] : self._index.starts[number + 1]] = False
         return np.flatnonzero(inside)
 
+    def drawn(self) -> np.ndarray:
+        """Return the numbers of the prompts that some stream draws, int64, ascending."""
+        members = [self.members(stream) for stream in self.streams if stream.weight > 0]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *members]))
+
+    def asked(self, numbers: np.ndarray) -> np.ndarray:
+        """Return a hash of what each of the prompts with these numbers asks, uint64."""
+        return self._index.asked[numbers]
+
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
         """Return tag -> how many of the prompts with these numbers have it."""
         counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
@@ -118,7 +127,7 @@ class PromptSet:
             if not self._plan.draws(tag):
                 continue
             numbers = np.flatnonzero(self._index.unanswered & (self._index.tags == code))
-            named = tuple(self._where(number) for number in numbers[:EXAMPLES_PER_KIND].tolist())
+            named = tuple(self.where(number) for number in numbers[:EXAMPLES_PER_KIND].tolist())
             found[tag] = TagRows(len(numbers), named, self._index.domains.get(tag, FrozenDict()))
         return found
 
@@ -158,7 +167,8 @@ class PromptSet:
             return identity
         return f"{identity}@{self._labels[self._file_of(number)]}:{self._index.lines[number]}"
 
-    def _where(self, number: int) -> str:
+    def where(self, number: int) -> str:
+        """Return `file:line` of a prompt."""
         return f"{self._files[self._file_of(number)].path}:{self._index.lines[number]}"
 
     def _file_of(self, number: int) -> int:
@@ -166,8 +176,8 @@ class PromptSet:
 
     def _changed(self, number: int) -> DataError:
         return DataError(
-            f"{self._where(number)} is no longer the row that was there when the run began; "
-            "restore the file and resume from the last checkpoint, or start a new run"
+            f"{self.where(number)} is no longer the row that was there when the run began, or the chat template "
+            "writes it differently now; restore the file and resume from the last checkpoint, or start a new run"
         )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_opd.data.rows import DataError, Row
+from roll_opd.data.run_date import with_date
+from roll_opd.data.special_tokens import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,13 +38,13 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """A text to tokenise, with or without the tokens that the tokenizer puts around a text.
+    """A text to tokenise: one that `begins` a sequence has the beginning-of-sequence token, see `special_tokens`.
 
     `DataError` for a text that no tokenizer takes: parts of a row that only a template reads are not checked before.
     """
 
     text: str
-    add_special_tokens: bool
+    begins: bool
 
     def __post_init__(self) -> None:
         try:
@@ -51,8 +53,12 @@ class PromptText:
             raise DataError("the text holds half of a surrogate pair, which no tokenizer takes") from None
 
 
-class NoChatTemplate(DataError):
-    """The tokenizer has no chat template and the rows need one, which no other row can change."""
+class UnusableTemplate(DataError):
+    """The chat template serves no row, whatever the row holds."""
+
+
+class NoChatTemplate(UnusableTemplate):
+    """The tokenizer has no chat template and the rows need one."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +74,18 @@ class Template:
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a Hugging Face model directory; `DataError` where there is none that loads."""
+    """Return the tokenizer of a Hugging Face model directory, whose chat template reads the run's date as today's.
+
+    `DataError` where there is none that loads.
+    """
     from transformers import PreTrainedTokenizerFast
 
     try:
         if _tokenizer_class(path) in GENERIC_CLASSES:
-            return PreTrainedTokenizerFast.from_pretrained(path)
+            return with_date(PreTrainedTokenizerFast.from_pretrained(path))
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(path)
+        return with_date(AutoTokenizer.from_pretrained(path))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"no tokenizer could be loaded from {path}: {error}") from error
 
@@ -97,10 +106,8 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
     if row.prompt is None:
-        return PromptText(TEMPLATES[template].prompt(tokenizer, row), add_special_tokens=False)
-    # A text that already begins with the beginning-of-sequence token must not get a second one
-    has_bos = tokenizer.bos_token is not None and row.prompt.startswith(tokenizer.bos_token)
-    return PromptText(row.prompt, add_special_tokens=not has_bos)
+        return PromptText(TEMPLATES[template].prompt(tokenizer, row), begins=True)
+    return PromptText(row.prompt, begins=True)
 
 
 def render_answer(
@@ -114,7 +121,7 @@ def render_answer(
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole
     if row.prompt is not None or whole is None:
-        return PromptText(answer["content"] + end, add_special_tokens=False)
+        return PromptText(answer["content"] + end, begins=False)
     text = whole(tokenizer, row, answer)
     if not text.startswith(prompt.text):
         raise DataError(
@@ -124,19 +131,12 @@ def render_answer(
     text = text[len(prompt.text) :]
     # what a template writes behind the end of a turn is never sampled
     text = text[: text.rindex(end) + len(end)] if end and end in text else text.removesuffix("\n")
-    return PromptText(text, add_special_tokens=False)
+    return PromptText(text, begins=False)
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
     """Return the token ids of each text, in order; many at once are tokenised in parallel."""
-    tokens: list[list[int]] = [[] for _ in texts]
-    for special in (False, True):
-        numbers = [number for number, text in enumerate(texts) if text.add_special_tokens == special]
-        if numbers:
-            encoded = tokenizer([texts[number].text for number in numbers], add_special_tokens=special)
-            for number, ids in zip(numbers, encoded["input_ids"], strict=True):
-                tokens[number] = ids
-    return tokens
+    return token_ids(tokenizer, [text.text for text in texts], [text.begins for text in texts])
 
 
 def _chat(chat_template: str | None = None, **variables: Any) -> Template:

@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from roll_opd.paths import content
 from roll_opd.plan import CheckpointPlan
-from roll_opd.tracking.run_directory import SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
+from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 from roll_opd.workers.writing import Writing
 
 STATE_FILE = "run_state.json"
@@ -35,6 +36,7 @@ class Checkpoint:
     step: int
     source_state: dict[str, Any]  # of the prompt source
     kl_coef: float | None = None  # of the next step's token-level KL
+    began: datetime | None = None  # the date of its run, in local time; None: of a version that did not keep it
 
     @property
     def run(self) -> Path:
@@ -58,7 +60,8 @@ class Checkpoint:
         whole = isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("source"), dict)
         if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; {instead_of(path)}")
-        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"))
+        began = _local_time(state.get("began")) or _local_time(_facts(path.resolve().parent.parent).get("started"))
+        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began)
 
 
 Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written already
@@ -78,8 +81,9 @@ class _Pending:
 class Checkpoints:
     """The checkpoints directory of one run."""
 
-    def __init__(self, run: RunDirectory, plan: CheckpointPlan, last_step: int) -> None:
-        self._run, self._plan, self._last_step = run, plan, last_step
+    def __init__(self, run: RunDirectory, plan: CheckpointPlan, last_step: int, began: datetime | None = None) -> None:
+        """`began` is the date of the run, which each checkpoint keeps."""
+        self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._pending: _Pending | None = None
         for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
             shutil.rmtree(leftover)
@@ -107,7 +111,8 @@ class Checkpoints:
             writing = await save(partial)
             if writing is None and self._plan.async_save:
                 raise TypeError("a pipeline's save returned nothing; return what the student's save did")
-            state = {"step": step, "source": source_state, "kl_coef": kl_coef}
+            began = self._began and self._began.isoformat()
+            state = {"step": step, "source": source_state, "kl_coef": kl_coef, "began": began}
             (partial / STATE_FILE).write_text(json.dumps(state))
         self._pending = _Pending(step, writing)
         if not self._plan.async_save:
@@ -220,6 +225,24 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
     if newest is None and plan.resume is True:
         return None
     return Checkpoint.read(newest or path)
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    """Return the facts of the run in a directory; none where they cannot be read."""
+    try:
+        facts = json.loads((run / RUN_FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _local_time(text: Any) -> datetime | None:
+    """Return a date in ISO 8601 as local time without a zone; None where it is none."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment
 
 
 def _check_all_there(files: Sequence[Path]) -> None:

@@ -145,7 +145,7 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
     resumed = inputs.resumed
     tell_run_directory(directory.path)
     recording.keep_in(directory.path)
-    checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps)
+    checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     done = resumed.step if resumed else 0
     logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, done)

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from roll_opd.companions import broken_companions, hide
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage, unmet
 from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
+from roll_opd.data.held_out import shared_rows
 from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
+from roll_opd.data.run_date import set_date, writes_date
 from roll_opd.data.source import MixedSource, PromptSource, Source
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.diagnostics import ConfigError
@@ -67,6 +70,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     source: Source  # a `MixedSource` where there are demonstrations
     held_out: list[Prompt]
+    began: datetime  # the run, in local time: today to a chat template
 
 
 def preflight(plan: RunPlan) -> Inputs:
@@ -94,11 +98,16 @@ def preflight(plan: RunPlan) -> Inputs:
     if problems:
         raise ConfigError(problems)
     _check_named_parts(plan)
+    now = datetime.now()
+    began = resumed.began if resumed and resumed.began else now
+    set_date(began)
     tokenizer = load_tokenizer(plan.student.model.path)
+    if began.date() != now.date() and writes_date(tokenizer):
+        tell(f"The chat template writes the date: it goes on with {began:%d %B %Y}, when the run began")
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
-    return Inputs(resumed, tokenizer, source, held_out)
+    return Inputs(resumed, tokenizer, source, held_out, began)
 
 
 def _restore(source: Source, resumed: Checkpoint) -> None:
@@ -322,6 +331,10 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Sourc
         )
     for warning in unmet(_tagged(plan), {tag: None for every in prompts.values() for tag in every.by_tag()}):
         warn(warning)
+    if validation:
+        learned = [training, *([prompts["demonstrations"]] if plan.demonstrations else [])]
+        if warning := shared_rows(validation, learned):
+            warn(warning)
     held_out = validation.all() if validation else []
     if plan.demonstrations:
         return MixedSource(training, prompts["demonstrations"], plan.seed), held_out

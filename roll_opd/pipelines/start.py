@@ -11,6 +11,7 @@ from roll_opd.cluster import warm_start
 from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.preloaded import ENGINES, MEGATRON
+from roll_opd.data import run_date
 from roll_opd.data.experience import Experience
 from roll_opd.hf.model_info import read_model
 from roll_opd.inference.plugin import SHARED_MEMORY
@@ -267,7 +268,13 @@ async def teacher_as_student(
 
 async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[RewardPool, ...]:
     """Start the reward workers, which need no device, and the engines of language models that judge here."""
-    variables = {"OMP_NUM_THREADS": "1", **_environment(plan), **warm_start.variables(), **module_variables()}
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        **_environment(plan),
+        **run_date.variables(),
+        **warm_start.variables(),
+        **module_variables(),
+    }
     options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
     actor_class: Any = RewardWorker
     spawn = actor_class.options(**options).remote
@@ -293,7 +300,13 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
     assert plan.workflow.workflow and plan.rollout
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one text at a time has no use for threads
     kind = MEGATRON if plan.workflow.tool_call_parser == HERMES else ENGINES  # the other parsers are vLLM's
-    variables = {**alone, **_environment(plan), **warm_start.variables(kind), **module_variables()}
+    variables = {
+        **alone,
+        **_environment(plan),
+        **run_date.variables(),
+        **warm_start.variables(kind),
+        **module_variables(),
+    }
     actor_class: Any = WorkflowWorker
     spawn = actor_class.options(num_cpus=0, runtime_env={"env_vars": variables}).remote
     repeats = flag(find_workflow(plan.workflow.workflow, plan.workflow.plugin_dir), "can_repeat")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from roll_opd.data.experience import Experience, as_read_by
+from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.tokenizer_files import added_ids, compare_tokenizers
@@ -125,7 +126,7 @@ def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
             texts[number] = text
     if not texts:
         return []
-    encoded = load_tokenizer(str(model))(list(texts.values()), add_special_tokens=False)["input_ids"]
+    encoded = token_ids(load_tokenizer(str(model)), list(texts.values()), [False] * len(texts))
     return [
         replace(
             chosen[number],

@@ -10,6 +10,7 @@ import numpy as np
 import ray
 
 from roll_opd.data.compact import Compact
+from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.plan import RolloutPlan
 from roll_opd.rewards.interface import RewardError
@@ -37,7 +38,7 @@ class LocalModel:
         happened in. RewardError, which ends the run, where the engine is gone.
         """
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        tokens = np.array(self._tokenizer(text, add_special_tokens=False).input_ids)
+        tokens = np.array(token_ids(self._tokenizer, [text], [True])[0])
         request = Request(0, tokens, seed=crc32(text.encode()) & 0x7FFFFFFF)  # the same question, the same answer
         generate: Any = next(self._turns).generate
         stream = generate.options(num_returns="streaming").remote(Compact([request]), self._plan.sampling)

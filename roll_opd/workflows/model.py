@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from roll_opd.data.order import derived_seed
+from roll_opd.data.special_tokens import token_ids
 from roll_opd.inference.completion import Completion
 from roll_opd.plan import SamplingPlan
 from roll_opd.workflows.errors import NoRoomError
@@ -285,7 +286,7 @@ class ModelWrapper:
     async def generate_async(self, prompts: str | Sequence[str], **options: Any) -> Responses:
         """Return what `generate` does."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [np.array(self.tokenizer(text).input_ids) for text in texts]
+        tokens = [np.array(ids) for ids in token_ids(self.tokenizer, texts, [True] * len(texts))]
         run, found = self._state(), Responses()
         for text, responses in zip(texts, await self._respond(run, tokens, options), strict=True):
             for response, _ in responses:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_opd.data.special_tokens import token_ids
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.experience import Experience
 
@@ -89,8 +90,8 @@ class Turns:
     def tokens(self, text: str) -> tuple[np.ndarray, Call | None]:
         """Return a prompt's tokens, int64 [P], and the call that it continues."""
         parent = self.continued(text)
-        new = self._tokenizer(text[len(parent.text) :] if parent else text, add_special_tokens=False).input_ids
-        own = np.array(new, dtype=np.int64)
+        new = text[len(parent.text) :] if parent else text
+        own = np.array(token_ids(self._tokenizer, [new], [parent is None])[0], dtype=np.int64)
         return (np.concatenate([parent.tokens, own]) if parent else own), parent
 
     def add(

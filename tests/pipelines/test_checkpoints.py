@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from states import write_state
 
 from roll_opd.config.build import load_plan
 from roll_opd.pipelines.checkpoint_files import damage
-from roll_opd.pipelines.checkpoints import STATE_FILE, CheckpointError, Checkpoints, complete, find
+from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, find
 from roll_opd.pipelines.loop import own_directory
 from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
@@ -96,6 +97,31 @@ def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, mon
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     with own_directory(plan, resumed) as directory:
         assert directory.path == run and not directory.set_aside
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_checkpoint_keeps_the_date_of_its_run(tmp_path: Path, kept: bool) -> None:
+    """One of a version that did not has that of the run's record, and none where there is no record."""
+    run, began = RunDirectory.create(tmp_path, "run"), datetime(2026, 2, 28, 23, 59, 58)
+
+    async def save(directory: Path) -> Writing:
+        (directory / "state").mkdir()
+        return Said([])
+
+    async def step() -> None:
+        checkpoints = Checkpoints(run, CheckpointPlan(save_steps=1), last_step=1, began=began if kept else None)
+        await checkpoints.write(1, save, {})
+        checkpoints.put_on_record()
+        await checkpoints.settle(wait=True)
+
+    asyncio.run(step())
+    (path,) = complete(run.path)
+    assert Checkpoint.read(path).began == (began if kept else None)
+    (run.path / "run.json").write_text(json.dumps({"started": "2026-02-28T23:59:58Z"}))
+    local = datetime(2026, 2, 28, 23, 59, 58, tzinfo=UTC).astimezone().replace(tzinfo=None)
+    assert Checkpoint.read(path).began == (began if kept else local)
+    (run.path / "run.json").write_text("{")
+    assert Checkpoint.read(path).began == (began if kept else None)
 
 
 def test_what_was_set_aside_is_resumed_from_a_directory_of_its_own(tmp_path: Path) -> None:
