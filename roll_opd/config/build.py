@@ -52,6 +52,7 @@ from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.diagnostics import ConfigError, Diagnostics
 from roll_opd.frozen import FrozenDict
+from roll_opd.hf.chosen_weights import engine_problem
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.megatron.supported import not_yet
 from roll_opd.paths import PathError, find_path, looking_beside
@@ -128,6 +129,8 @@ def plan_config(
         raise ConfigError(found or ["the configuration could not be read"])
     sentences = [*diagnostics.blockers, *lacking(plan.trackers)]
     sentences += [sentence for role in plan.megatron_roles().values() for sentence in not_yet(role)]
+    engines = {role.model.path for role in plan.inference_roles().values()}
+    sentences += [sentence for path in sorted(engines) if (sentence := engine_problem(Path(path)))]
     if sentences and runnable:
         raise ConfigError(sentences)
     return replace(plan, warnings=(*diagnostics.warnings, *sentences))

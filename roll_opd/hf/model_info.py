@@ -5,18 +5,19 @@ weights are not on this machine, from the sizes in config.json.
 """
 
 import hashlib
-import json
 import math
-import operator
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from roll_opd.failures import os_sentence
-from roll_opd.paths import PathError, content, find_path, hub_hint, places
+from roll_opd.hf.chosen_weights import stored_tensors, weight_files
+from roll_opd.hf.reading import ModelFilesError as ModelFilesError
+from roll_opd.hf.reading import read_json as read_json
+from roll_opd.hf.stored import StoredTensor as StoredTensor
+from roll_opd.paths import PathError, find_path, hub_hint, places
 
 # model_type in config.json -> whether the Megatron engine runs it; a run of the others can be planned, not started
 MODEL_TYPES = {
@@ -35,14 +36,9 @@ MODEL_TYPES = {
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call the number of experts
 RUN = tuple(name for name, runs in MODEL_TYPES.items() if runs)
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 LARGEST_SIZE = 2**31 - 1  # of a number in config.json: what engines keep shapes in
 FINGERPRINT_PIECES = 16
 FINGERPRINT_BYTES = 65_536
-
-
-class ModelFilesError(Exception):
-    """A model directory cannot be used; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class ModelInfo:
     tied: bool  # the head is the embedding
     parameters: int
     weight_files: tuple[Path, ...]  # empty: config.json only
-    tensors: Mapping[str, "StoredTensor"] = field(default_factory=dict, repr=False)  # of the weight files, by name
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # of the weight files, by name
     latent: LatentInfo | None = None  # None: keys and values are made from hidden states
 
     @property
@@ -101,17 +97,6 @@ class ModelInfo:
         if self.latent:
             return self.layers * self.latent.cached
         return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in a safetensors file, and what its header says of it."""
-
-    file: Path
-    dtype: str  # the format's name, such as BF16
-    shape: tuple[int, ...]
-    start: int  # its first byte in the file
-    end: int
 
 
 def find_model(text: str) -> Path:
@@ -150,28 +135,11 @@ def _in_hub_cache(name: str) -> Path | None:
     return snapshot.resolve() if snapshot.is_dir() else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises ModelFilesError with file and line if it is not one."""
-    try:
-        value = json.loads(content(path).decode("utf-8"))
-    except PathError as error:
-        raise ModelFilesError(str(error)) from None
-    except UnicodeDecodeError as error:
-        raise ModelFilesError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); get it again"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path} is not valid JSON: {error}; get it again") from None
-    if not isinstance(value, dict):
-        raise ModelFilesError(f"{path} should hold a JSON object")
-    return value
-
-
 def read_model(path: Path) -> ModelInfo:
     """Return what is known of the model in directory `path`. Raises ModelFilesError."""
     try:
         if not (path / "config.json").is_file():
-            raise ModelFilesError(f"{path} has no config.json; it is not a Hugging Face model directory")
+            raise ModelFilesError(f"{path} has no config.json; {_in_its_place(path)}")
     except OSError as error:
         raise ModelFilesError(os_sentence(error)) from None
     config = read_json(path / "config.json")
@@ -193,6 +161,17 @@ def read_model(path: Path) -> ModelInfo:
         raise ModelFilesError(os_sentence(error)) from None
 
 
+def _in_its_place(path: Path) -> str:
+    """Say which directory this is that has no config.json."""
+    if not (path / "adapter_config.json").is_file():
+        return "it is not a Hugging Face model directory"
+    base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+    return (
+        f"it is an adapter of {base}; merge it (peft's merge_and_unload, then save_pretrained, and the tokenizer beside"
+        " it), and give that directory"
+    )
+
+
 def is_vision_config(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of a vision-language or video model."""
     kind = str(config.get("model_type", ""))
@@ -209,7 +188,7 @@ def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
     expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)
     shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
     weights = weight_files(path)
-    tensors = _stored_tensors(path, weights)
+    tensors = stored_tensors(path, weights)
     latent = _latent(config) if model_type in DEEPSEEK_TYPES else None
     info = ModelInfo(
         path=path,
@@ -292,82 +271,6 @@ def _size(config: dict[str, Any], *names: str, default: int | None = None) -> in
     if default is None:
         raise ModelFilesError(f"config.json lacks {names[0]!r}")
     return default
-
-
-def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model, checked against its index; none where there are no weights at all.
-
-    Raises ModelFilesError for weights that are incomplete or in another form.
-    """
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(_weight_map(index).values()))
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            raise ModelFilesError(f"weight file {missing[0]} that the index names is missing; download it again")
-        if names:
-            return tuple(path / name for name in names)
-    if (path / "model.safetensors").is_file():
-        return (path / "model.safetensors",)
-    if any(path.glob("pytorch_model*.bin")):
-        raise ModelFilesError(
-            "the weights are in .bin form only; save the model once more with save_pretrained() for safetensors"
-        )
-    return ()
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return tensor -> file as the index says. Raises ModelFilesError for an index of another form."""
-    names = read_json(index).get("weight_map", {})
-    if not isinstance(names, dict) or not all(isinstance(name, str) and name for name in names.values()):
-        raise ModelFilesError(f"weight_map in {index.name} should give each weight the name of a file; get it again")
-    return names
-
-
-def _stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTensor]:
-    """Return every tensor of the model in `path` by name, from the headers of its weight `files`.
-
-    Where there is an index, those that it names. Raises ModelFilesError for a damaged file, one that ends too early,
-    and one that lacks a tensor that the index looks for there.
-    """
-    headers = {str(file.relative_to(path)): _read_header(file) for file in files}
-    index = path / "model.safetensors.index.json"
-    if not (index.is_file() and (named := _weight_map(index))):
-        return {name: tensor for header in headers.values() for name, tensor in header.items()}
-    for name, file in named.items():
-        if name not in headers[file]:
-            raise ModelFilesError(f"{file} has no tensor {name}, which the index looks for there; get both files again")
-    return {name: headers[file][name] for name, file in named.items()}
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return what the header of a safetensors file says of each tensor. Raises ModelFilesError where it is damaged."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < size <= MAX_HEADER_BYTES:
-            raise ModelFilesError(f"{file.name} is not a safetensors file, or it is cut off; get it again")
-        try:
-            tensors = {
-                name: _stored_tensor(file, value, 8 + size)
-                for name, value in json.loads(stream.read(size)).items()
-                if name != "__metadata__"
-            }
-            if not 0 <= sum(math.prod(tensor.shape) for tensor in tensors.values()) < 2**63:
-                raise ValueError("more weights than there can be")
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
-            raise ModelFilesError(f"{file.name} has a damaged header; get it again") from None
-    needed = max((tensor.end for tensor in tensors.values()), default=8 + size)
-    size = file.stat().st_size
-    if size != needed:
-        what = "is cut off" if size < needed else "goes on behind its tensors"
-        raise ModelFilesError(f"{file.name} {what}: {size} of {needed} bytes; get it again")
-    return tensors
-
-
-def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor:
-    start, end = value["data_offsets"]
-    return StoredTensor(file, str(value["dtype"]), tuple(map(operator.index, value["shape"])), data + start, data + end)
 
 
 def same_weights(one: ModelInfo, other: ModelInfo) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.failures import os_sentence
-from roll_opd.hf.model_info import ModelFilesError, read_json
+from roll_opd.hf.reading import ModelFilesError, is_pointer, pointer_sentence, read_json
 
 # steps of tokenizer.json besides its model; each changes which ids a text becomes
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -43,10 +43,14 @@ def has_tokenizer(path: Path) -> bool:
 def largest_token_id(path: Path) -> int | None:
     """Return the largest id in tokenizer.json, or None if the model has no such file.
 
-    Raises ModelFilesError if the file cannot be read or is not in the form of the `tokenizers` library.
+    Raises ModelFilesError if the file cannot be read or is not in the form of the `tokenizers` library, and where
+    git-lfs has left a pointer in the place of a tokenizer's file.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
+        for other in (path / name for name in OTHER_FORMATS):
+            if other.is_file() and is_pointer(other):
+                raise ModelFilesError(pointer_sentence(other))
         return None
     content = read_json(file)
     try:

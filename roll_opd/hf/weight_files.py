@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
+from roll_opd.hf.stored import PIECES, differ, pieces
 
 # The decoders whose tensors are known by name. Of the others, layers and the ends of the model are compared.
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
@@ -18,7 +19,7 @@ VALUE_HEAD = "score.weight"
 IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # of older releases; nobody loads them
 NAMED = 3  # tensors that a sentence names; the rest are counted
-FIRST_PIECES, PIECES, PIECE_BYTES = 4, 16, 4096  # of a tensor that are looked at; more where one of the first is zero
+FIRST_PIECES = 4  # of a tensor that are looked at; `PIECES` where one of them is zero
 CHUNK_BYTES = 2**24
 
 Shape = tuple[int, ...]
@@ -48,7 +49,7 @@ def weight_problems(info: ModelInfo, *, needs_head: bool = True) -> list[str]:
         problems += problems or [*_missing(wanted, found), *_unexpected(wanted, found)]
         problems += _other_types(found)
     problems += _other_shapes(wanted, found)
-    if tied and not problems and {HEAD, EMBEDDING} <= found.keys() and _differ(found[HEAD], found[EMBEDDING]):
+    if tied and not problems and {HEAD, EMBEDDING} <= found.keys() and differ(found[HEAD], found[EMBEDDING]):
         problems.append(
             f"tie_word_embeddings is true there, but {HEAD} is not {EMBEDDING}; set it to false, or remove {HEAD}"
         )
@@ -169,13 +170,6 @@ def _size(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "a number"
 
 
-def _differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Say whether two tensors of one shape and type hold other numbers, from pieces of them."""
-    return one.dtype == other.dtype and any(
-        left != right for left, right in zip(_pieces(one), _pieces(other), strict=True)
-    )
-
-
 def _all_zero(tensor: StoredTensor) -> bool:
     width, size = FLOATS[tensor.dtype], tensor.end - tensor.start
     with tensor.file.open("rb") as stream:
@@ -186,20 +180,7 @@ def _all_zero(tensor: StoredTensor) -> bool:
 
 
 def _zero_pieces(tensor: StoredTensor, count: int) -> list[bool]:
-    return [_is_zero(piece, FLOATS[tensor.dtype]) for piece in _pieces(tensor, count)]
-
-
-def _pieces(tensor: StoredTensor, count: int = PIECES) -> list[bytes]:
-    """Read `count` pieces spread over a tensor, from its first to its last byte; fewer where it is small."""
-    size = tensor.end - tensor.start
-    last, pieces = max(0, size - PIECE_BYTES), min(count, -(-size // PIECE_BYTES))
-    with tensor.file.open("rb") as stream:
-        found = []
-        for piece in range(pieces):
-            place = last * piece // max(1, pieces - 1)
-            stream.seek(tensor.start + place - place % 8)  # no number is cut
-            found.append(stream.read(min(PIECE_BYTES, size)))
-        return found
+    return [_is_zero(piece, FLOATS[tensor.dtype]) for piece in pieces(tensor, count)]
 
 
 def _is_zero(numbers: bytes, width: int) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from roll_opd.data.bucket import BUCKET_BYTES, BucketMemory, bucketed
 from roll_opd.hf import adapter_files
+from roll_opd.hf.dtypes import with_dtype
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.stream import Shapes
@@ -139,7 +140,7 @@ def _write_beside_weights(
         if file.is_file() and not file.name.lower().endswith(_NOT_COPIED):
             shutil.copyfile(file, directory / file.name)
     config = json.loads((source / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype.removeprefix("torch.")
+    config = with_dtype(config, dtype.removeprefix("torch."))
     (directory / "config.json").write_text(json.dumps(amended(config), indent=2) + "\n")
 
 

@@ -227,7 +227,10 @@ def test_teacher_that_does_not_fit(
         (lambda path: (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]"), "damaged header"),
         (lambda path: _cut(path / "model.safetensors"), "is cut off"),
         (
-            lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
+            lambda path: (
+                (path / "model.safetensors").unlink(),
+                (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
+            ),
             "weight file x.safetensors that the index names is missing",
         ),
     ],

@@ -25,7 +25,8 @@ FORMATS = {"%d %b %Y": "28 Feb 2026", "%Y-%m-%dT%H:%M:%S": "2026-02-28T23:59:58"
 # Llama 3.2's, which looks whether there is a date, and Granite's
 LLAMA = (
     "{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string ="
-    " strftime_now('%d %b %Y') %}{%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}{{ date_string }}"
+    " strftime_now('%d %b %Y') %}{%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{%- endif %}"
+    "{{ date_string }}"
 )
 
 
