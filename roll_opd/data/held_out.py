@@ -22,11 +22,10 @@ def shared_rows(validation: PromptSet, learned: Sequence[PromptSet]) -> str | No
         if len(place := np.flatnonzero(hashes == held_out[first]))
     )
     count, total = int(shared.sum()), len(validation)
-    example = f"{validation.where(first)} asks what {same} asks"
     return (
-        f"validation: {count} of {total} validation rows ({_share(count, total)}) are also learned from: {example}. What is"
-        " measured on them is no measure of new prompts; take them out of the training files, or name other files in"
-        " validation.data_args.file_name"
+        f"validation: {count} of {total} validation rows ({_share(count, total)}) are also learned from:"
+        f" {validation.where(first)} asks what {same} asks. What is measured on them is no measure of new prompts; take"
+        " them out of the training files, or name other files in validation.data_args.file_name"
     )
 
 
