@@ -116,7 +116,9 @@ def _check_same(path: Path, single: Path, shards: tuple[Path, ...]) -> None:
 
 
 def _are_same(one: StoredTensor | None, other: StoredTensor | None) -> bool:
-    return bool(one and other) and one.shape == other.shape and one.dtype == other.dtype and not differ(one, other)
+    if one is None or other is None:
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype and not differ(one, other)
 
 
 def _named(names: list[str]) -> str:
