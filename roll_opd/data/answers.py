@@ -4,18 +4,19 @@ Rows come as the field writes them: conversations, TRL's prompt and completion o
 and Alpaca's instruction and output. What is left when the answers are taken out is an ordinary prompt.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.data.report import FileReport
+from roll_opd.data.marks import mark_of, unread_marks, without_marks
+from roll_opd.data.report import NOT_LEARNED
 from roll_opd.data.rows import (
     EMPTY,
     WRONG_TYPE,
     BadRow,
     Row,
     encodable,
+    first_present,
     own_names,
     parse_messages,
     parse_row,
@@ -41,6 +42,7 @@ COLUMN_KEYS = {
     "rejected": "rejected_key",
 }
 _ADDED = ("input", "system")  # to an instruction, only where a key names the column
+HISTORY = "history"  # earlier turns beside an instruction, which are not read
 _PROMPT = ("instruction", *_ADDED)  # of a user's turn that the row does not write as messages
 
 Message = FrozenDict  # {"role": str, "content": str, ...}
@@ -55,11 +57,6 @@ class Schema:
     # (row, what it asks with an answer in its last turn included, names of its columns) -> what it asks, its answers
     split: Callable[[dict[str, Any], Asked, Mapping[str, str]], tuple[Asked, tuple[Message, ...]]]
     has_prompt_keys: bool  # whether the configuration can name the columns of the prompt
-
-
-def columns_of(schema: str) -> tuple[str, ...]:
-    """Return the names of columns that rows of `schema` may have besides those that every row may have."""
-    return SCHEMAS[schema].columns if schema in SCHEMAS else ()
 
 
 def parse_answered(value: Any, fallback_id: str, plan: DataPlan) -> Row:
@@ -85,33 +82,30 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
     prompt, answers = schema.split(value, asked, plan.columns)
     if prompt is None:
         raise without_prompt(("messages", "instruction", "prompt", "conversations"), plan.columns)
+    unread = set(unread_marks(value))
+    for place, marked in (("the row", value), *(("its answer", answer) for answer in answers)):
+        mark = mark_of(marked)
+        if mark and not mark[1]:
+            raise BadRow(NOT_LEARNED, f"{mark[0]} {marked[mark[0]]} of {place}")
     for answer in answers:
-        if not answer["content"].strip():
+        if not answer["content"].strip() and not answer.get("tool_calls"):
             raise BadRow(EMPTY, "an answer")
+        unread.update(unread_marks(answer))
+    answers = tuple(map(_unmarked, answers))
     rest = {key: item for key, item in value.items() if key not in (*schema.columns, "conversations")}
     row = parse_row({**rest, **_as_keys(prompt)}, fallback_id, has_answers=True)
-    return replace(row, answers=answers, unread=_unread(value, plan.columns) if prompt is asked else ())
+    beside = _unread(value, asked, plan.columns) if prompt is asked else ()
+    return replace(row, answers=answers, unread=(*row.unread, *beside, *sorted(unread)))
 
 
-def unread_warnings(files: Sequence[FileReport], schema: str) -> tuple[str, ...]:
-    """Say which columns beside an instruction are left out, in how many rows of `files`, and what adds them."""
-    counts = sum((file.unread for file in files), Counter())
-    warnings = []
-    for name, count in counts.items():
-        first, *others = (file.path for file in files if file.unread[name])
-        where = f"{first} and {len(others)} more files" if others else first
-        can_add = SCHEMAS[schema].has_prompt_keys
-        remedy = f"{COLUMN_KEYS[name]}: {name} adds it" if can_add else "write it in `instruction`"
-        having = "row has" if count == 1 else "rows have"
-        warnings.append(f"{count} {having} `{name}`, which is left out; {remedy} ({where})")
-    return tuple(warnings)
-
-
-def _unread(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns beside an instruction that hold something and that no key names."""
-    if not _is_instruction(value, columns):
-        return ()
-    return tuple(name for name in _ADDED if name not in columns and str(value.get(name) or "").strip())
+def _unread(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the columns beside a question that hold something and that no key names."""
+    if _is_instruction(value, columns):
+        names: tuple[str, ...] = tuple(name for name in (*_ADDED, HISTORY) if name not in columns)
+    else:
+        begun = isinstance(asked, tuple) and asked[0]["role"] == "system"
+        names = ("system",) if isinstance(value.get("system"), str) and not begun else ()
+    return tuple(name for name in names if str(value.get(name) or "").strip())
 
 
 def _is_instruction(value: dict[str, Any], columns: Mapping[str, str]) -> bool:
@@ -130,9 +124,10 @@ def _asked(value: dict[str, Any], columns: Mapping[str, str]) -> Asked:
         if "system" in columns and value.get("system"):
             turns.insert(0, {"role": "system", "content": _text(value, "system")})
         return parse_messages(turns)
-    if "messages" in value:
+    name = first_present(value, ("messages", "prompt", "conversations"))
+    if name == "messages":
         return parse_messages(value["messages"])
-    if "prompt" not in value and "conversations" in value:
+    if name == "conversations":
         return parse_shared_gpt(value)
     prompt = value.get("prompt")
     return parse_messages(prompt) if isinstance(prompt, list) else prompt
@@ -142,13 +137,29 @@ def _one_answer(value: dict[str, Any], asked: Asked, columns: Mapping[str, str])
     named = [name for name in _ANSWER if name in columns and name in value]
     if isinstance(asked, tuple) and asked[-1]["role"] == "assistant":
         if not named:
+            asked = _up_to_learned(asked)
             return asked[:-1], (asked[-1],)
         asked = asked[:-1]  # the named answer stands for the one at the end
-    name = next((name for name in (*named, *_ANSWER) if name in value), None)
+    name = first_present(value, (*named, *_ANSWER))
     if name is None:
         raise BadRow(NO_ANSWER, f"no assistant's turn at the end of messages, and none of {', '.join(_ANSWER)}")
     before, answer = _answer(value, name)
     return before or asked, (answer,)
+
+
+def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return an answered conversation up to the turn that is learned.
+
+    That is the last, or an earlier one that is marked to be learned where the last is marked not to be.
+    """
+    mark = mark_of(messages[-1])
+    if mark is None or mark[1]:
+        return messages
+    for place in range(len(messages) - 2, 0, -1):
+        earlier = mark_of(messages[place])
+        if messages[place]["role"] == "assistant" and earlier and earlier[1]:
+            return messages[: place + 1]
+    return messages
 
 
 def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[Asked, tuple[Message, ...]]:
@@ -156,9 +167,10 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
         if name not in value:
             raise BadRow(NO_ANSWER, name)
     (before, chosen), (other, rejected) = _answer(value, "chosen"), _answer(value, "rejected")
+    before, other = tuple(map(_unmarked, before)), tuple(map(_unmarked, other))
     if before != other:
         raise BadRow(OTHER_PROMPT)
-    if chosen == rejected:
+    if _unmarked(chosen) == _unmarked(rejected):
         raise BadRow(SAME_ANSWER)
     return before or asked, (chosen, rejected)
 
@@ -183,6 +195,10 @@ def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Mess
     return messages[:-1], messages[-1]
 
 
+def _unmarked(message: Message) -> Message:
+    return FrozenDict(without_marks(message))
+
+
 def _text(value: dict[str, Any], name: str) -> str:
     if not isinstance(value[name], str):
         raise BadRow(WRONG_TYPE, f"{name} must be a text, not {type(value[name]).__name__}")
@@ -191,5 +207,5 @@ def _text(value: dict[str, Any], name: str) -> str:
 
 def _as_keys(asked: tuple[Message, ...] | str) -> dict[str, Any]:
     if isinstance(asked, tuple):
-        return {"messages": [dict(message) for message in asked]}
+        return {"messages": tuple(map(_unmarked, asked))}
     return {"prompt": asked}  # `parse_row` refuses what is no text

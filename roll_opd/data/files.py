@@ -8,7 +8,7 @@ import glob
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -92,11 +92,10 @@ def _matching(pattern: str) -> list[Path]:
     return []
 
 
-def open_file(name: str, columns: Iterable[str] = ()) -> RowFile:
+def open_file(name: str, columns: Collection[str] | None = None) -> RowFile:
     """Open the file called `name`: Parquet, one JSON array, or else JSONL.
 
-    `columns` are read in a pass over the file, besides those of the usual names. Raises `DataError` for a file of
-    another kind.
+    A pass over a Parquet file reads `columns` alone, None: all. Raises `DataError` for a file of another kind.
     """
     path = Path(name)
     if told := refusal(path):
@@ -148,18 +147,16 @@ class JsonlFile:
 class ParquetFile:
     """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
 
-    # what makes and routes a prompt; a pass over the file leaves other columns, such as test cases, unread
-    SCANNED = ("id", "tag", "domain", "messages", "conversations", "system", "prompt", "ground_truth")
-
-    def __init__(self, path: Path, columns: Iterable[str] = ()) -> None:
+    def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
+        """A pass over the file leaves columns, such as test cases, that are not in `columns` unread."""
         import pyarrow as pa
 
         self.path = path
         try:
             with self._open() as file:
-                scanned = {*self.SCANNED, *columns}
-                self._names = set(file.schema_arrow.names)
-                self._columns = [name for name in file.schema_arrow.names if name in scanned]
+                names = file.schema_arrow.names
+                self._names = set(names)
+                self._columns = names if columns is None else [name for name in names if name in columns]
                 groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from error

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from roll_opd.data.answers import parse_answered
 from roll_opd.data.files import RowFile
+from roll_opd.data.messages import tool_name
 from roll_opd.data.report import (
     NO_TOKEN,
     NOT_ENCODABLE,
@@ -26,6 +27,7 @@ from roll_opd.data.report import (
 from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.data.templates import PromptText, UnusableTemplate, render_answer, render_prompt, tokenize
+from roll_opd.data.written import BESIDE_CALLS, leaves_text_beside_calls
 from roll_opd.frozen import FrozenDict, thaw
 from roll_opd.plan import DataPlan
 
@@ -137,6 +139,7 @@ class Indexer:
                         f"{file.path}:{line}: the chat template writes the same row differently each time, and a run"
                         " reads a row again when it is drawn; take what is random out of the template"
                     )
+                report.unread.update(not_written(row, texts[0].text))
                 of_teachers = self._teachers.texts(row, template_of(row, self._plan))
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
@@ -201,6 +204,14 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
     template = template_of(row, plan)
     prompt = render_prompt(tokenizer, row, template)
     return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
+
+
+def not_written(row: Row, prompt: str) -> Iterator[str]:
+    """Yield what a prompt lacks of its row and a run goes on without."""
+    if leaves_text_beside_calls(row.messages, prompt):
+        yield BESIDE_CALLS
+    if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):
+        yield "tools"
 
 
 def template_of(row: Row, plan: DataPlan) -> str:

@@ -1,10 +1,11 @@
 """What is known of a data set before the pass over all its rows: the tags of the first ones, and how many there are."""
 
 import math
+from contextlib import suppress
 from itertools import islice
 
 from roll_opd.data.files import open_file
-from roll_opd.data.rows import DEFAULT_TAG, DataError
+from roll_opd.data.rows import BadRow, DataError, tag_of
 from roll_opd.plan import DataPlan
 
 ROWS_SCANNED = 50_000  # of all files together; enough for a mistake to show
@@ -24,8 +25,8 @@ def first_tags(data: DataPlan) -> tuple[set[str], bool]:
         try:
             rows = open_file(name).column(column)
             for tag in islice(rows, share):
-                if tag is None or isinstance(tag, str):
-                    tags.add(DEFAULT_TAG if tag is None else tag)
+                with suppress(BadRow):
+                    tags.add(tag_of(tag))
             complete = complete and next(rows, rows) is rows
         except (DataError, OSError):
             continue

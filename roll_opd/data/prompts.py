@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_opd.data.answers import columns_of, parse_answered, unread_warnings
+from roll_opd.data.answers import parse_answered
+from roll_opd.data.columns import columns_needed, unread_warnings
 from roll_opd.data.coverage import TagRows
 from roll_opd.data.files import RowFile, open_file
 from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check, template_of
-from roll_opd.data.report import EXAMPLES_PER_KIND, TEACHER_TOO_LONG, TOO_LONG, WHOLE_TOO_LONG, DataReport
+from roll_opd.data.report import EXAMPLES_PER_KIND, NOT_LEARNED, TEACHER_TOO_LONG, TOO_LONG, WHOLE_TOO_LONG, DataReport
 from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
 from roll_opd.data.templates import TEMPLATES, PromptText
@@ -226,7 +227,7 @@ def _existing_files(plan: DataPlan) -> list[RowFile]:
     missing = [name for name in plan.files if not Path(name).is_file()]
     if missing:
         raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
-    columns = {*plan.columns.values(), *columns_of(plan.schema)}
+    columns = columns_needed(plan)
     return [open_file(name, columns) for name in plan.files]
 
 
@@ -248,7 +249,7 @@ def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
         limits = [f"`{plan.length_key}` (now {plan.prompt_length})"] * (too_long > counts[TEACHER_TOO_LONG])
         limits += ["the teacher's own `prompt_length`"] * bool(counts[TEACHER_TOO_LONG])
         remedies.append(f"raise {' and '.join(limits)} or set `on_long_prompt: drop`")
-    if report.bad > too_long and plan.on_bad_row == "refuse":
+    if report.bad > too_long + counts[NOT_LEARNED] and plan.on_bad_row == "refuse":
         remedies.append("correct the rows or set `on_bad_row: drop`")
     if remedies:
         raise DataError(

@@ -1,10 +1,13 @@
 """Prompt rows as a user brings them, ROLL's and the field's forms: what a row may hold, and what makes one unusable."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
+from roll_opd.data.messages import THOUGHTS, MessageError, read_message, read_tools
 from roll_opd.frozen import FrozenDict, freeze
 
 DEFAULT_TAG = "math_rule"  # of a row without a tag, as in ROLL
@@ -15,6 +18,7 @@ NOT_AN_OBJECT = "not a JSON object"
 NO_PROMPT = "without a prompt"
 EMPTY = "empty messages or prompt"
 WRONG_TYPE = "a field of the wrong type"
+NOT_TEXT = "with images, videos or sounds"
 
 _KNOWN_KEYS = frozenset({"id", "tag", "messages", "conversations", "prompt", "ground_truth"})
 # speakers of ShareGPT's form -> roles
@@ -24,6 +28,16 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+
+MEDIA = ("images", "videos", "audios")  # columns whose content a prompt's text refers to
+# columns from which a prompt is made besides those of its text
+OF_PROMPTS = (*MEDIA, "tools", "functions", "chat_template_kwargs")
+RESERVED_VARIABLES = frozenset(
+    {"messages", "conversation", "chat_template", "tools", "documents", "add_generation_prompt", "tokenize"}
+    | {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+_MISSING = ("NaTType", "NAType")  # pandas' classes
 
 _OWN_NAMES: Mapping[str, str] = FrozenDict()
 
@@ -51,7 +65,9 @@ class Row:
     ground_truth: str | None = None
     answers: tuple[FrozenDict, ...] = ()  # messages that may follow: one in schema sft; chosen and rejected in dpo
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
-    unread: tuple[str, ...] = ()  # columns that may belong to the question and are left out, for no key names them
+    tools: tuple[FrozenDict, ...] = ()  # that the template writes
+    variables: FrozenDict = field(default_factory=FrozenDict)  # of the template: `chat_template_kwargs`
+    unread: tuple[str, ...] = ()  # columns and keys that may belong to the row's meaning and are left out
 
 
 def parse_row(
@@ -68,15 +84,20 @@ def parse_row(
     messages, prompt = _parse_prompt(value, columns)
     if messages and not has_answers:
         messages = _question(messages)
-    tag = value.get("tag", DEFAULT_TAG)
-    if not isinstance(tag, str) or not tag:
-        raise BadRow(WRONG_TYPE, "tag must be a text that is not empty")
+    media = next((name for name in MEDIA if _holds(value.get(name))), None)
+    if media:
+        raise BadRow(NOT_TEXT, f"{media} is not empty, and models read text alone here; remove the row or the column")
+    tools, unread = _tools(value)
+    beside = _is_written(value.get("system")) and not (messages and messages[0]["role"] == "system")
     return Row(
         id=_text(value, "id") or fallback_id,
-        tag=encodable(tag, "tag"),
+        tag=tag_of(value.get("tag")),
         messages=messages,
         prompt=prompt,
         ground_truth=_text(value, "ground_truth"),
+        tools=tools,
+        variables=_variables(value.get("chat_template_kwargs")),
+        unread=(*unread, *(["system"] if beside else [])),
         extra=FrozenDict({key: item for key, item in value.items() if key not in _KNOWN_KEYS}),
     )
 
@@ -88,30 +109,53 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
     the row has changed, and no model reads it.
     """
     raw, own = own_names(value, _OWN_NAMES), own_names(value, columns)
-    tag, truth = own.get("tag", DEFAULT_TAG), own.get("ground_truth")
-    if not isinstance(tag, str) or not tag:
-        raise BadRow(WRONG_TYPE, "tag must be a text that is not empty")
+    truth = own.get("ground_truth")
     return Row(
         id=_text(own, "id") or fallback_id,
-        tag=encodable(tag, "tag"),
+        tag=tag_of(own.get("tag")),
         prompt=encodable(json.dumps(raw, ensure_ascii=False, default=str), "the row"),
-        ground_truth=_text(own, "ground_truth") if isinstance(truth, str | int | float) else None,
+        ground_truth=_text(own, "ground_truth") if isinstance(truth, str | int | float | Decimal) else None,
         extra=FrozenDict(raw),
     )
 
 
 def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values that are not None, renamed by `columns`; raises `BadRow` for what is no object."""
+    """Return the values that are neither None nor NaN, renamed by `columns`; `BadRow` for what is no object."""
     if isinstance(value, BadRow):
         raise value
     if not isinstance(value, dict):
         raise BadRow(NOT_AN_OBJECT, type(value).__name__)
     # Parquet gives every row every column: an absent value is None there
-    value = {key: item for key, item in value.items() if item is not None}
+    value = {key: item for key, item in value.items() if not is_null(item)}
     if columns:
         found = {key: value[name] for key, name in columns.items() if name in value}
         value = {**{key: item for key, item in value.items() if key not in columns}, **found}
     return value
+
+
+def is_null(value: Any) -> bool:
+    """Whether a value is None or another library's null: NaN, pandas' NaT and NA."""
+    if value is None or type(value).__name__ in _MISSING:
+        return True
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    return isinstance(value, float) and math.isnan(value)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a text or number is none: a null, an infinite number, a text that is empty or blank."""
+    if isinstance(value, str):
+        return not value.strip()
+    return is_null(value) or (isinstance(value, float | Decimal) and not math.isfinite(value))
+
+
+def tag_of(value: Any) -> str:
+    """Return the tag that a row's value means, `DEFAULT_TAG` where it is missing; raises `BadRow`."""
+    if is_missing(value):
+        return DEFAULT_TAG
+    if not isinstance(value, str):
+        raise BadRow(WRONG_TYPE, f"tag must be a text, not {type(value).__name__}")
+    return encodable(value, "tag")
 
 
 def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
@@ -122,7 +166,7 @@ def without_prompt(names: Sequence[str], columns: Mapping[str, str]) -> BadRow:
 
 def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tuple[FrozenDict, ...], str | None]:
     names = ("messages", "prompt", "conversations")
-    column = next((name for name in names if name in value), None)
+    column = first_present(value, names)
     if column is None:
         raise without_prompt(names, columns)
     if column == "conversations":
@@ -137,6 +181,56 @@ def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tu
     return (), encodable(prompt, "prompt")
 
 
+def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return the first of `names` that holds something, else the first that is there, else None."""
+    there = [name for name in names if name in value]
+    return next((name for name in there if not is_missing(value[name])), there[0] if there else None)
+
+
+def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
+    """Return the tools of a row, and the column that holds something else under their name; raises `BadRow`."""
+    for name in ("tools", "functions"):
+        written = value.get(name)
+        if not written or is_missing(written):
+            continue
+        try:
+            tools = read_tools(written)
+        except (MessageError, RecursionError) as error:
+            raise BadRow(WRONG_TYPE, str(error) or f"{name} is nested too deeply") from None
+        if tools is None:
+            return (), (name,)
+        if tools and name == "functions":
+            tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        if tools:
+            return freeze(tools), ()
+    return (), ()
+
+
+def _variables(value: Any) -> FrozenDict:
+    """Return the variables of the template in `chat_template_kwargs`, an object or its JSON; raises `BadRow`."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(NOT_JSON, f"chat_template_kwargs: {str(error)[:80]}") from None
+    if not value or is_missing(value):
+        return FrozenDict()
+    if not isinstance(value, dict) or not value.keys().isdisjoint(RESERVED_VARIABLES):
+        raise BadRow(WRONG_TYPE, "chat_template_kwargs must be an object of variables that the chat template knows")
+    return FrozenDict({key: item for key, item in value.items() if item is not None})
+
+
+def _holds(value: Any) -> bool:
+    """Whether a column of media has anything in it."""
+    if isinstance(value, list | tuple):
+        return any(map(_holds, value))
+    return not is_missing(value) and value not in ("[]", "{}", {}, False)
+
+
+def _is_written(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
 def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
     """Return a conversation up to the turn that is to be answered."""
     asked = list(messages)
@@ -148,7 +242,14 @@ def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """Return the conversation in a list, or in a JSON string of one, also in ShareGPT's form; raises `BadRow`."""
+    """Return the conversation in a list, or in a JSON string of one, also in ShareGPT's form; raises `BadRow`.
+
+    A tuple has been read already.
+    """
+    if isinstance(messages, tuple) and messages:
+        return messages
+    if isinstance(messages, tuple):
+        raise BadRow(EMPTY)
     if isinstance(messages, str):
         if not messages.strip():
             raise BadRow(EMPTY)
@@ -158,16 +259,25 @@ def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
             raise BadRow(NOT_JSON, f"messages: {str(error)[:80]}") from None
     if not isinstance(messages, list):
         raise BadRow(WRONG_TYPE, f"messages must be a list, not {type(messages).__name__}")
-    messages = [_with_role(message) for message in messages]
-    for message in messages:
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise BadRow(WRONG_TYPE, f"every message needs a text in {key!r}")
-            encodable(message[key], key)
-    if not any(message["content"].strip() for message in messages):
+    read = [_parse_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    if not any(message["content"].strip() or message.get("tool_calls") for message in read):
         raise BadRow(EMPTY)
-    # Parquet gives every message the keys of all: an absent one is None there
-    return freeze([{key: item for key, item in message.items() if item is not None} for message in messages])
+    return freeze(read)
+
+
+def _parse_message(message: Any, where: str) -> dict[str, Any]:
+    try:
+        message = _with_role(message)
+        read = read_message(message, where)
+    except MessageError as error:
+        raise BadRow(WRONG_TYPE, str(error)) from None
+    except RecursionError:
+        raise BadRow(WRONG_TYPE, f"{where} is nested too deeply") from None
+    if message.get("content") is None and not any(read.get(name) for name in ("tool_calls", *THOUGHTS)):
+        raise BadRow(WRONG_TYPE, f"{where}: every message needs a text in 'content', or 'tool_calls'")
+    encodable(read["role"], "role")
+    encodable(read["content"], "content")
+    return read
 
 
 def parse_shared_gpt(value: dict[str, Any]) -> tuple[FrozenDict, ...]:
@@ -185,10 +295,11 @@ def _with_role(message: Any) -> dict[str, Any]:
     if message.get("role") is not None or message.get("from") is None:
         return message
     speaker = message["from"]
-    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+    known = speaker.strip().casefold() if isinstance(speaker, str) else None
+    if known not in _SPEAKERS:
         raise BadRow(WRONG_TYPE, f"no speaker {speaker!r} is known; known are {', '.join(_SPEAKERS)}")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
-    return {"role": _SPEAKERS[speaker], "content": message.get("value"), **rest}
+    return {"role": _SPEAKERS[known], "content": message.get("value"), **rest}
 
 
 def encodable(text: str, name: str) -> str:
@@ -201,12 +312,12 @@ def encodable(text: str, name: str) -> str:
 
 
 def _text(value: dict[str, Any], key: str) -> str | None:
-    """Return a text field; numbers are taken as their text, because ids and answers are often written so."""
+    """Return a text field, None where it is missing; numbers are taken as their text: ids and answers are often so."""
     item = value.get(key)
-    if item is None:
+    if is_missing(item):
         return None
     if isinstance(item, str):
         return encodable(item, key)
-    if isinstance(item, int | float) and not isinstance(item, bool):
+    if isinstance(item, int | float | Decimal) and not isinstance(item, bool):
         return str(item)
     raise BadRow(WRONG_TYPE, f"{key} must be a text or a number, not {type(item).__name__}")

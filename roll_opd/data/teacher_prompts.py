@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_opd.data.rows import BadRow, Row
+from roll_opd.data.rows import BadRow, Row, is_missing
 from roll_opd.data.templates import PromptText, load_tokenizer, render_prompt, tokenize
 from roll_opd.frozen import FrozenDict, thaw
 from roll_opd.plan import ContextPlan
@@ -104,7 +104,7 @@ def _filled(text: str, row: Row, prompt: str, key: str) -> str:
         if name is None:
             return match.group()[0]
         value = own[name] if name in own else row.extra.get(name)
-        if value is None or value == "":
+        if is_missing(value):
             raise BadRow(NO_CONTEXT, f"{key}: no {name!r} in the row; braces that are text are written {{{{ }}}}")
         return value if isinstance(value, str) else json.dumps(thaw(value), ensure_ascii=False)
 

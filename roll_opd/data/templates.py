@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_opd.data.messages import tool_name
 from roll_opd.data.rows import DataError, Row
 from roll_opd.data.run_date import with_date
 from roll_opd.data.special_tokens import token_ids
+from roll_opd.data.written import LeftOut, check_answer, write_all
+from roll_opd.frozen import thaw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +109,8 @@ def render_prompt(tokenizer: "PreTrainedTokenizerBase", row: Row, template: str 
     if template not in TEMPLATES:
         raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
     if row.prompt is None:
-        return PromptText(TEMPLATES[template].prompt(tokenizer, row), begins=True)
+        text = _complete(template, row, TEMPLATES[template].prompt, tokenizer, row)
+        return PromptText(text, begins=True)
     return PromptText(row.prompt, begins=True)
 
 
@@ -121,8 +125,9 @@ def render_answer(
     end = tokenizer.eos_token or ""
     whole = TEMPLATES[template].whole
     if row.prompt is not None or whole is None:
+        _complete(template, row, check_answer, answer, answer["content"])
         return PromptText(answer["content"] + end, begins=False)
-    text = whole(tokenizer, row, answer)
+    text = _complete(template, row, whole, tokenizer, row, answer)
     if not text.startswith(prompt.text):
         raise DataError(
             f"row {row.id}: the template writes an answered conversation so that its prompt is no prefix of it, and the"
@@ -131,7 +136,16 @@ def render_answer(
     text = text[len(prompt.text) :]
     # what a template writes behind the end of a turn is never sampled
     text = text[: text.rindex(end) + len(end)] if end and end in text else text.removesuffix("\n")
+    _complete(template, row, check_answer, answer, text)
     return PromptText(text, begins=False)
+
+
+def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) -> Any:
+    """Return what `write` returns of `values`; `DataError` where the template leaves something out."""
+    try:
+        return write(*values)
+    except LeftOut as left:
+        raise DataError(f"row {row.id}: the chat template ({template}) {left}") from None
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[PromptText]) -> list[list[int]]:
@@ -150,16 +164,23 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
                 "set the template to `chatml` or `base`, or give rows with `prompt` in place of `messages`"
             )
-        try:
+        values = {**variables, **row.variables}
+
+        def write(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
             return str(
                 tokenizer.apply_chat_template(
-                    [dict(message) for message in (*row.messages, *answer)],
+                    messages,
+                    tools=tools or None,
                     chat_template=chat_template,
                     add_generation_prompt=not answer,
                     tokenize=False,
-                    **variables,
+                    **values,
                 )
             )
+
+        source, variant = str(chat_template or tokenizer.chat_template), repr((sorted(values.items()), bool(answer)))
+        try:
+            return write_all(write, source, variant, thaw([*row.messages, *answer]), thaw(row.tools))
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
 
@@ -172,6 +193,8 @@ def _around(before: str, after: str) -> Template:
     def render(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
         if [message["role"] for message in row.messages] != ["user"]:
             raise DataError(f"row {row.id}: this template takes one message of role user and no other")
+        if row.tools:
+            raise LeftOut(f"leaves out the tool {tool_name(row.tools[0])!r}; use a template that writes tools")
         return f"{before}{row.messages[0]['content']}{after}"
 
     return Template(render)

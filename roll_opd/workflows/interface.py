@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from roll_opd.data.rows import is_missing
 from roll_opd.extensions import Part, Registry
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
@@ -60,8 +61,9 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The row's answer."""
-        return self.raw_task.get(self.format_args.response_key)
+        """The row's answer, None where it is missing."""
+        truth = self.raw_task.get(self.format_args.response_key)
+        return None if is_missing(truth) else truth
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row."""

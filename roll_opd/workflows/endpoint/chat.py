@@ -8,17 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.data.messages import KNOWN_ROLES, ROLES, MessageError, read_message
 from roll_opd.inference.tool_calls import ToolCallParser
 
-# OpenAI's roles -> those that chat templates know
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
 MOST_RESPONSES = 128  # `n` of one request
 SMALLEST = 1e-9  # of what must be above 0
 STREAMED_CHARACTERS = 64  # of a piece of a stream
@@ -209,35 +201,13 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(f"{where}.role", f"{role!r} is none of {', '.join(ROLES)}")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _wrong(f"{where}.content", "has parts other than text, which this model does not read")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and role == "assistant"):
-        raise _wrong(f"{where}.content", "is not a text")
-    kept = {name: value for name, value in message.items() if value is not None}
-    kept |= {"role": ROLES[role], "content": content or ""}
-    if calls:
-        if not _is_list(calls, dict):
-            raise _wrong(f"{where}.tool_calls", "is not a list of objects")
-        kept["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
-    return kept
-
-
-def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object: chat templates write it as JSON themselves."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _wrong(f"{where}.function", "has no name")
-    arguments = function.get("arguments") or "{}"
     try:
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        raise _wrong(f"{where}.function.arguments", "is not JSON") from None
-    return {**call, "function": {**function, "arguments": read}}
+        read = read_message(message, where)
+    except MessageError as error:
+        raise _wrong(error.field, error.what) from None
+    if read["role"] not in KNOWN_ROLES:
+        raise _wrong(f"{where}.role", f"{read['role']!r} is none of {', '.join(ROLES)}")
+    return read
 
 
 def _check_number(asked: Mapping[str, Any], name: str, least: float, most: float | None, kind: Any) -> None:

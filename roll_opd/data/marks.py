@@ -1,0 +1,41 @@
+"""Marks of rows and turns that are not to be learned, in the spellings of OpenAI, axolotl, ms-swift, verl and slime."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+# of a turn or of a row: 0 or false where it is not to be learned
+MARKS = ("weight", "loss", "loss_mask", "step_loss_mask", "trainable", "train", "training", "loss_weight", "loss_scale")
+# of spans or tokens, which are not read
+SPANS = ("train_detail", "training_detail", "completion_mask", "assistant_masks")
+_WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
+
+
+def mark_of(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """Return the mark of a turn or a row and whether it is to be learned; None where it has no mark.
+
+    A mark that says no goes before one that says yes.
+    """
+    found = [(name, learned) for name in MARKS if (learned := _learned(marked.get(name))) is not None]
+    return min(found, key=lambda mark: mark[1], default=None)
+
+
+def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the marks whose values are not read: other weights than 0 and 1, and marks of spans or tokens."""
+    for name in MARKS:
+        value = marked.get(name)
+        number = isinstance(value, int | float | Decimal) and value not in (0, 1)
+        if number or (isinstance(value, Sequence) and not isinstance(value, str) and len(value)):
+            yield name
+    yield from (name for name in SPANS if marked.get(name))
+
+
+def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without its marks, which no template reads."""
+    return {key: value for key, value in message.items() if key not in MARKS and key not in SPANS}
+
+
+def _learned(value: Any) -> bool | None:
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().casefold())
+    return bool(value) if isinstance(value, bool | int | float | Decimal) else None

@@ -1,0 +1,181 @@
+"""Messages as files and clients write them, in OpenAI's form and its neighbours, made into what chat templates read.
+
+One reader serves both: contents become texts, arguments of tool calls objects, roles those that templates know.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# roles -> those that chat templates know
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+KNOWN_ROLES = tuple(dict.fromkeys(ROLES.values()))
+# other names that can mean only one of them: ShareGPT's speakers
+_ALIASES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
+# names that some templates know, and what to write for a template that does not
+_ADVICE = {
+    **dict.fromkeys(("observation", "function_response", "ipython", "tool_response", "tool_result"), "tool"),
+    **dict.fromkeys(("function_call", "ai", "agent", "answer", "response"), "assistant"),
+    **dict.fromkeys(("person", "customer", "question", "instruction"), "user"),
+    **dict.fromkeys(("context", "document", "documents"), "system or user"),
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that hold its thoughts
+
+
+class MessageError(ValueError):
+    """A message that cannot be read: `field` is where, `what` says why and what to write."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"{field}: {what}")
+        self.field, self.what = field, what
+
+
+def role_of(written: str) -> str:
+    """Return the role that a written one means, whatever its case; an unknown one is returned as it is."""
+    folded = written.strip().casefold()
+    return ROLES.get(folded) or _ALIASES.get(folded) or written
+
+
+def role_advice(role: str) -> str:
+    """Return what to write for a role that is unknown."""
+    meant = _ADVICE.get(role.strip().casefold())
+    return f"write {meant}" if meant else f"write one of {', '.join(KNOWN_ROLES)}"
+
+
+def without_nulls(value: Any) -> Any:
+    """Return `value` without the keys of objects, at every depth, whose value is None: Parquet fills them in."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with a text in `content` and tool calls with arguments as objects; raises `MessageError`.
+
+    Nulls are dropped, text parts joined, and the former `function_call` becomes a tool call. An unknown role is kept.
+    """
+    read = without_nulls(message)
+    if not isinstance(read.get("role"), str):
+        raise MessageError(f"{where}.role", "every message needs a text in 'role'")
+    read["role"] = role_of(read["role"])
+    calls = _calls(read, where)
+    read["content"] = _text(read.get("content"), read, where)
+    for name in ("tool_calls", "function_call"):
+        read.pop(name, None)
+    return {**read, "tool_calls": calls} if calls else read
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Return the tools in a list of objects, or in a JSON text of one; None for what is no such list.
+
+    `MessageError` for a text that begins as a list and is no JSON.
+    """
+    if isinstance(tools, str):
+        if not tools.strip():
+            return []
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            if tools.lstrip()[0] not in "[{":
+                return None
+            raise MessageError("tools", f"is not JSON: {str(error)[:80]}; write a list of objects") from None
+    else:
+        tools = without_nulls(tools)
+    if isinstance(tools, Mapping):
+        tools = [tools]
+    if not isinstance(tools, list | tuple):
+        return None
+    read = []
+    for tool in tools:
+        if isinstance(tool, str):  # each written as JSON, since their schemas differ
+            try:
+                tool = json.loads(tool)
+            except (ValueError, RecursionError):
+                return None
+        if not isinstance(tool, Mapping) or not tool_name(tool):
+            return None
+        read.append(dict(tool))
+    return read
+
+
+def tool_name(tool: Mapping[str, Any]) -> str | None:
+    """Return the name of a tool or of a call, written with `function` around it or without."""
+    function = tool.get("function")
+    name = (function if isinstance(function, Mapping) else tool).get("name")
+    return name if isinstance(name, str) and name else None
+
+
+def _text(content: Any, message: Mapping[str, Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content:
+        return "".join(_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    if content is None and message["role"] == "assistant":
+        return ""
+    found = "is missing" if content is None else f"is of the type {type(content).__name__}"
+    raise MessageError(
+        f"{where}.content", f"is not a text: it {found}; every message needs a text in 'content', or text parts"
+    )
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, Mapping):
+        kind = part.get("type", "text")
+        if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            return part["text"]
+        if kind not in _TEXT_PARTS:
+            raise MessageError(
+                where, f"is a part of type {kind!r}; messages with parts other than text are not read, take them out"
+            )
+    raise MessageError(
+        where, "is no text part; write {'type': 'text', 'text': ...}, parts other than text are not read"
+    )
+
+
+def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    calls, place = message.get("tool_calls"), f"{where}.tool_calls"
+    if isinstance(calls, str):
+        calls = _json(calls, place) if calls.strip() else None
+    if not calls:
+        legacy = message.get("function_call")
+        if not legacy or (isinstance(legacy, str) and legacy in ("auto", "none")):
+            return []
+        calls, place = [legacy], f"{where}.function_call"
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise MessageError(place, "is not a list of objects")
+    return [_call(call, f"{place}[{number}]") for number, call in enumerate(calls)]
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object: chat templates write it as JSON themselves."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        function = {name: call[name] for name in ("name", "arguments") if name in call}
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise MessageError(f"{where}.function", "has no name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"{where}.function.arguments") if arguments.strip() else {}
+        if isinstance(arguments, str):  # encoded twice
+            arguments = _json(arguments, f"{where}.function.arguments")
+    rest = {name: item for name, item in call.items() if name not in ("name", "arguments", "function")}
+    return {"type": "function", **rest, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(where, f"is not JSON: {str(error)[:80]}") from None

@@ -1,0 +1,199 @@
+"""Whether a chat template writes all that it is given: templates leave out roles, tools and thoughts without a word.
+
+Two looks complement each other. A probe, once for each shape of a conversation, puts a mark in the place of every
+text, tool and call and looks for the marks: a short text that also stands elsewhere is not taken for written. A search
+for the texts themselves finds what depends on the text, such as thoughts that are cut off. Templates may trim, escape
+and move what they write.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_opd.data.messages import KNOWN_ROLES, THOUGHTS, role_advice, tool_name
+
+Messages = list[dict[str, Any]]
+Write = Callable[[Messages, list[dict[str, Any]]], str]
+
+THOUGHTS_END = "</think>"
+ENOUGH = 0.5  # of a text's letters in words that are found again: the text is written, in another form
+MOST_SHAPES = 4096  # remembered
+BESIDE_CALLS = "text beside a tool call"
+# how templates want calls: an empty text as "" or None, arguments as an object or as JSON
+_FORMS = ((False, False), (True, False), (False, True), (True, True))
+
+
+class LeftOut(Exception):
+    """A template leaves something out; its text goes on from "the chat template"."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How a template takes conversations of one shape: the form of their calls, and what it leaves out of any."""
+
+    form: tuple[bool, bool] = _FORMS[0]
+    lost: tuple[str, ...] = ()
+
+
+_SHAPES: dict[tuple, _Shape] = {}
+
+
+def write_all(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
+    """Return what the template `source` writes of a conversation; raises `LeftOut` where that is not all of it.
+
+    `variant` names what else `write` depends on. An error of the template passes through.
+    """
+    shape = _shape(write, (source, variant), messages, tools)
+    text = write(_in_form(messages, shape.form), tools)
+    lost = [*shape.lost]
+    found = _Found(text)
+    for message in messages:
+        if not message.get("tool_calls") and not found.has(visible(message)):
+            lost.append(f"the message of role {message['role']!r}")
+        role = message["role"]
+        if role not in KNOWN_ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+            known = ", ".join(KNOWN_ROLES)
+            raise LeftOut(f"does not name the role {role!r}, which is none of {known}; {role_advice(role)}")
+    if lost:
+        raise LeftOut(f"leaves out {lost[0]}; use another template, or take it out of the row")
+    return text
+
+
+def check_answer(answer: Mapping[str, Any], text: str) -> None:
+    """Raise `LeftOut` where the `text` that an answer became lacks its text, its thoughts or one of its calls."""
+    found = _Found(text)
+    for call in answer.get("tool_calls") or ():
+        name = tool_name(call) or ""
+        if not found.has(name):
+            raise LeftOut(f"leaves out the tool call {name!r} of the answer; use a template that writes tool calls")
+    thoughts, rest = _apart(answer["content"])
+    if not found.exactly(answer["content"]):
+        if not found.has(rest):
+            raise LeftOut("leaves out the text of the answer; use another template")
+        if not _Found(text, without=rest).has(thoughts):
+            raise _no_thoughts()
+    beside = next((answer[name] for name in THOUGHTS if isinstance(answer.get(name), str)), "")
+    if not found.has(beside):
+        raise _no_thoughts()
+
+
+def leaves_text_beside_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether `text` lacks what a turn with tool calls says beside them: some templates write its calls alone."""
+    beside = [visible(message) for message in messages if message.get("tool_calls")]
+    if not any(map(str.strip, beside)):
+        return False
+    found = _Found(text)
+    return not all(map(found.has, beside))
+
+
+def visible(message: Mapping[str, Any]) -> str:
+    """Return what a prompt has to hold of a message: thoughts of earlier turns may go, as their templates want it."""
+    return _apart(message["content"])[1] if message["role"] == "assistant" else message["content"]
+
+
+def _no_thoughts() -> LeftOut:
+    return LeftOut(
+        "leaves out the thoughts of the answer, which would be learned without them; use a template that keeps them"
+        " (such as `chatml`), or take them out of the row"
+    )
+
+
+def _apart(content: str) -> tuple[str, str]:
+    thoughts, end, rest = content.rpartition(THOUGHTS_END)
+    return thoughts.replace("<think>", ""), rest if end else content
+
+
+class _Found:
+    """A text in which others are looked for, whatever their case and blanks."""
+
+    def __init__(self, text: str, without: str = "") -> None:
+        before, _, behind = _squeezed(text).rpartition(_squeezed(without) or "\0")
+        self._text = before + behind
+
+    def exactly(self, part: str) -> bool:
+        return _squeezed(part) in self._text
+
+    def has(self, part: str) -> bool:
+        """Whether a text is there as it is, escaped as JSON, or by most of its words."""
+        if self.exactly(part):
+            return True
+        if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):
+            return True
+        words = re.findall(r"\w+", part.casefold())
+        there = sum(len(word) for word in words if word in self._text)
+        return there >= ENOUGH * sum(map(len, words))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()
+
+
+def _shape(write: Write, key: tuple[str, str], messages: Messages, tools: list[dict[str, Any]]) -> _Shape:
+    seen = tuple((m["role"], bool(m["content"].strip()), len(m.get("tool_calls") or ()), *sorted(m)) for m in messages)
+    whole = (*key, seen, tuple(tuple(sorted(tool)) for tool in tools))
+    if whole not in _SHAPES:
+        if len(_SHAPES) >= MOST_SHAPES:
+            _SHAPES.clear()
+        _SHAPES[whole] = _probed(write, messages, tools)
+    return _SHAPES[whole]
+
+
+def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _Shape:
+    """Return the first form in which the template leaves nothing out, or else the one with the least."""
+    marked, marked_tools, marks = _marked(messages, tools)
+    has_calls = any(message.get("tool_calls") for message in messages)
+    tried = []
+    for form in _FORMS if has_calls else _FORMS[:1]:
+        try:
+            text = write(_in_form(marked, form), marked_tools).casefold()
+        except Exception:  # a template may refuse anything; the conversation itself is written afterwards
+            continue
+        tried.append(_Shape(form, tuple(what for mark, what in marks.items() if mark not in text)))
+    return min(tried, key=lambda shape: len(shape.lost), default=_Shape())
+
+
+def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
+    """Return a conversation with a mark in the place of each text, tool and call, and what each mark stands for."""
+    marks: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        text = f"zq{len(marks)}qz"
+        marks[text] = what
+        return text
+
+    written = []
+    for message in messages:
+        calls = [
+            _named(call, mark(f"the tool call {tool_name(call)!r}"), {"a": mark("the arguments of a tool call")})
+            for call in message.get("tool_calls") or ()
+        ]
+        content = message["content"]
+        if content.strip():  # beside calls it may go, see `leaves_text_beside_calls`
+            content = "text" if calls else mark(f"the message of role {message['role']!r}")
+        written.append({**message, "content": content, **({"tool_calls": calls} if calls else {})})
+    named = [_named(tool, mark(f"the tool {tool_name(tool)!r}")) for tool in tools]
+    return written, named, marks
+
+
+def _named(tool: dict[str, Any], name: str, arguments: Any = None) -> dict[str, Any]:
+    new = {"name": name, **({} if arguments is None else {"arguments": arguments})}
+    return {**tool, "function": {**tool["function"], **new}} if "function" in tool else {**tool, **new}
+
+
+def _in_form(messages: Messages, form: tuple[bool, bool]) -> Messages:
+    as_none, as_json = form
+    if not (as_none or as_json):
+        return messages
+    return [_message_in_form(message, as_none, as_json) for message in messages]
+
+
+def _message_in_form(message: dict[str, Any], as_none: bool, as_json: bool) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    content = None if as_none and not message["content"].strip() else message["content"]
+    if as_json:
+        calls = [_named(call, call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
+    return {**message, "content": content, "tool_calls": calls}
