@@ -29,7 +29,7 @@ from roll_opd.plan import DataPlan
 
 NO_ANSWER = "without an answer"
 SAME_ANSWER = "chosen and rejected are the same"
-OTHER_PROMPT = "chosen and rejected answer different prompts"
+OTHER_PROMPT = "with answers to different prompts"
 
 _ANSWER = ("response", "completion", "output")  # of schema sft: the one a column is named for, else the first
 # names of columns -> keys of a configuration that may name them otherwise
@@ -144,7 +144,7 @@ def _one_answer(value: dict[str, Any], asked: Asked, columns: Mapping[str, str])
     if name is None:
         raise BadRow(NO_ANSWER, f"no assistant's turn at the end of messages, and none of {', '.join(_ANSWER)}")
     before, answer = _answer(value, name)
-    return before or asked, (answer,)
+    return _prompt(asked, before, name), (answer,)
 
 
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -172,7 +172,30 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
         raise BadRow(OTHER_PROMPT)
     if _unmarked(chosen) == _unmarked(rejected):
         raise BadRow(SAME_ANSWER)
-    return before or asked, (chosen, rejected)
+    return _prompt(asked, before, "chosen"), (chosen, rejected)
+
+
+def _prompt(asked: Asked, before: tuple[Message, ...], name: str) -> Asked:
+    """Return the prompt of a row that asks `asked` and has the messages `before` an answer in its column `name`.
+
+    An answer's messages may repeat the prompt, or its end, or go on from it: with calls of tools and their results.
+    """
+    if not before or asked is None:
+        return before or asked
+    goes_on = before[0]["role"] in ("assistant", "tool")
+    if isinstance(asked, tuple):
+        question = tuple(map(_unmarked, asked[:-1] if asked[-1]["role"] == "assistant" else asked))
+        before = tuple(map(_unmarked, before))
+        if before[: len(question)] == question:
+            return before
+        if question[-len(before) :] == before:
+            return question
+        if goes_on:
+            return (*question, *before)
+        raise BadRow(OTHER_PROMPT, f"the prompt and the messages before the answer in {name} differ; leave one out")
+    if goes_on:
+        raise BadRow(WRONG_TYPE, f"{name} goes on from a prompt that is a text; write the prompt as messages")
+    return before
 
 
 SCHEMAS = {

@@ -21,6 +21,7 @@ THOUGHTS_END = "</think>"
 ENOUGH = 0.5  # of a text's letters in words that are found again: the text is written, in another form
 MOST_SHAPES = 4096  # remembered
 BESIDE_CALLS = "text beside a tool call"
+_SWITCHES = re.compile(r"(\s*/\w+)+\s*")
 # how templates want calls: an empty text as "" or None, arguments as an object or as JSON
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
@@ -89,7 +90,12 @@ def leaves_text_beside_calls(messages: Sequence[Mapping[str, Any]], text: str) -
 
 
 def visible(message: Mapping[str, Any]) -> str:
-    """Return what a prompt has to hold of a message: thoughts of earlier turns may go, as their templates want it."""
+    """Return what a prompt has to hold of a message.
+
+    Thoughts of earlier turns may go, as their templates want it, and so may switches such as `/no_think`.
+    """
+    if _SWITCHES.fullmatch(message["content"]):
+        return ""
     return _apart(message["content"])[1] if message["role"] == "assistant" else message["content"]
 
 

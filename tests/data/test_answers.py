@@ -153,6 +153,31 @@ def test_bad_rows(schema: str, row: dict, kind: str) -> None:
     assert found.value.kind == kind
 
 
+CALLED = [
+    {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "{}"}]},
+    {"role": "tool", "content": "2"},
+]
+
+
+@pytest.mark.parametrize("schema", ["sft", "dpo"])
+def test_an_answer_may_go_on_from_its_prompt(schema: str) -> None:
+    """As TRL's completions do; messages that repeat the prompt, or its end, are not taken twice."""
+    system = {"role": "system", "content": "You add."}
+
+    def roles(prompt: object, *before: dict) -> list[str]:
+        answers = {"completion": [*before, RIGHT], "chosen": [*before, RIGHT], "rejected": [*before, WRONG]}
+        row = parse_answered({"prompt": prompt, **answers}, "0", plan(schema))
+        return [message["role"] for message in row.messages]
+
+    assert roles([ASK], *CALLED) == ["user", "assistant", "tool"]
+    assert roles([system, ASK]) == roles([system, ASK], ASK) == roles([system, ASK], system, ASK) == ["system", "user"]
+    assert roles([ASK], ASK, *CALLED) == ["user", "assistant", "tool"]
+    assert roles("1+1=", ASK) == ["user"]
+    for prompt, before in (("1+1=", CALLED), ([ASK], [{"role": "user", "content": "other"}])):
+        with pytest.raises(BadRow, match="go|differ"):
+            roles(prompt, *before)
+
+
 def test_what_was_looked_for_is_named() -> None:
     with pytest.raises(BadRow, match=r"looked for messages, q, prompt, conversations;"):
         parse_answered({"instruction": "1+1=", "output": "2"}, "0", plan("sft", columns={"instruction": "q"}))

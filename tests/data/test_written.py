@@ -60,6 +60,7 @@ WRITTEN = {
     "lower case": (EACH % "m.content | lower", [SYSTEM, ASK], {}),
     "escaped": ("{{ messages | tojson }}", [SYSTEM, {"role": "user", "content": 'say "ß\\n"'}, ANSWER, ASK], {}),
     "html": (EACH % "m.content | e", [{"role": "user", "content": "is 1 < 2 & so?"}], {}),
+    "switch": (EACH % "m.content.replace('/no_think', '')", [{"role": "system", "content": "/no_think"}, ASK], {}),
     "blank turn": (QWEN2_5, [{"role": "system", "content": ""}, ASK], {}),
     "own role": (EACH % "m.content if m.role == 'narrator'", [{"role": "narrator", "content": "Once"}], {}),
 }  # fmt: skip
