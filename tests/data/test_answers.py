@@ -174,7 +174,7 @@ def test_an_answer_may_go_on_from_its_prompt(schema: str) -> None:
     assert roles([ASK], ASK, *CALLED) == ["user", "assistant", "tool"]
     assert roles("1+1=", ASK) == ["user"]
     for prompt, before in (("1+1=", CALLED), ([ASK], [{"role": "user", "content": "other"}])):
-        with pytest.raises(BadRow, match="go|differ"):
+        with pytest.raises(BadRow, match=r"go|differ"):
             roles(prompt, *before)
 
 
