@@ -59,8 +59,29 @@ class Experience:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt (T-P)."""
+        """Tokens after the prompt (T-P), observed ones included."""
         return len(self.tokens) - self.prompt_length
+
+    def acted(self, values: np.ndarray) -> np.ndarray:
+        """Return the entries of a [T-P, ...] array at action tokens: what means, shares and checks are made of."""
+        return values[self.action_mask]
+
+    def without_observed(self, values: np.ndarray) -> np.ndarray:
+        """Return a floating [T-P] array with NaN at observed tokens, for records: a mean over all of it is NaN."""
+        return values if self.action_mask.all() else np.where(self.action_mask, values, values.dtype.type(np.nan))
+
+    @property
+    def action_tokens(self) -> int:
+        """Tokens that the student wrote; of a demonstration, those of its answer."""
+        return int(np.count_nonzero(self.action_mask))
+
+    @property
+    def learned_tokens(self) -> int:
+        """Action tokens that the loss reads."""
+        if self.excluded:
+            return 0
+        mask = self.action_mask if self.loss_mask is None else self.action_mask & self.loss_mask
+        return int(np.count_nonzero(mask))
 
     @property
     def is_learned_from(self) -> bool:

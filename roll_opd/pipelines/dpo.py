@@ -18,7 +18,7 @@ from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
 from roll_opd.plan import RunPlan
-from roll_opd.tracking.summary import STEP_TOKENS
+from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 from roll_opd.workers.roles import FrozenModel
 from roll_opd.workers.supervised import SupervisedStudent
 from roll_opd.workers.writing import Writing
@@ -62,6 +62,7 @@ async def train(run: Run) -> None:
             logprobs, loss, metrics = await student.learn(samples, plan.objective)
         metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, OF_TRAINING)}
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
+        metrics[LEARNED_TOKENS] = float(sum(sample.action_mask.sum() for sample in samples))
         metrics |= await run.validation(step, validate)
         async with run.checkpoint(step, save):
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)

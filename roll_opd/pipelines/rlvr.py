@@ -23,6 +23,7 @@ from roll_opd.rollout.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.rollout.workflow import SingleTurn
 from roll_opd.tracking.metrics import opd_metrics
 from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.tracking.summary import LEARNED_TOKENS
 from roll_opd.workers.held import release
 from roll_opd.workers.reward_pool import RewardPool
 from roll_opd.workers.roles import FrozenModels
@@ -119,6 +120,7 @@ async def train(run: Run) -> None:
         with clock.phase("train"), run.progress.showing(*workers.updates):
             student_learns = step > critic_warmup
             metrics: dict[str, float] = {}
+            learned = sum(e.learned_tokens for e in experiences) if student_learns else 0
             if any(e.is_learned_from for e in experiences):  # else the step is left out, as in ROLL
                 experiences, metrics = await workers.learn(plan, experiences, step, student_learns=student_learns)
             release(experiences)
@@ -134,6 +136,7 @@ async def train(run: Run) -> None:
             | reward_metrics(sampled)
             | mask_metrics(sampled)
             | advantage_metrics(sampled, plan.advantage_teachers, objective)
+            | {LEARNED_TOKENS: float(learned)}
         )
         metrics |= await run.validation(step, partial(measure, step))
         metrics |= _counted(pools)

@@ -16,7 +16,7 @@ from roll_opd.data.training import TrainSample
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.run_facts import note_end
-from roll_opd.pipelines.sample_record import as_f32, logprobs_of, teacher_prompts_of, text_of, topk_hits
+from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
 from roll_opd.plan import RunPlan
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
@@ -250,15 +250,15 @@ class RunLogger:
             "demonstration": experience.demonstration,
             **teacher_prompts_of(experience, self._tokenizer),
             **logprobs_of(experience),
-            "student_logprobs": experience.old_logprobs,
+            "student_logprobs": of_actions(experience, experience.old_logprobs),
             "opd_kl_coef": {t.name: t.opd_kl_coef for t in teachers if t.name in experience.teacher_logprobs},
             "teacher_topk_hits": topk_hits(experience) if objective.opd_topk_source == "teacher" else {},
-            "values": experience.values,
+            "values": of_actions(experience, experience.values),
             "token_level_rewards": as_f32(token_level_rewards),
             "external_advantages": as_f32(experience.advantages),
             "advantages": as_f32(advantages),
             "loss_mask": experience.loss_mask,
-            "importance_weights": experience.importance_weights,
+            "importance_weights": of_actions(experience, experience.importance_weights),
             **experience.metrics,
             **{name: getattr(objective, name) for name in OF_THE_OBJECTIVE},
         }

@@ -38,17 +38,27 @@ def teacher_prompts_of(experience: Experience, tokenizer: PreTrainedTokenizerBas
 
 
 def logprobs_of(experience: Experience) -> dict[str, Any]:
-    """Return what sampler and frozen models say of the tokens."""
+    """Return the log-probs of the action tokens by sampler and frozen models, NaN at observed tokens."""
+    by_teacher = experience.teacher_logprobs.items()
     return {
-        "rollout_logprobs": experience.rollout_logprobs,
-        "teacher_logprobs": experience.teacher_logprobs,
-        "ref_logprobs": experience.ref_logprobs,
+        "rollout_logprobs": of_actions(experience, experience.rollout_logprobs),
+        "teacher_logprobs": {name: of_actions(experience, logprobs) for name, logprobs in by_teacher},
+        "ref_logprobs": of_actions(experience, experience.ref_logprobs),
     }
 
 
 def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
-    """Return by teacher whether each sampled token is one of its most likely, bool [T-P], where these are known."""
-    return {name: held.hits for name, held in experience.teacher_targets.items() if held.hits is not None}
+    """Return by teacher whether each sampled token is one of its most likely, [T-P], where these are known.
+
+    None at observed tokens.
+    """
+    hits = {name: held.hits for name, held in experience.teacher_targets.items() if held.hits is not None}
+    return {name: np.where(experience.action_mask, of_teacher, None) for name, of_teacher in hits.items()}
+
+
+def of_actions(experience: Experience, array: np.ndarray | None) -> np.ndarray | None:
+    """Return an optional floating [T-P] array as it is recorded: NaN at observed tokens, which becomes null."""
+    return None if array is None else experience.without_observed(array)
 
 
 def as_f32(array: np.ndarray | None) -> np.ndarray | None:

@@ -10,7 +10,7 @@ from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
 from roll_opd.plan import RunPlan
-from roll_opd.tracking.summary import STEP_TOKENS
+from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 from roll_opd.workers.supervised import SupervisedStudent
 
 
@@ -32,7 +32,8 @@ async def train(run: Run) -> None:
         samples = _samples(rows)
         with run.clock.phase("train"), run.progress.showing(student.updates):
             _, loss, metrics = await student.learn(samples, plan.objective)
-        metrics |= {"sft/loss": loss, "sft/tokens": float(sum(len(sample.action_mask) for sample in samples))}
+        learned = float(sum(sample.action_mask.sum() for sample in samples))
+        metrics |= {"sft/loss": loss, "sft/tokens": learned, LEARNED_TOKENS: learned}
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics |= await run.validation(step, validate)
         async with run.checkpoint(step, student.save):

@@ -239,5 +239,5 @@ def _in_loss(experience: Experience) -> np.ndarray:
 def _action_logprobs(experiences: Sequence[Experience]) -> Sequence[Tensor]:
     """Return the student's log-probs of each sample's action tokens."""
     logprobs_M = np.concatenate([e.student_logprobs for e in experiences])
-    counts = [int(np.count_nonzero(e.action_mask)) for e in experiences]
+    counts = [e.action_tokens for e in experiences]
     return torch.from_numpy(picked(logprobs_M, joined_masks(experiences))).split(counts)

@@ -148,7 +148,7 @@ class Selection:
     @property
     def generated_tokens(self) -> int:
         """Action tokens of the `used` groups."""
-        return sum(int(e.action_mask.sum()) for group in range(self.used) for e in self._in_order(group))
+        return sum(e.action_tokens for group in range(self.used) for e in self._in_order(group))
 
     def experiences(self) -> list[Experience]:
         """Return what the runs of the chosen groups made, in order."""

@@ -16,7 +16,7 @@ def masked(experiences: Sequence[Experience], objective: ObjectivePlan, sampling
 
     A sample whose reward failed has none here. A mask by difficulty needs more than one response a prompt.
     """
-    lengths = [int(e.action_mask.sum()) for e in experiences]
+    lengths = [e.action_tokens for e in experiences]
     rewards = [None if e.excluded else e.reward for e in experiences]
     kept: dict[str, list[bool]] = {}
     if objective.max_len_mask:

@@ -74,7 +74,7 @@ def train_infer_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 def _correction_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return the share of the action tokens that are masked, and the mean weight of the others."""
-    acted = sum(int(e.action_mask.sum()) for e in experiences)
+    acted = sum(e.action_tokens for e in experiences)
     kept = np.concatenate([np.zeros(0), *[present(e.importance_weights)[e.loss_mask] for e in experiences]])
     if not acted:
         return {}

@@ -186,10 +186,12 @@ def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
     if not experiences:
         return {}
     kinds = ("mean", "max", "min")
-    responses = [experience.response_length for experience in experiences]
+    responses = [experience.action_tokens for experience in experiences]
+    whole = [experience.response_length for experience in experiences]
     return {
         **statistics("tokens/response_length", responses, kinds),
         **statistics("opd/response_length", responses, kinds),
+        **(statistics("tokens/non_prompt_length", whole, kinds) if whole != responses else {}),
         **statistics("tokens/prompt_length", [item.prompt_length for item in experiences], kinds),
         "rollout/finish_length_rate": float(np.mean([item.finish_reason == "length" for item in experiences])),
     }
@@ -234,7 +236,7 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
     given = [experience.reward for experience in runs if experience.reward is not None]
     if set(given) - {0.0, 1.0}:
         metrics |= statistics("val/reward", given, ("max", "min"))
-    lengths = [experience.response_length for experience in experiences]
+    lengths = [experience.action_tokens for experience in experiences]
     return {**metrics, **statistics("val/response_length", lengths, ("mean",))}
 
 

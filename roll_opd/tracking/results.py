@@ -68,11 +68,10 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
     """Return the steps, the tokens, the wall time of the whole process, and its parts, from the keys of a summary."""
-    tokens = []
-    if summary["generated_tokens"]:
-        tokens = [f"{count_of(summary['generated_tokens'])} generated tokens"]
-    elif summary.get("learned_tokens"):
-        tokens = [f"{count_of(summary['learned_tokens'])} tokens of prompts and answers"]
+    counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
+    if counts["learned"] == counts["generated"]:  # every token that was generated, as mostly
+        del counts["learned"]
+    tokens = [f"{count_of(count)} {what} tokens" for what, count in counts.items() if count]
     phases = summary["phase_seconds"]
     of_steps = {f"time/{name}": seconds for name, seconds in phases.items() if name not in APART}
     steps, startup = sum(of_steps.values()), summary.get("startup_seconds", 0.0)

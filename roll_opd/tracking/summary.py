@@ -21,7 +21,8 @@ LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
 REWARD = "critic/score/mean"
 GENERATED_TOKENS = "rollout/generated_tokens"
-STEP_TOKENS = "tokens/step"
+STEP_TOKENS = "tokens/step"  # of whole sequences, prompts and observed tokens included
+LEARNED_TOKENS = "tokens/learned"  # action tokens in the loss
 STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 
 # what validation measures before the first step and after some, beside rewards; and what every step measures
@@ -82,14 +83,14 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     phases = {phase: sum(_column(rows, f"time/{phase}")) for phase in (*PHASES, "other")}
     startup = sum(_column(rows, STARTUP_SECONDS))
     before_the_steps = sum(row.get("time/validate") or 0.0 for row in rows if row.get(STEP_SECONDS) is None)
-    tokens = _column(rows, STEP_TOKENS)
+    learned = _column(rows, LEARNED_TOKENS)
     return {
         **{f"{name}_{end}": value for name, pair in pairs.items() for end, value in zip(ENDS, pair, strict=True)},
         "teacher_val_accuracy": None if graded else teacher,
         **({"teacher_val_reward": teacher} if graded and teacher is not None else {}),
         "steps": max((row["step"] for row in rows), default=0),
         "generated_tokens": int(sum(_column(rows, GENERATED_TOKENS))),
-        **({"learned_tokens": int(sum(tokens))} if tokens else {}),
+        **({"learned_tokens": int(sum(learned))} if learned else {}),
         "wall_seconds": startup + before_the_steps + sum(_column(rows, STEP_SECONDS)),
         "startup_seconds": startup,
         "phase_seconds": phases,

@@ -374,7 +374,7 @@ def policy_weights(experiences: Sequence[Experience], objective: ObjectivePlan) 
     if not (objective.difficulty_loss_weight or objective.length_loss_weight):
         return []
     own = [number for number, experience in enumerate(experiences) if not experience.demonstration]
-    lengths = [int(experiences[number].action_mask.sum()) for number in own]
+    lengths = [experiences[number].action_tokens for number in own]
     difficulties = [experiences[number].difficulty for number in own] if objective.difficulty_loss_weight else None
     found = sample_weights(lengths, difficulties, by_length=objective.length_loss_weight)
     weights: list[float | None] = [None] * len(experiences)

@@ -110,12 +110,16 @@ def test_a_table_has_the_rows_of_its_pipeline() -> None:
         "mean training reward": ["0.2500", "0.5000"],
     }
     sft = [{"step": 0, "val/loss": 2.0}, {"step": 1, "sft/loss": 3.0}, {"step": 2, "sft/loss": 1.5, "val/loss": 1.0}]
-    sft = [{**row, "tokens/step": 600.0} if row["step"] else row for row in sft]
+    sft = [{**row, "tokens/step": 900.0, "tokens/learned": 600.0} if row["step"] else row for row in sft]
     assert table_of(*sft) == {
         "validation loss": ["2.0000", "1.0000", "0.50", "of", "first"],
         "training loss": ["3.0000", "1.5000", "0.50", "of", "first"],
     }
-    assert totals(summarize(sft)) == "2 steps, 1.2k tokens of prompts and answers, 0s wall time"
+    assert totals(summarize(sft)) == "2 steps, 1.2k learned tokens, 0s wall time"
+    sampled = [{"step": step, "rollout/generated_tokens": 900.0, "tokens/learned": 600.0} for step in (1, 2)]
+    assert totals(summarize(sampled)) == "2 steps, 1.8k generated tokens, 1.2k learned tokens, 0s wall time"
+    same = [{**row, "tokens/learned": 900.0} for row in sampled]
+    assert totals(summarize(same)) == "2 steps, 1.8k generated tokens, 0s wall time"
     dpo = [{"step": 0, "val/loss": 0.7, "val/dpo/accuracy": 0.0}, {"step": 2, "val/loss": 0.5, "val/dpo/accuracy": 0.9}]
     assert table_of(*dpo)["preference accuracy"] == ["0.0000", "0.9000"]
     for rows in (rlvr, sft, dpo):

@@ -119,7 +119,9 @@ def test_rewards_and_lengths(batch: list[Experience]) -> None:
     assert len(rewards) == len(batch) - 1
     assert metrics["critic/score/mean"] == sum(rewards) / len(rewards)
     assert (metrics["critic/score/max"], metrics["critic/score/min"]) == (1.0, 0.0)
-    lengths = [item.response_length for item in batch]
+    lengths = [sum(map(bool, item.action_mask)) for item in batch]
+    whole = [len(item.tokens) - item.prompt_length for item in batch]
+    assert metrics["tokens/non_prompt_length/mean"] == pytest.approx(sum(whole) / len(whole))
     assert metrics["tokens/response_length/mean"] == metrics["opd/response_length/mean"]
     assert metrics["opd/response_length/mean"] == pytest.approx(sum(lengths) / len(lengths))
     assert metrics["opd/response_length/max"] == max(lengths)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tracking_assets import experience
 
@@ -56,6 +57,7 @@ def emitted() -> set[str]:
         value_metrics(valued),
         opd_metrics(batch),
         opd_metrics(bare),
+        opd_metrics([replace(e, action_mask=np.arange(len(e.action_mask)) > 0) for e in batch]),
         reward_metrics([replace(e, reward_parts={"format": 1.0}, reward_reason="wrong answer") for e in batch]),
         reward_metrics([replace(e, reward=None, excluded=True) for e in batch]),
         scoring_metrics("math", {"http_500": 2}, [0.1], [0, 3], 1),

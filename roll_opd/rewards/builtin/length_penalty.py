@@ -51,7 +51,7 @@ class LengthPenalty:
 
 def response_tokens(sample: RewardSample) -> int | None:
     """Return the number of tokens that the student chose; None where only the text is known."""
-    return None if sample.experience is None else int(sample.experience.action_mask.sum())
+    return None if sample.experience is None else sample.experience.action_tokens
 
 
 def overlong(tokens: int, max_tokens: float, cache_tokens: float) -> float:
