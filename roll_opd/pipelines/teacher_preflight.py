@@ -25,7 +25,8 @@ from roll_opd.workers.errors import RunError
 from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
-RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # of each response, and of all samples together
+RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together
+ENOUGH, MOST_TOKENS = 256, 16_384  # action tokens wanted, for which more samples are read, up to so many tokens in all
 FEWEST = 4  # samples, however long
 REPEATED = 8  # texts that the teacher reads a second time: what changes from call to call does so in any
 TOPK = 16
@@ -93,24 +94,41 @@ class TeacherPreflight:
             again=_column(again, "logprobs"),
             in_run=np.concatenate([_in_run(e, teacher.plan.name, first) for e in texts]),
             **_kinds(texts, added_ids(own), first),
-        )
+        ).without(_observed(texts, first))
         exact = teacher.plan.worker.model.dtype == "fp32"
         settings = Settings(temperature, exact, shared, reads_more=teacher.plan.context is not None)
         return [*checks(readings, settings), *_tokens(own, theirs, sizes)]
 
 
 def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return a few samples, spread over the step, their responses cut to `RESPONSE_TOKENS`."""
-    written = [experience for experience in experiences if experience.response_length]
+    """Return a few samples, spread over the step; more of them where their turns are short."""
+    cut = [_cut(experience) for experience in experiences]
+    written = [experience for experience in cut if experience.action_tokens]
+    stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
     chosen: list[Experience] = []
-    tokens = 0
-    for experience in written[:: max(1, -(-len(written) // PREFLIGHT_SAMPLES))]:
-        cut = experience.prompt_length + RESPONSE_TOKENS
-        tokens += min(cut, len(experience.tokens))
-        if tokens > ALL_TOKENS and len(chosen) >= FEWEST:
+    tokens = actions = 0
+    for experience in (one for first in range(stride) for one in written[first::stride]):
+        enough = actions >= ENOUGH
+        tokens += len(experience.tokens)
+        over = tokens > (ALL_TOKENS if enough else MOST_TOKENS)
+        if len(chosen) >= FEWEST and (over or (enough and len(chosen) >= PREFLIGHT_SAMPLES)):
             break
-        chosen.append(replace(experience, tokens=experience.tokens[:cut]))
+        chosen.append(experience)
+        actions += experience.action_tokens
     return chosen
+
+
+def _cut(experience: Experience) -> Experience:
+    """Return a sample with the first `RESPONSE_TOKENS` action tokens of its response, and what is between them."""
+    actions = np.flatnonzero(experience.action_mask[:ALL_TOKENS])[:RESPONSE_TOKENS]
+    length = int(actions[-1]) + 1 if len(actions) else 0
+    is_whole = len(actions) == experience.action_tokens
+    return replace(
+        experience,
+        tokens=experience.tokens[: experience.prompt_length + length],
+        action_mask=experience.action_mask[:length],
+        finish_reason=experience.finish_reason if is_whole else "length",
+    )
 
 
 def _column(answers: Sequence[dict[str, np.ndarray]], name: str) -> np.ndarray:
@@ -131,6 +149,7 @@ def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
         replace(
             chosen[number],
             tokens=np.concatenate([chosen[number].prompt_tokens, np.array(ids[:RESPONSE_TOKENS], np.int64)]),
+            action_mask=np.ones(len(ids[:RESPONSE_TOKENS]), dtype=bool),
             demonstration=True,
         )
         for number, ids in zip(texts, encoded, strict=True)
@@ -151,6 +170,14 @@ def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:
     return found
 
 
+def _observed(texts: Sequence[Experience], first: int | None) -> np.ndarray:
+    """Return which scored tokens an environment, a tool or a user said in a response, bool [N]."""
+    places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) - e.prompt_length for e in texts]
+    return np.concatenate(
+        [(place >= 0) & ~e.action_mask[np.maximum(place, 0)] for e, place in zip(texts, places, strict=True)]
+    )
+
+
 def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | None) -> dict[str, np.ndarray]:
     """Say of every scored token whether it was sampled, is of a prompt or of a row's answer, or ended a sample."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) for e in texts]
@@ -159,8 +186,9 @@ def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | No
     no_special = np.concatenate(
         [~np.isin(e.tokens[place], list(special)) for e, place in zip(texts, places, strict=True)]
     )
-    whole = [e.finish_reason == "stop" and e.response_length == len(e.action_mask) for e in texts]
-    last = np.concatenate([(place == place[-1]) & ended for place, ended in zip(places, whole, strict=True)])
+    # a chosen sample ends with an action
+    ended = [e.finish_reason == "stop" for e in texts]
+    last = np.concatenate([(place == place[-1]) & stopped for place, stopped in zip(places, ended, strict=True)])
     return {
         "sampled": behind & ~of_row,
         "prompted": ~behind & ~of_row & no_special,

@@ -9,7 +9,7 @@ Legend: N scored tokens of all texts, K tokens of a top-k.
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,8 @@ EXACT, ROUNDED = 1e-3, 0.1  # nats that two computations of a log-prob may diffe
 TEMPERATURE_ERROR = 0.02  # of the measured temperature, relative
 FLAT = 0.01  # nats by which the most likely token must be above 1 / V
 SURPRISED = 12.0  # the same, of the one token that ends an answer
+FEW = 32  # action tokens, of which a mean is chance
+IN_COMMON = 0.2  # share of their probability: a sound teacher has twice as much with a student of another trade
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Readings:
-    """What student and teacher say of the same N tokens, at the sampling temperature."""
+    """Log-probs by student and teacher of the same N tokens, at the sampling temperature.
+
+    N counts no observed token: what an environment said is neither a sample nor a prompt.
+    """
 
     student_logprobs: np.ndarray  # f32 [N]
     student_ids: np.ndarray  # int32 [N, K], most likely first
@@ -52,6 +57,11 @@ class Readings:
     prompted: np.ndarray  # bool [N], of a prompt, and no special token
     answered: np.ndarray  # bool [N], of an answer that the row brings
     ended: np.ndarray  # bool [N], the token that ended a sample
+
+    def without(self, observed: np.ndarray) -> "Readings":
+        """Return the readings without tokens that are `observed`, bool [N]."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Readings(**{name: array[~observed[: len(array)]] for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
     if finite.verdict != "ok":
         return [finite]
     rows = [finite, _twice(readings, settings), _temperature(readings, settings), _reads_input(readings, settings)]
+    rows.append(_enough(readings))
     texts = {"samples": readings.sampled, "answers": readings.answered, "prompts": readings.prompted}
     for name, chosen in texts.items():
         if chosen.any():
@@ -164,10 +175,25 @@ def _reads_input(readings: Readings, settings: Settings) -> Check:
     )
 
 
+def _enough(readings: Readings) -> Check:
+    """Whether the means over samples are of enough tokens."""
+    count = int(readings.sampled.sum())
+    few = count < FEW
+    meaning = "tokens that the student wrote, of which the checks of samples are means; observed tokens count nowhere"
+    if few:
+        meaning = (
+            f"the student wrote fewer than {FEW} tokens, so that the checks of samples say little: read"
+            " opd/reverse_kl/mean of the first steps, or raise rollout_batch_size for the first one"
+        )
+    return Check("action tokens", str(count), "warning" if few else "ok", meaning)
+
+
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:
     """The mean log-prob of a text, against the student's and a guess's."""
     teacher = float(readings.teacher_logprobs[chosen].mean(dtype=np.float64))
     student = float(readings.student_logprobs[chosen].mean(dtype=np.float64))
+    gaps = (readings.teacher_logprobs - readings.student_logprobs)[chosen].astype(np.float64)
+    common = float(np.exp(np.minimum(gaps, 0)).mean())  # an estimate of 1 - total variation
     guess, margin = -math.log(settings.vocab_size), MARGIN / min(1.0, settings.temperature)
     verdict: Verdict = "ok"
     meaning = f"nats a token; a sound teacher is at most {margin:.2g} below the student"
@@ -175,8 +201,9 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
     if teacher < student - margin and student > guess + margin:
         verdict, rest = "warning", ""
         if teacher < guess:
-            fails = name == "samples" and not settings.reads_more
-            verdict, rest = ("failed" if fails else "warning"), " and below a guess (-ln V)"
+            fails = name == "samples" and not settings.reads_more and common < IN_COMMON
+            verdict = "failed" if fails else "warning"
+            rest = f" and below a guess (-ln V), and they have {common:.0%} of their probability in common"
         meaning = (
             f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
             + (

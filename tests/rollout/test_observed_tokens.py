@@ -1,11 +1,27 @@
-"""What a run observed, the text of tools and of others, reaches no advantage, weight or mask, and no metric."""
+"""What a run observed, the text of tools and of others, reaches no advantage, weight or mask, and no number on record.
 
-from dataclasses import replace
+Whole outputs are compared, of the same samples with and without wild numbers at their observed tokens: what is measured
+or shown one day is covered as it comes.
+"""
+
+import asyncio
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from teacher_assets import megatron, workers_of
 
 from roll_opd.data.experience import Experience
+from roll_opd.data.shares import Cut, Packing
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.data.training import HeldTargets
+from roll_opd.paths import REPOSITORY
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.plan import (
     CorrectionPlan,
     Layout,
@@ -17,13 +33,23 @@ from roll_opd.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
+from roll_opd.report.games import before_and_after
+from roll_opd.report.page import contents
+from roll_opd.report.read import read_run
 from roll_opd.rollout.advantages import external_advantages
 from roll_opd.rollout.audit import advantage_metrics
 from roll_opd.rollout.masks import mask_metrics, masked
 from roll_opd.rollout.mismatch import corrected, train_infer_metrics
 from roll_opd.rollout.reference_kl import kl_coefs
-from roll_opd.tracking.metrics import opd_metrics
+from roll_opd.rollout.teacher_checks import Check
+from roll_opd.tracking.console import progress_line
+from roll_opd.tracking.metrics import opd_metrics, validation_metrics
 from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
+from roll_opd.tracking.summary import write_summary
+from roll_opd.workers.critic import value_metrics
+from roll_opd.workers.megatron import train_samples
+from roll_opd.workers.roles import Student, Teacher
 
 TEACHERS = [
     TeacherPlan(name, MegatronPlan(name, ModelPlan("m"), (0,), Layout(), MicroBatchLimits()), weight)
@@ -62,7 +88,7 @@ def conversations(seed: int) -> list[Experience]:
                         step=step,
                         tag="t",
                         domain="math",
-                        tokens=np.arange(length + 2),
+                        tokens=np.array([len(found), 7, *rng.integers(97, 123, length)]),  # the first tells them apart
                         prompt_length=2,
                         action_mask=mask,
                         rollout_logprobs=draw(),
@@ -72,6 +98,9 @@ def conversations(seed: int) -> list[Experience]:
                         finish_reason="stop",
                         weights_version=0,
                         reward=float(rng.random()),
+                        values=draw(),
+                        returns=draw(),
+                        teacher_targets={"one": HeldTargets(None, 0, {}, hits=rng.random(length) < 0.5)},
                     )
                 )
     return found
@@ -84,8 +113,13 @@ def disturbed(experience: Experience, rng: np.random.Generator) -> Experience:
         wild = logprobs + rng.choice([-100, 100], len(logprobs)).astype(np.float32)
         return np.where(experience.action_mask, logprobs, wild).astype(np.float32)
 
+    (name, held) = next(iter(experience.teacher_targets.items()))
+    hits = np.where(experience.action_mask, held.hits, rng.random(len(held.hits)) < 0.5)
     return replace(
         experience,
+        values=other(experience.values),
+        returns=other(experience.returns),
+        teacher_targets={name: replace(held, hits=hits)},
         rollout_logprobs=other(experience.rollout_logprobs),
         old_logprobs=other(experience.old_logprobs),
         ref_logprobs=other(experience.ref_logprobs),
@@ -121,3 +155,122 @@ def test_observed_tokens_change_nothing(name: str, seed: int) -> None:
             if values[0] is not None:
                 np.testing.assert_array_equal(*[value[one.action_mask] for value in values])
             assert values[0] is not None or values[1] is None
+
+
+DEMO = REPOSITORY / "examples/demo/models"
+
+
+class Ranks:
+    """A role's ranks that answer with random log-probs, wild ones at observed tokens."""
+
+    packing, plan = Packing(ranks=1), megatron(DEMO / "student")
+
+    def __init__(self, seed: int, experiences: list[Experience], wild: bool) -> None:
+        self._seed, self._wild = seed, wild
+        self._by_token = {int(e.tokens[0]): e for e in experiences}
+
+    async def scatter(self, method: str, cut: Cut, temperature: float, **wanted: Any) -> list[tuple[int, Any]]:
+        assert method == "compute_targets"
+        (share,) = cut.shares
+        samples: Any = share.samples
+        return [(0, {n: self._answer(*samples._value[n][:2], wanted) for part in share.micro_batches for n in part})]
+
+    def _answer(self, tokens: np.ndarray, scored_from: int, wanted: dict[str, Any]) -> dict[str, np.ndarray]:
+        of = self._by_token[int(tokens[0])]
+        rng = np.random.default_rng([self._seed, int(tokens[0])])
+        length = len(of.tokens) - 1
+        logprobs = np.log(rng.dirichlet(np.full(wanted["vocab_size"], 0.1), length) + 1e-30)
+        if self._wild:
+            observed = np.flatnonzero(np.concatenate([np.zeros(of.prompt_length - 1, bool), ~of.action_mask]))
+            logprobs[observed] += np.random.default_rng().choice([-100, 100], (len(observed), 1))
+        logprobs = logprobs.astype(np.float32)[scored_from - 1 : len(tokens) - 1]
+        ids = np.argsort(-logprobs, 1)[:, : wanted["topk"]].astype(np.int32)
+        top = np.take_along_axis(logprobs, ids, 1)
+        sampled = np.take_along_axis(logprobs, tokens[scored_from:, None], 1)[:, 0]
+        return {"logprobs": sampled, "topk_ids": ids, "topk_logprobs": top, "plain_logprobs": top}
+
+
+def preflight_of(experiences: list[Experience], wild: bool) -> list[dict[str, Any]]:
+    rows: list[Check] = []
+    logger: Any = SimpleNamespace(teacher_preflight=lambda name, found: rows.extend(found))
+    plan: Any = SimpleNamespace(teacher_preflight="warn")
+    student, ranks = (Ranks(seed, experiences, wild) for seed in (1, 2))
+    teacher_plan = replace(TEACHERS[0], worker=megatron(DEMO / "teacher"))
+    workers = workers_of(Student(student.plan, student), Teacher("one", ranks, 320, teacher_plan))  # type: ignore[arg-type]
+    asyncio.run(TeacherPreflight(plan, workers, logger).check(experiences, 1.0))
+    return [asdict(row) for row in rows]
+
+
+def recorded(
+    experiences: list[Experience], metrics: dict[str, float], objective: ObjectivePlan, teachers: Any, path: Path
+) -> dict[str, Any]:
+    """Return what a run of two steps with these samples leaves behind: its files, its report, its lines."""
+    path.mkdir(parents=True)
+    run = RunDirectory(path)
+    run.write_config("exp_name: game\nmax_steps: 2\n")
+    logger = RunLogger.__new__(RunLogger)
+    plan: Any = SimpleNamespace(teachers=teachers, advantage_teachers=teachers, objective=objective)
+    logger._plan, logger._run, logger._tokenizer = plan, run, load_tokenizer(str(DEMO / "student"))
+    taught = replace(objective, opd_topk_source="teacher")
+    logger._plan.objective = taught
+    for step in (1, 2):
+        run.append_jsonl(METRICS, [{"step": step, **metrics}])
+        run.append_jsonl(SAMPLES, logger._samples(step, experiences))
+        logger.answers(step, "student", [replace(e, id=f"Lake/1#{n}/0") for n, e in enumerate(experiences)])
+    summary = write_summary(run, seed=1)
+    found = contents(read_run(run.path))
+    del found["made"], found["facts"]
+    files = {name: (path / name).read_text() for name in (METRICS, SAMPLES, VALIDATION_SAMPLES)}
+    return {
+        "files": files,
+        "report": found,
+        "summary": summary,
+        "line": progress_line(1, 2, metrics, 1.0, width=200),
+        "game": before_and_after(read_jsonl(path / VALIDATION_SAMPLES)),
+    }
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) -> None:
+    """Preflight, metrics, console, samples, validation, summary and report: the same, whatever observed tokens say."""
+    objective, teachers = OBJECTIVES[name]
+    experiences, rng = conversations(3), np.random.default_rng(3)
+    if not teachers:
+        experiences = [replace(one, teacher_logprobs={}) for one in experiences]
+    outputs = []
+    for wild in (False, True):
+        given = [disturbed(one, rng) for one in experiences] if wild else experiences
+        made, metrics = worked_on(given, objective, teachers)
+        metrics |= validation_metrics(given, 3) | value_metrics(given)
+        trained = train_samples(made, teachers, objective)
+        learned = [
+            [one.acted(a).tolist() for a in (t.advantages, t.opd_teacher, t.opd_coefficients)]
+            for one, t in zip(made, trained, strict=True)
+        ]
+        outputs.append(
+            {
+                "metrics": metrics,
+                "learned": learned,
+                "tokens": [one.learned_tokens for one in made],
+                "preflight": preflight_of(given, wild) if teachers else [],
+                **recorded(made, metrics, objective, teachers, tmp_path / str(wild) / "run"),
+            }
+        )
+    plain, wild_ones = (json.loads(json.dumps(output)) for output in outputs)
+    for part in plain:
+        assert wild_ones[part] == plain[part], part
+    checks = {row["check"]: row for row in plain["preflight"]}
+    assert len(plain["metrics"]) > 20 and plain["report"]["samples"] and plain["game"]
+    assert not teachers or ("mean log-prob, samples" in checks and plain["report"]["agreement"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_counts_as_learned(seed: int) -> None:
+    """Action tokens in the loss, one by one: not those that a mask, a correction or a failed reward leaves out."""
+    rng = np.random.default_rng(seed)
+    for one in conversations(seed):
+        loss_mask = rng.random(len(one.action_mask)) < 0.5
+        masked_one = replace(one, loss_mask=loss_mask)
+        count = sum(bool(a) and bool(m) for a, m in zip(one.action_mask, loss_mask, strict=True))
+        assert one.learned_tokens == sum(map(bool, one.action_mask)) < one.response_length
+        assert masked_one.learned_tokens == count and replace(masked_one, excluded=True).learned_tokens == 0

@@ -1,0 +1,177 @@
+"""Sound, permuted, shifted and truncated teachers in three games of several turns, read through Hugging Face.
+
+Most tokens of a game are the environment's, which student and teacher alike cannot predict: a mean over all of them
+hides a teacher that says nothing right.
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from teacher_assets import logits_of, student_of, teacher_of, workers_of
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from roll_opd.data.experience import Experience
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.environments import make
+from roll_opd.paths import REPOSITORY
+from roll_opd.pipelines.teacher_preflight import (
+    ENOUGH,
+    FEWEST,
+    MOST_TOKENS,
+    PREFLIGHT_SAMPLES,
+    TeacherPreflight,
+    _chosen,
+)
+from roll_opd.rollout.teacher_checks import FEW, Check
+
+pytestmark = pytest.mark.slow
+EXAMPLES = REPOSITORY / "examples"
+WHOLE = {"action_pattern": "^(.*)$", "env_instruction": ""}  # the whole answer is the action
+GAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "frozen_lake": ("games/models/frozen_lake_{}", {"size": 4, "is_slippery": False, "max_steps": 8, **WHOLE}),
+    "sokoban": ("games/models/sokoban_{}", {"dim_room": [6, 6], "num_boxes": 1, "search_depth": 6, **WHOLE}),
+    "number_sum": ("demo/models/{}", {"turns": 4, **WHOLE}),
+}
+MOST_TURNS, NEW_TOKENS = 6, 8
+
+
+@torch.no_grad()
+def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> list[Experience]:
+    """Return games as they are in a run: one sequence each, what the environment said masked."""
+    tokenizer = load_tokenizer(str(path))
+    found = []
+    for seed in range(games):
+        torch.manual_seed(seed)
+        game = make(name, **GAMES[name][1])
+        observation, _ = game.reset(seed)
+
+        def asked(text: str) -> list[int]:
+            message = [{"role": "user", "content": text}]
+            return tokenizer(
+                tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            ).input_ids
+
+        tokens = asked(observation)
+        prompt, mask = len(tokens), []
+        for turn in range(MOST_TURNS):
+            whole = student.generate(torch.tensor([tokens]), do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS)
+            action = whole[0, len(tokens) :].tolist()
+            tokens, mask = tokens + action, mask + [True] * len(action)
+            observation, _, ended, truncated, _ = game.step(tokenizer.decode(action, skip_special_tokens=True))
+            if ended or truncated or turn == MOST_TURNS - 1:
+                break
+            said = asked(observation)
+            tokens, mask = tokens + said, mask + [False] * len(said)
+        stopped = tokens[-1] == tokenizer.eos_token_id
+        found.append(
+            Experience(
+                id=f"{name}/{seed}",
+                group_id=str(seed),
+                tag=name,
+                domain="",
+                tokens=np.array(tokens),
+                prompt_length=prompt,
+                action_mask=np.array(mask),
+                rollout_logprobs=None,
+                finish_reason="stop" if stopped else "length",
+                weights_version=0,
+            )
+        )
+    return found
+
+
+def _of_ids(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weights = {id(layer.weight): layer.weight for layer in (model.get_input_embeddings(), model.lm_head)}
+    for weight in weights.values():
+        weight.copy_(change(weight).clone())
+
+
+def permuted(model: PreTrainedModel) -> None:
+    order = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    _of_ids(model, lambda weight: weight[order])
+
+
+def shifted(model: PreTrainedModel) -> None:
+    _of_ids(model, lambda weight: weight.roll(1, 0))
+
+
+def truncated(model: PreTrainedModel) -> None:
+    del model.model.layers[0]
+
+
+@dataclass
+class Played:
+    student: PreTrainedModel
+    teacher: PreTrainedModel
+    samples: list[Experience]
+    paths: tuple[Any, Any]
+
+    def check(self, change: Callable[[PreTrainedModel], None] | None = None) -> dict[str, Check]:
+        teacher = copy.deepcopy(self.teacher)
+        if change:
+            with torch.no_grad():
+                change(teacher)
+        rows: dict[str, Check] = {}
+        logger: Any = SimpleNamespace(teacher_preflight=lambda _, found: rows.update({row.check: row for row in found}))
+        plan: Any = SimpleNamespace(teacher_preflight="warn")
+        workers = workers_of(student_of(self.student, self.paths[0]), teacher_of(teacher, self.paths[1]))
+        scored = [replace(e, teacher_logprobs={"teacher": read(teacher, e)}) for e in self.samples]
+        asyncio.run(TeacherPreflight(plan, workers, logger).check(scored, 1.0))
+        return rows
+
+
+def read(model: PreTrainedModel, sample: Experience) -> np.ndarray:
+    logprobs = logits_of(model, sample.tokens)[sample.prompt_length - 1 :].log_softmax(-1)
+    return logprobs.gather(1, torch.from_numpy(sample.response_tokens)[:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module", params=GAMES)
+def game(request: pytest.FixtureRequest) -> Played:
+    student_path, teacher_path = (EXAMPLES / GAMES[request.param][0].format(role) for role in ("student", "teacher"))
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student_path, teacher_path)
+    )
+    return Played(student, teacher, played(request.param, student, student_path), (student_path, teacher_path))
+
+
+def test_a_sound_teacher_passes(game: Played) -> None:
+    rows = game.check()
+    assert all(row.verdict != "failed" for row in rows.values())
+    assert rows["action tokens"].verdict == "ok"
+    acted = [(e.acted(read(game.teacher, e)), e.acted(read(game.student, e))) for e in game.samples]
+    teacher, student = (float(np.concatenate(column).mean()) for column in zip(*acted, strict=True))
+    assert rows["mean log-prob, samples"].value.startswith(f"{teacher:.2f}, student {student:.2f}")
+    assert rows["action tokens"].value == str(sum(e.action_tokens for e in game.samples))
+
+
+@pytest.mark.parametrize("change", [permuted, shifted])
+def test_other_ids_end_the_run(game: Played, change: Callable[[PreTrainedModel], None]) -> None:
+    rows = game.check(change)
+    assert rows["mean log-prob, samples"].verdict == "failed" and rows["top-16 overlap"].verdict == "warning"
+
+
+def test_a_lost_layer_is_noticed(game: Played) -> None:
+    assert game.check(truncated)["mean log-prob, samples"].verdict != "ok"
+
+
+def test_short_turns_take_more_samples(game: Played) -> None:
+    """Turns of one token: samples are added until there are enough of those, and too few of them are a warning."""
+    (one, *_) = game.samples
+    length = 60
+    mask = np.arange(length) % 30 == 0
+    brief = replace(one, tokens=np.resize(one.tokens, 10 + length), prompt_length=10, action_mask=mask)
+    many = _chosen([replace(brief, id=str(number)) for number in range(500)])
+    assert len(many) > PREFLIGHT_SAMPLES and sum(e.action_tokens for e in many) >= ENOUGH
+    assert len({e.id for e in many}) == len(many) and all(e.action_mask[-1] for e in many)
+    silent = replace(brief, action_mask=np.arange(length) == 0, tokens=np.resize(one.tokens, 3000), prompt_length=2940)
+    few = _chosen([silent] * 500)
+    assert FEWEST <= len(few) < 10 and sum(len(e.tokens) for e in few) <= MOST_TOKENS
+    rows = replace(game, samples=[replace(brief, id=str(n)) for n in range(FEW // 2 - 1)]).check()
+    assert rows["action tokens"].verdict == "warning"
