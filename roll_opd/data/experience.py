@@ -45,6 +45,7 @@ class Experience:
     teacher_targets: dict[str, HeldTargets] = field(default_factory=dict)  # teacher -> more than log-probs
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
+    turn_rewards: tuple[float, ...] = ()  # what the environment gave for each turn, where it did; for records
     reward_parts: dict[str, float] = field(default_factory=dict)  # what it is made of, or was found beside it, by name
     reward_reason: str = ""  # why, in a word or two, where the reward worker says so
     excluded: bool = False  # its reward failed and nobody is to learn from it (`on_error: drop`)

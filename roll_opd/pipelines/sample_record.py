@@ -23,6 +23,7 @@ def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[
         "reward": experience.reward,
         "reward_parts": experience.reward_parts,
         "reward_reason": experience.reward_reason,
+        **({"turn_rewards": experience.turn_rewards} if experience.turn_rewards else {}),
         "finish_reason": experience.finish_reason,
         "weights_version": experience.weights_version,
         "tokens": experience.tokens,

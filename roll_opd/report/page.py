@@ -85,7 +85,8 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
             for part in (steps[:tenth], steps[-tenth:])
             if part and (found := samples.agreement(run.samples, part))
         ],
-        "preflight": _preflight(run.summary.get("teacher_preflight")),
+        "preflight": (teachers := _preflight(run.preflight)),
+        "preflight_first": any(row["verdict"] == "failed" for one in teachers for row in one["rows"]),
         "warnings": _warnings(run),
         "config": visible(run.config_text[:CONFIG_CHARACTERS]),
         "facts": _facts(run),

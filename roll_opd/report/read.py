@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from roll_opd.tracking.run_directory import METRICS, RUN_FACTS, SAMPLES, VALIDATION_SAMPLES
+from roll_opd.tracking.run_directory import METRICS, PREFLIGHT, RUN_FACTS, SAMPLES, VALIDATION_SAMPLES
 
 CONFIG, SUMMARY = "config.yaml", "summary.json"
 MARKS = (METRICS, CONFIG, RUN_FACTS, SUMMARY)  # a directory without any of them is no run
@@ -58,6 +58,7 @@ class RunRecord:
     path: Path
     metrics: list[dict[str, float]]  # one a step, by step; finite numbers alone, with `step`
     summary: dict[str, Any]  # empty until the run has ended
+    preflight: dict[str, Any]  # checks of each teacher, by name
     facts: dict[str, Any]  # what was known when it began: mode, machine, versions
     config: dict[str, Any]
     config_text: str
@@ -93,6 +94,7 @@ def read_run(path: Path) -> RunRecord:
         path=path,
         metrics=metrics,
         summary=summary,
+        preflight=_mapping(path / PREFLIGHT, problems, optional=True) or summary.get("teacher_preflight", {}),
         facts=_mapping(path / RUN_FACTS, problems, optional=True),
         config=_config(config_text, problems),
         config_text=config_text,

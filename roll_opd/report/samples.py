@@ -71,6 +71,7 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
         kept = [*range(head), *range(length - (min(length, limit) - head), length)]
         pieces = [limited(response[ends[place - 1] if place else 0 : ends[place]]) for place in kept]
     columns = {name: [_short(values[place]) for place in kept] for name, values in _columns(row, length).items()}
+    acted = _acted(row, length)
     reward = number(row.get("reward"))
     return {
         "step": row.get("step"),
@@ -84,25 +85,28 @@ def shaped(row: Mapping[str, Any], limit: int) -> dict[str, Any]:
         "finish": limited(row.get("finish_reason")),
         "behind": _behind(row),
         "length": length,
+        "acted": sum(acted),
+        "turn_rewards": _turn_rewards(row, acted),
+        "turns": _turns(acted, kept),
         "pieces": pieces,
         "ids": [_id(row["tokens"][row["prompt_length"] + place]) for place in kept],
         "values": columns if kept else {},
         "masked": _masked(row, length, kept),
+        "observed": [shown for shown, place in enumerate(kept) if not acted[place]],
         "cut": {"at": head, "count": length - limit} if ends is not None and length > limit else None,
     }
 
 
 def reverse_kl(row: Mapping[str, Any]) -> list[float]:
     """Return log p(student) - log p(teacher) of a sample's action tokens, of each of its teachers."""
-    length = length_of(row)
-    columns, masked = _columns(row, length), set(_masked(row, length, range(length), ("action_mask",)))
+    columns = _columns(row, length_of(row))
     student = columns.get("student", [])
     return [
         own - other
         for name, teacher in columns.items()
         if name.startswith("teacher/")
-        for place, (own, other) in enumerate(zip(student, teacher, strict=False))
-        if own is not None and other is not None and place not in masked
+        for own, other in zip(student, teacher, strict=False)
+        if own is not None and other is not None
     ]
 
 
@@ -112,7 +116,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
     gaps = [gap for row in rows for gap in reverse_kl(row)]
     if not gaps:
         return None
-    hits = [hit for row in rows for column in _dict(row.get("teacher_topk_hits")).values() for hit in _list(column)]
+    hits = [hit for row in rows for hit in _hits(row)]
     counts = [sum(low <= gap < high for gap in gaps) for low, high in itertools.pairwise(EDGES)]
     return {
         "from": min(steps),
@@ -126,7 +130,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
-    """Return what was recorded of each token, those columns that are as long as the response."""
+    """Return what was recorded of each action token, None at observed ones; columns as long as the response."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
     by = limited(row.get("by") or STUDENT)  # whose the sampler's log-probs are
     given = {
@@ -136,7 +140,46 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
         "advantage": row.get("advantages"),
     }
     whole = {name: values for name, values in given.items() if isinstance(values, list) and len(values) == length}
-    return {name: [number(value) for value in values] for name, values in whole.items() if values}
+    acted = _acted(row, length)
+    return {
+        name: [number(value) if acts else None for value, acts in zip(values, acted, strict=True)]
+        for name, values in whole.items()
+        if values
+    }
+
+
+def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
+    """Return which response tokens the student wrote; all of them where that was not recorded."""
+    mask = _list(row.get("action_mask"))
+    return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
+
+
+def _hits(row: Mapping[str, Any]) -> list[Any]:
+    """Return which action tokens are among the most likely of a teacher."""
+    length = length_of(row)
+    acted = _acted(row, length)
+    columns = [_list(column) for column in _dict(row.get("teacher_topk_hits")).values()]
+    return [hit for column in columns if len(column) == length for hit in itertools.compress(column, acted)]
+
+
+def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
+    """Return (first shown token, 1 of the student's or 0 of what it observed, number) of each unbroken stretch."""
+    turns: list[list[int]] = []
+    number = 0
+    shown = {place: at for at, place in enumerate(kept)}
+    for place, acts in enumerate(acted):
+        begins = not place or acted[place - 1] != acts
+        number += begins and acts
+        if place in shown and (begins or place - 1 not in shown):
+            turns.append([shown[place], int(acts), number])
+    return turns
+
+
+def _turn_rewards(row: Mapping[str, Any], acted: Sequence[bool]) -> list[float | None]:
+    """Return the reward of each turn; none where they are not as many as the turns."""
+    rewards = _list(row.get("turn_rewards"))
+    begun = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
+    return [_short(number(reward)) for reward in rewards] if len(rewards) == begun else []
 
 
 def _ends(given: Any, length: int, response: str) -> list[int] | None:

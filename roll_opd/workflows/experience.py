@@ -16,6 +16,7 @@ from roll_opd.data.experience import Experience as Trained
 from roll_opd.data.source import Prompt
 
 TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
+TURN_REWARDS = "turn_rewards"  # in `info`: a number for each turn of a trajectory, for records
 STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
 
 
@@ -180,6 +181,7 @@ def trained(
     state = made.info.get(STATE)
     if state is not None and not isinstance(state, str):
         raise TypeError(f"info[{STATE!r}] should be a text, not {type(state).__name__}")
+    turn_rewards = tuple(float(one) for one in made.info.get(TURN_REWARDS, ()))
     suffix = f".{place}" if place else ""
     group = _group(prompt, draw, made.eid.task)
     return Trained(
@@ -197,6 +199,7 @@ def trained(
         finish_reason=made.finish_reason,
         weights_version=made.weights_version,
         reward=reward,
+        turn_rewards=turn_rewards,
         teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
         metrics=_numbers(made.metrics),
     )

@@ -120,7 +120,8 @@ function overlap() {
 function preflight() {
   if (!DATA.preflight.length) return null;
   const sign = { ok: "✓ ok", warning: "! warning", failed: "✗ failed" };
-  return section("preflight", "Teachers before the first step", DATA.preflight.map(({ teacher, rows }) => [el("h3", {}, teacher),
+  const ended = DATA.preflight_first && DATA.state.kind === "stopped" ? note("A check of a teacher failed, which ended the run before anything was learned from it.") : null;
+  return section("preflight", "Teachers before the first step", ended, DATA.preflight.map(({ teacher, rows }) => [el("h3", {}, teacher),
     table(["check", "value", "verdict", "meaning"], rows.map((row) => line(row.check, row.value,
       el("span", { class: row.verdict === "ok" ? "good" : "bad" }, sign[row.verdict] || row.verdict), row.meaning)), `Checks of ${teacher}`)]));
 }
@@ -131,5 +132,6 @@ function rest() {
   return [warnings, section("run", "The run", facts, DATA.config ? el("details", {}, el("summary", {}, "Configuration, resolved"), el("pre", { tabindex: 0 }, DATA.config)) : null)];
 }
 
-const sections = [curves(), beforeAfter(), time(), samples(), sideBySide(), overlap(), preflight(), rest()].flat().filter(Boolean);
+const checks = DATA.preflight_first ? [preflight, () => null] : [() => null, preflight];
+const sections = [checks[0](), curves(), beforeAfter(), time(), samples(), sideBySide(), overlap(), checks[1](), rest()].flat().filter(Boolean);
 root.append(head(), contents, ...sections, el("footer", {}, `roll_opd ${DATA.version}, ${DATA.made}`));

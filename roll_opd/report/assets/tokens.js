@@ -1,6 +1,7 @@
 // Samples as text: every token on the colour of one of its values, and all of its values on hover, tap or focus.
 
 const NAMES = { student: "student log p", rollout: "sampler log p", reference: "reference log p", advantage: "advantage" };
+const WIDEST_GRID = 72;  // characters of a line
 const tip = document.getElementById("tip");
 
 // What tokens can be coloured by: a name, a sentence, and the value of token i of a sample.
@@ -27,13 +28,18 @@ function measures(samples) {
     found.push({ key: "gap", name: "trainer against sampler", low: "likelier when it was sampled", high: "likelier to the trainer", of: minus("student", "rollout") });
   if (samples.some((sample) => sample.behind > 0))
     found.push({ key: "stale", name: "staleness", low: "", high: "updates since it was sampled", of: (sample) => sample.behind });
+  for (const one of found) {  // what was observed has no value and no colour
+    const all = one.of, observed = new Map(samples.map((sample) => [sample, new Set(sample.observed)]));
+    one.of = (sample, i) => (observed.get(sample).has(i) ? null : all(sample, i));
+  }
   for (const one of found) one.scale = scaleOf(samples, one.of, one.key === "advantage" ? 1e-9 : 0.1);
   return found;
 }
 
 // The size that has the full colour: 98 of 100 tokens are paler. Log-probs that differ by less than `least` are no news.
 function scaleOf(samples, of, least) {
-  const sizes = samples.flatMap((sample) => sample.ids.map((_, i) => Math.abs(of(sample, i) || 0))).sort((a, b) => a - b);
+  const values = samples.flatMap((sample) => sample.ids.map((_, i) => of(sample, i))).filter((value) => value !== null);
+  const sizes = values.map(Math.abs).sort((a, b) => a - b);
   return Math.max(sizes[Math.floor(sizes.length * 0.98)] || 0, least);
 }
 
@@ -43,17 +49,39 @@ function tint(value, scale) {
   return share < 0.08 ? null : `color-mix(in srgb, var(${value > 0 ? "--more" : "--less"}) ${Math.round(100 * share)}%, transparent)`;
 }
 
+// What stands in columns, such as a map: several short lines, which are not wrapped.
+function layout(text) {
+  const lines = text.split("\n");
+  return lines.length > 2 && Math.max(...lines.map((one) => one.length)) <= WIDEST_GRID ? "grid" : "prose";
+}
+
+// The stretches of a response: what the student wrote, and what it observed between its turns.
+function turnsOf(sample) {
+  if (!sample.turns.length) return [{ from: 0, to: sample.pieces.length, acts: true, number: 0 }];
+  return sample.turns.map(([from, acts, number], place) => ({
+    from, to: place + 1 < sample.turns.length ? sample.turns[place + 1][0] : sample.pieces.length, acts: acts === 1, number }));
+}
+
+const meanOf = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
 // A response. `measure()` says what colours it; the returned node has `paint()` for when that changes.
 function response(sample, measure) {
-  const masked = new Set(sample.masked);
+  const observed = new Set(sample.observed), masked = new Set(sample.masked.filter((i) => !observed.has(i)));
   const tokens = sample.pieces.map((piece, i) => {
-    const shown = piece === "" ? "·" : piece.replace(/\n/g, "↵\n");
+    const shown = piece === "" ? "·" : observed.has(i) ? piece : piece.replace(/\n/g, "↵\n");
     const known = sample.ids.length > 0;
     const left = sample.cut && sample.cut.at === i ? el("em", { class: "cut" }, ` … ${plural(sample.cut.count, "token")} left out … `) : null;
     return [left, el("span", { class: `t${masked.has(i) ? " masked" : ""}${piece === "" ? " part" : ""}`, "data-i": known ? i : null, tabindex: known ? -1 : null }, shown)];
   });
-  const spans = tokens.map(([, span]) => span);
-  const box = el("div", { class: "response", role: "group", "aria-label": `Response of ${plural(sample.length, "token")}. Arrow keys go through them.` }, tokens.flat());
+  const spans = tokens.map(([, span]) => span), turns = turnsOf(sample), isGame = observed.size > 0;
+  const labels = turns.map(() => el("div", { class: "turn-label" }));
+  const blocks = turns.map(({ from, to, acts }, place) => {
+    const inside = tokens.slice(from, to).flat();
+    if (!isGame) return inside;
+    const kind = acts ? "acted" : `observed ${layout(sample.pieces.slice(from, to).join(""))}`;
+    return el("div", { class: `turn ${kind}` }, labels[place], el("div", { class: "said" }, inside));
+  });
+  const box = el("div", { class: "response", role: "group", "aria-label": `Response of ${plural(sample.length, "token")}. Arrow keys go through them.` }, blocks);
   let current = 0;
   if (spans.length && sample.ids.length) spans[0].tabIndex = 0;
   const go = (i) => {
@@ -63,7 +91,7 @@ function response(sample, measure) {
     spans[current].focus();
   };
   const at = (event) => (event.target.dataset && event.target.dataset.i !== undefined ? +event.target.dataset.i : null);
-  const show = (event) => { const i = at(event); if (i !== null) { current = i; showTip(spans[i], sample, i, masked.has(i)); } };
+  const show = (event) => { const i = at(event); if (i !== null) { current = i; showTip(spans[i], sample, i, masked.has(i), observed.has(i)); } };
   for (const name of ["pointerover", "focusin", "click"]) box.addEventListener(name, show);
   for (const name of ["pointerleave", "focusout"]) box.addEventListener(name, hideTip);
   box.addEventListener("keydown", (event) => {
@@ -74,7 +102,13 @@ function response(sample, measure) {
     go(moves[event.key]);
   });
   box.paint = () => {
-    const { of, scale } = measure() || {};
+    const { name, of, scale } = measure() || {};
+    turns.forEach(({ from, to, acts, number: turn }, place) => {
+      const values = of ? spans.slice(from, to).map((_, i) => of(sample, from + i)).filter((value) => value !== null) : [];
+      labels[place].replaceChildren(!acts ? "observed" : [`turn ${turn}`,
+        values.length && sample.ids.length ? `mean ${name.split(" (")[0]} ${number(meanOf(values))}` : null,
+        sample.turn_rewards.length ? `reward ${number(sample.turn_rewards[turn - 1])}` : null].filter((part) => part !== null).join(" · "));
+    });
     spans.forEach((span, i) => {
       const colour = of && sample.ids.length ? tint(of(sample, i), scale) : null;
       if (colour) span.style.setProperty("background-color", colour);
@@ -84,18 +118,19 @@ function response(sample, measure) {
   return box;
 }
 
-function showTip(span, sample, i, masked) {
+function showTip(span, sample, i, masked, observed) {
   const row = (name, value) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value));
   const chance = (logp) => (logp === null ? "–" : `${number(logp)}  (${(100 * Math.exp(logp)).toPrecision(3)} %)`);
   const rows = [row("token", `${sample.ids[i]}, ${JSON.stringify(sample.pieces[i])}`)];
   const { student, ...rest } = sample.values;
-  for (const [name, column] of Object.entries({ ...(student ? { student } : {}), ...rest })) {
+  for (const [name, column] of observed ? [] : Object.entries({ ...(student ? { student } : {}), ...rest })) {
     const label = NAMES[name] || `${name.replace("teacher/", "")} log p`;
     rows.push(row(label, name === "advantage" ? number(column[i]) : chance(column[i])));
     if (name.startsWith("teacher/") && student && student[i] !== null && column[i] !== null)
       rows.push(row("reverse KL", number(student[i] - column[i])));
   }
-  if (sample.behind !== null) rows.push(row("sampled", sample.behind ? `${plural(sample.behind, "update")} earlier` : "with the newest weights"));
+  if (observed) rows.push(row("", "observed, counts nowhere"));
+  else if (sample.behind !== null) rows.push(row("sampled", sample.behind ? `${plural(sample.behind, "update")} earlier` : "with the newest weights"));
   if (masked) rows.push(row("", "not learned from"));
   tip.replaceChildren(el("table", {}, rows));
   hideTip();
@@ -126,7 +161,7 @@ addEventListener("pointerdown", (event) => { if (!event.target.closest(".respons
 function sampleCard(sample, measure, title) {
   const chips = [
     sample.reward === null ? null : `reward ${number(sample.reward)}`, sample.reason || null, sample.tag || null,
-    plural(sample.length, "token"), sample.finish === "length" ? "cut off at the limit" : null,
+    plural(sample.acted, "token") + (sample.acted < sample.length ? `, ${number(sample.length - sample.acted)} observed` : ""), sample.finish === "length" ? "cut off at the limit" : null,
     sample.behind > 0 ? `${plural(sample.behind, "update")} old` : null,
   ].filter((chip) => chip !== null);
   const body = response(sample, measure), average = el("li", {});
@@ -135,7 +170,7 @@ function sampleCard(sample, measure, title) {
     title ? null : promptOf(sample), body);
   card.paint = () => {
     const { name, of } = measure() || {}, values = of ? sample.ids.map((_, i) => of(sample, i)).filter((value) => value !== null) : [];
-    average.replaceChildren(values.length ? `mean ${name.split(" (")[0]} ${number(values.reduce((a, b) => a + b, 0) / values.length)}` : "");
+    average.replaceChildren(values.length ? `mean ${name.split(" (")[0]} ${number(meanOf(values))}` : "");
     body.paint();
   };
   card.paint();
@@ -143,7 +178,7 @@ function sampleCard(sample, measure, title) {
 }
 
 function promptOf(sample) {
-  const prompt = el("p", { class: "prompt" }, el("b", {}, "Prompt "), sample.prompt);
+  const prompt = el("div", { class: `prompt ${layout(sample.prompt)}`, tabindex: 0, role: "region", "aria-label": "Prompt" }, el("b", {}, "Prompt"), el("div", {}, sample.prompt));
   return el("div", {}, prompt, sample.truth ? el("p", { class: "prompt" }, el("b", {}, "Expected "), sample.truth) : null);
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 from roll_opd.environments.contract import AGGREGATIONS
 from roll_opd.workflows.builtin.played import Game, played
 from roll_opd.workflows.errors import NoRoomError
-from roll_opd.workflows.experience import STATE, Experience
+from roll_opd.workflows.experience import STATE, TURN_REWARDS, Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
 from roll_opd.workflows.managers import makes_steps
 from roll_opd.workflows.told import filled
@@ -154,6 +154,8 @@ class EnvironmentWorkflow(Workflow):
             made = self.model.branches()
             for one in made:
                 one.reward = trajectory.episode_reward
+            if len(made) == 1:
+                made[0].info[TURN_REWARDS] = [turn.reward for turn in trajectory.played]
         else:
             made = []
             for step, turn in enumerate(trajectory.played):
