@@ -88,7 +88,7 @@ PANELS = (
     ),
     Panel(
         "Response length",
-        "Mean, in tokens.",
+        "Mean of the tokens that the student wrote.",
         (("tokens/response_length/mean", "training"), ("val/response_length/mean", "validation")),
     ),
     Panel("Value loss", "Of the critic.", (("critic/loss", "critic"),), "down"),
