@@ -138,6 +138,8 @@ def test_a_trajectory_is_one_experience_of_the_tokens_that_were_sampled(tokenize
     told = np.concatenate([answer.logprobs for answer in engine.answered])
     assert np.array_equal(made.logprobs[made.action_mask].numpy(), told)
     assert (made.reward, made.finish_reason) == (1 + 2 + 3, "stop")
+    row = Prompt("game/7", 7, "game", np.array([1]), None, {})
+    assert trained(made, Limits(1000, 1000), row, 0, 0, 0).turn_rewards == (1.0, 2.0, 3.0)
     metrics = {name.removeprefix("env/game/"): value for name, value in made.metrics.items()}
     assert metrics.pop("environment_seconds") >= 0 and metrics.pop("model_seconds") >= 0
     assert metrics == {
