@@ -54,7 +54,8 @@ def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
     None at observed tokens.
     """
     hits = {name: held.hits for name, held in experience.teacher_targets.items() if held.hits is not None}
-    return {name: np.where(experience.action_mask, of_teacher, None) for name, of_teacher in hits.items()}
+    none = np.array(None, dtype=object)
+    return {name: np.where(experience.action_mask, of_teacher, none) for name, of_teacher in hits.items()}
 
 
 def of_actions(experience: Experience, array: np.ndarray | None) -> np.ndarray | None:
