@@ -83,7 +83,11 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 
 
 def load_state(learner: MegatronLearner, directory: Path) -> None:
-    """Restore what `save_state` wrote. Collective; raises what a rank cannot read."""
+    """Restore the weights, moments, counts and random state that `save_state` wrote. Collective.
+
+    Learning rates, betas, epsilon and weight decay stay those of the learner's own plan. Raises what a rank cannot
+    read.
+    """
     learner.memory.check("another state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
         _allocate_optimizer_state(optimizer)
@@ -93,18 +97,28 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
         raise next(failure for failure, _ in error.failures.values()) from None
     for index, chunk in enumerate(learner.chunks):
         unwrapped(chunk).load_state_dict(state[_chunk_key(index)], strict=learner.adapters is None)
+    settings = _settings(learner.optimizer)
     learner.optimizer.load_state_dict(_for_as_many(state["optimizer"], len(_optimizers(learner))))
+    for group, own in zip(learner.optimizer.param_groups, settings, strict=True):
+        group |= own
     for each in _optimizers(learner):
         # Megatron gives all parameters one tensor with the number of steps, which AdamW would advance once a parameter
         for of_parameter in each.optimizer.state.values():
             if "step" in of_parameter:
                 of_parameter["step"] = of_parameter["step"].clone()
-    learner.scheduler.load_state_dict(state["scheduler"])
+    # the count of updates is all that a schedule has of its own; rates and weight decay follow from it and the plan
+    learner.scheduler.num_steps = 0
+    learner.scheduler.step(state["scheduler"]["num_steps"])
     _restore_random_state(state["random"])
 
 
 def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
     return chained(learner.optimizer)
+
+
+def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """Return what each parameter group has from the plan: all but its parameters and its count of updates."""
+    return [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
 
 
 def _chain(learner: MegatronLearner) -> ChainedOptimizer:

@@ -225,7 +225,4 @@ def _scheduler(optimizer: MegatronOptimizer, plan: OptimizerPlan) -> OptimizerPa
         end_wd=plan.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # a resumed run follows its own plan; only the count of steps is restored
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
     )

@@ -293,11 +293,25 @@ UPDATES = 4
 SAVED_AFTER = 2
 
 
-def optimizer_plan(distributed: bool) -> OptimizerPlan:
-    """Every part of the schedule and of AdamW takes part, and clipping bites.
+def optimizer_plan(distributed: bool, *, changed: bool = False) -> OptimizerPlan:
+    """Every part of the schedule and of AdamW takes part, and clipping bites; `changed`: with another value each.
 
     A large epsilon: where a gradient is nothing but rounding, Adam would blow it up to a full step.
     """
+    if changed:
+        return OptimizerPlan(
+            learning_rate=4e-3,
+            weight_decay=0.2,
+            adam_beta1=0.6,
+            adam_beta2=0.8,
+            adam_epsilon=1e-3,
+            max_grad_norm=0.3,
+            lr_scheduler_type="linear",
+            warmup_steps=1,
+            total_steps=5,
+            min_learning_rate=5e-4,
+            use_distributed_optimizer=distributed,
+        )
     return OptimizerPlan(
         learning_rate=1e-3,
         weight_decay=0.05,
@@ -726,6 +740,10 @@ RESUMES = [
 ]
 
 
+# resumed with the changed settings of the optimizer: (layout that saved, that loads, distributed optimizer)
+CHANGED = [("tp2", "tp2", True), ("tp2", "pp2", False), ("dp2", "tp2", True)]
+CHANGED_CRITIC, CHANGED_LORA, CHANGED_EXPERTS = ("tp2", "pp2"), ("tp2", "tp2"), ("qwen3_moe", "ep2", "ep2")
+
 SAVED = [("tp2", "qwen3_tied"), ("dp2", "qwen3_tied"), ("cp2", "deep"), ("pp2vpp2", "deep")]
 
 
@@ -772,11 +790,26 @@ def _resume_jobs(root: Path) -> list[dict[str, Any]]:
         }
         for saved, loads in CRITIC_RESUMES
     ]
+    changed: list[dict[str, Any]] = [
+        {
+            **_train_job(loads, "qwen3_tied", distributed, 70 if distributed else None),
+            "load": str(root / f"{train_name('qwen3_tied', saved, distributed, 70 if distributed else None)}.ckpt"),
+            "name": f"changed-{resume_name(saved, loads, distributed)}",
+            "save_after": None,
+        }
+        for saved, loads, distributed in CHANGED
+    ]
+    critic = next(job for job in critics if job["name"] == critic_resume_name(*CHANGED_CRITIC))
+    changed += [
+        {**job, "name": f"changed-{job['op']}"}
+        for job in (critic, lora_job(*CHANGED_LORA), _experts_job(CHANGED_EXPERTS[2], *CHANGED_EXPERTS[:2]))
+    ]
     adapters = [lora_job(saved, loads) for saved, loads in LORA_RESUMES]
     adapters += [_experts_job(loads, model, saved) for model, saved, loads in EXPERT_RESUMES]
     return (
         critics
         + adapters
+        + [{**job, "changed": True} for job in changed]
         + [
             {
                 **_train_job(loads, resumed_model(saved, loads), distributed, tokens),

@@ -13,6 +13,7 @@ from megatron_cases import (
     LORA,
     LORA_MODELS,
     LORA_TARGETS,
+    SAVED_AFTER,
     TEACHERS,
     TEMPERATURE,
     UPDATES,
@@ -221,21 +222,27 @@ def naive_loss(logprobs: Sequence[torch.Tensor], samples: Sequence[TrainSample],
     return objective.rl_loss_coef * total
 
 
-def learning_rate(step: int) -> float:
-    """Of update `step` = 1, 2, ...: linear warm-up, then a cosine down to the minimum."""
-    plan = optimizer_plan(False)
+def learning_rate(step: int, *, changed: bool = False) -> float:
+    """Of update `step` = 1, 2, ...: linear warm-up, then a cosine or a line down to the minimum."""
+    plan = optimizer_plan(False, changed=changed)
     if step <= plan.warmup_steps:
         return plan.learning_rate * step / plan.warmup_steps
     done = (step - plan.warmup_steps) / (plan.total_steps - plan.warmup_steps)
-    return plan.min_learning_rate + (plan.learning_rate - plan.min_learning_rate) * 0.5 * (1 + math.cos(math.pi * done))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if plan.lr_scheduler_type == "cosine" else 1 - done
+    return plan.min_learning_rate + (plan.learning_rate - plan.min_learning_rate) * left
 
 
-def naive_training(path: str, objective_name: str, objective: ObjectivePlan) -> tuple[list[dict], dict]:
-    """Train with autograd and torch's AdamW; return what each update reports, and the weights."""
-    return _trained(load(path), objective_name, objective)
+def naive_training(
+    path: str, objective_name: str, objective: ObjectivePlan, *, changed: bool = False
+) -> tuple[list[dict], dict]:
+    """Train with autograd and torch's AdamW; return what each update reports, and the weights.
+
+    `changed`: see `descend`.
+    """
+    return _trained(load(path), objective_name, objective, changed=changed)
 
 
-def naive_experts_training(path: str, bias_rate: float = 0.0) -> tuple[list[dict], dict]:
+def naive_experts_training(path: str, bias_rate: float = 0.0, *, changed: bool = False) -> tuple[list[dict], dict]:
     """The same of a mixture of experts; the weights under the names that are on disk.
 
     With `bias_rate`, each router's biases move by it after an update, up where an expert had less than the mean.
@@ -259,7 +266,7 @@ def naive_experts_training(path: str, bias_rate: float = 0.0) -> tuple[list[dict
                 router.e_score_correction_bias[expert] += bias_rate * torch.sign(counts[number].mean() - tokens)
         counts.clear()
 
-    found, _ = _trained(model, "opd", ObjectivePlan(), move)
+    found, _ = _trained(model, "opd", ObjectivePlan(), move, changed=changed)
     with TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         return found, load_file(Path(directory) / "model.safetensors")
@@ -354,20 +361,25 @@ def naive_router_loss(
     return total.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
-def naive_lora_training(base: str, adapter: Path) -> tuple[list[dict], dict]:
+def naive_lora_training(base: str, adapter: Path, *, changed: bool = False) -> tuple[list[dict], dict]:
     """The same with peft: only the adapter learns."""
-    return _trained(load_adapted(base, adapter, learns=True), "opd", ObjectivePlan())
+    return _trained(load_adapted(base, adapter, learns=True), "opd", ObjectivePlan(), changed=changed)
 
 
 def _trained(
-    model: PreTrainedModel, objective_name: str, objective: ObjectivePlan, after: Callable[[], None] = lambda: None
+    model: PreTrainedModel,
+    objective_name: str,
+    objective: ObjectivePlan,
+    after: Callable[[], None] = lambda: None,
+    *,
+    changed: bool = False,
 ) -> tuple[list[dict], dict]:
     def loss(step: int) -> torch.Tensor:
         samples = train_samples(step, objective_name)
         logprobs = [token_logprobs(model, s.tokens, s.prompt_length, TEMPERATURE) for s in samples]
         return naive_loss(logprobs, samples, objective)
 
-    return descend(model, loss, after)
+    return descend(model, loss, after, changed=changed)
 
 
 def naive_distilling(paths: dict[str, str], student: str) -> tuple[list[dict], dict]:
@@ -419,7 +431,7 @@ def _naive_divergence(s: torch.Tensor, q: torch.Tensor, objective: ObjectivePlan
     }[objective.opd_divergence]().float()
 
 
-def naive_critic_training(path: str) -> tuple[list[dict], dict]:
+def naive_critic_training(path: str, *, changed: bool = False) -> tuple[list[dict], dict]:
     """The same for a critic: half the squared error, clipped, its mean over sequences of token means."""
     model = load_critic(path)
 
@@ -435,15 +447,20 @@ def naive_critic_training(path: str) -> tuple[list[dict], dict]:
                 total = total + error / int(sample.action_mask.sum()) / len(samples)
         return total
 
-    return descend(model, loss)
+    return descend(model, loss, changed=changed)
 
 
 def descend(
-    model: PreTrainedModel, loss_of: Callable[[int], torch.Tensor], after: Callable[[], None] = lambda: None
+    model: PreTrainedModel,
+    loss_of: Callable[[int], torch.Tensor],
+    after: Callable[[], None] = lambda: None,
+    *,
+    changed: bool = False,
 ) -> tuple[list[dict], dict]:
     """Minimise the loss of each step with clipped gradients, the schedule of `optimizer_plan` and torch's AdamW.
 
-    `after` is called after each update.
+    `after` is called after each update. With `changed`, the moments stay after `SAVED_AFTER` updates, and every
+    setting is another one.
     """
     plan = optimizer_plan(False)
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -456,6 +473,10 @@ def descend(
     )
     records = []
     for step in range(UPDATES):
+        is_changed = changed and step >= SAVED_AFTER
+        plan = optimizer_plan(False, changed=is_changed)
+        for group, decay in zip(optimizer.param_groups, (plan.weight_decay, 0.0), strict=True):
+            group |= {"weight_decay": decay, "betas": (plan.adam_beta1, plan.adam_beta2), "eps": plan.adam_epsilon}
         loss = loss_of(step)
         optimizer.zero_grad()
         loss.backward()
@@ -464,8 +485,8 @@ def descend(
         for parameter in learning.values():
             parameter.grad.mul_(scale)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step + 1)
+            group["lr"] = learning_rate(step + 1, changed=is_changed)
         optimizer.step()
         after()
-        records.append({"loss": loss.item(), "grad_norm": norm, "learning_rate": learning_rate(step + 1)})
+        records.append({"loss": loss.item(), "grad_norm": norm, "learning_rate": optimizer.param_groups[0]["lr"]})
     return records, {name: tensor.detach() for name, tensor in learning.items()}

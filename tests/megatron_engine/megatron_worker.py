@@ -96,7 +96,8 @@ def write_arrays(path: Path, mine: dict[int, np.ndarray] | None) -> None:
 
 def optimizer_of(job: Job, distributed: bool) -> OptimizerPlan:
     """That of `cases`, with what the job overlaps."""
-    plan, overlaps = cases.optimizer_plan(distributed), job.get("as", job["name"]) in cases.OVERLAPPED
+    plan = cases.optimizer_plan(distributed, changed=job.get("changed", False))
+    overlaps = job.get("as", job["name"]) in cases.OVERLAPPED
     learner_module.DistributedDataParallelConfig = partial(  # Megatron's own buckets hold 40 M values
         DistributedDataParallelConfig, bucket_size=cases.BUCKET if overlaps else None
     )
@@ -139,7 +140,7 @@ def train(job: Job, root: Path) -> None:
 def experts(job: Job, root: Path) -> None:
     """Score, train, save and export a mixture of experts."""
     limits = MicroBatchLimits(tokens=70)
-    trainer = trainer_of(job, root, cases.optimizer_plan(True), limits)
+    trainer = trainer_of(job, root, cases.optimizer_plan(True, changed=job.get("changed", False)), limits)
     if job["load"]:
         checkpoint.load_state(trainer, root / job["load"])
     else:
@@ -505,7 +506,7 @@ def critic(job: Job, root: Path) -> None:
         layout,
         MicroBatchLimits(tokens=100),
         train_limits=MicroBatchLimits(tokens=70),
-        optimizer=cases.optimizer_plan(distributed=True),
+        optimizer=cases.optimizer_plan(True, changed=job.get("changed", False)),
         value_clip=cases.VALUE_CLIP,
     )
     model = MegatronCritic(plan, seed=0)
