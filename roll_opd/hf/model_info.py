@@ -283,11 +283,11 @@ def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
     if sizes[0] != sizes[1]:
         return False
     pairs = zip(one.weight_files, other.weight_files, strict=True)
-    return all(left.samefile(right) or _fingerprint(left) == _fingerprint(right) for left, right in pairs)
+    return all(left.samefile(right) or fingerprint(left) == fingerprint(right) for left, right in pairs)
 
 
-def _fingerprint(file: Path) -> str:
-    """Hash pieces spread over a file: fine-tuned models often share their first tensors."""
+def fingerprint(file: Path) -> str:
+    """Return a hash of a file's size and of pieces spread over it: fine-tuned models often share first tensors."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:

@@ -210,6 +210,11 @@ def _ends_difference(mine: frozenset[int], theirs: frozenset[int], name: str) ->
     return f"an answer ends with id {ids[0]} in the student, {ids[1]} in the {name} (generation_config.json)"
 
 
+def has_chat_template(path: Path) -> bool:
+    """Whether the tokenizer in directory `path` has a chat template."""
+    return bool(_chat_template(path))
+
+
 def _chat_template(path: Path) -> Any:
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")

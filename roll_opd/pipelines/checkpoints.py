@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.paths import content
+from roll_opd.pipelines.history import History
 from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
 from roll_opd.workers.writing import Writing
@@ -37,6 +38,7 @@ class Checkpoint:
     source_state: dict[str, Any]  # of the prompt source
     kl_coef: float | None = None  # of the next step's token-level KL
     began: datetime | None = None  # the date of its run, in local time; None: of a version that did not keep it
+    parts: Any = None  # of the run up to `step`, as `history.parts_of` reads them; None: saved by an earlier version
 
     @property
     def run(self) -> Path:
@@ -61,7 +63,7 @@ class Checkpoint:
         if not whole or not (path / "state").is_dir():
             raise CheckpointError(f"{path} is not a whole checkpoint; {instead_of(path)}")
         began = _local_time(state.get("began")) or _local_time(_facts(path.resolve().parent.parent).get("started"))
-        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began)
+        return cls(path.resolve(), state["step"], state["source"], state.get("kl_coef"), began, state.get("parts"))
 
 
 Save = Callable[[Path], Awaitable[Writing | None]]  # None: all is written already
@@ -81,9 +83,17 @@ class _Pending:
 class Checkpoints:
     """The checkpoints directory of one run."""
 
-    def __init__(self, run: RunDirectory, plan: CheckpointPlan, last_step: int, began: datetime | None = None) -> None:
-        """`began` is the date of the run, which each checkpoint keeps."""
+    def __init__(
+        self,
+        run: RunDirectory,
+        plan: CheckpointPlan,
+        last_step: int,
+        began: datetime | None = None,
+        history: History | None = None,
+    ) -> None:
+        """`began` is the date of the run, `history` has the settings of its steps; each checkpoint keeps them."""
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
+        self._history = history
         self._pending: _Pending | None = None
         for leftover in run.checkpoints.glob(f"{_PARTIAL}*"):  # of a save that was killed
             shutil.rmtree(leftover)
@@ -112,7 +122,8 @@ class Checkpoints:
             if writing is None and self._plan.async_save:
                 raise TypeError("a pipeline's save returned nothing; return what the student's save did")
             began = self._began and self._began.isoformat()
-            state = {"step": step, "source": source_state, "kl_coef": kl_coef, "began": began}
+            parts = self._history.as_json(step) if self._history else None
+            state = {"step": step, "source": source_state, "kl_coef": kl_coef, "began": began, "parts": parts}
             (partial / STATE_FILE).write_text(json.dumps(state))
         self._pending = _Pending(step, writing)
         if not self._plan.async_save:

@@ -27,6 +27,7 @@ from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence
 from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save, find
 from roll_opd.pipelines.ending import Ending
+from roll_opd.pipelines.history import History
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
@@ -53,6 +54,7 @@ class Run:
     logger: RunLogger
     checkpoints: Checkpoints
     resumed: Checkpoint | None  # None: the run is a new one
+    history: History  # of its settings
     ending: Ending
 
     @property
@@ -136,7 +138,7 @@ def run(plan: RunPlan, inputs: Inputs, hosts: Hosts | None = None) -> None:
     `hosts` are those that were launched for it, where it has others than this one. A run that ends before its start-up
     is over leaves nothing behind.
     """
-    with recorded() as recording, own_directory(plan, inputs.resumed) as directory:
+    with recorded() as recording, own_directory(plan, inputs.resumed, inputs.history) as directory:
         _run(plan, inputs, directory, recording, hosts)
 
 
@@ -145,11 +147,13 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
     resumed = inputs.resumed
     tell_run_directory(directory.path)
     recording.keep_in(directory.path)
-    checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began)
+    checkpoints = Checkpoints(directory, plan.checkpoint, plan.max_steps, inputs.began, inputs.history)
     trackers = Trackers.open(plan.trackers, directory, resumed.step if resumed else None, plan.tracker_args)
     done = resumed.step if resumed else 0
-    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, done)
+    logger = RunLogger(plan, directory, trackers, inputs.tokenizer, inputs.source, recording, inputs.history, done)
     logger.note(f"Run directory: {directory.path}" + (f", resumed after step {resumed.step}" if resumed else ""))
+    if inputs.history.line:
+        logger.note(inputs.history.line)
     if directory.set_aside:
         logger.note(f"Set aside, as they came after that step: {', '.join(map(str, directory.set_aside))}")
     # what is imported by now stays; a full garbage collection over it would stall some step for 0.3 s. There is none
@@ -176,7 +180,9 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
             )
             if plan.num_nodes > 1:
                 logger.note(f"Devices: {told(devices.hosts())}")
-            opened = Run(plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, ending)
+            opened = Run(
+                plan, devices, inputs.source, inputs.held_out, logger, checkpoints, resumed, inputs.history, ending
+            )
             live = recording.show_live if recording.is_live else None
             with shown_while_long(logger.under_way, logger.note, live):
                 asyncio.run(_trained(pipeline.train, opened))
@@ -207,7 +213,7 @@ async def _trained(train: Callable[[Run], Awaitable[None]], run: Run) -> None:
 
 
 @contextmanager
-def own_directory(plan: RunPlan, resumed: Checkpoint | None) -> Iterator[RunDirectory]:
+def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -> Iterator[RunDirectory]:
     """Have a resumed run's own directory if it belongs to this experiment, else a new one, to this process.
 
     A new one in which nothing has begun goes with it. RunError where the run to resume has gone on meanwhile.
@@ -225,7 +231,7 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None) -> Iterator[RunDire
                 locks.enter_context(only_driver(directory.path))
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)
-            write_facts(directory, run_facts(plan))
+            write_facts(directory, run_facts(plan, history))
         except OSError as error:
             raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
         try:

@@ -3,47 +3,49 @@
 Its head is the YAML that model hubs read.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from roll_opd import __version__
+from roll_opd.hf.tokenizer_files import has_chat_template
+from roll_opd.pipelines.card_settings import public, settings_table
 from roll_opd.pipelines.describe import objective_text
+from roll_opd.pipelines.history import Part
+from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.plan import RunPlan, SamplingPlan
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 
-CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a model's directory in the cache of huggingface_hub
-OF_THE_LICENCE = ("license", "license_name", "license_link", "language")  # taken over from the base model's card
 
+def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[Part] = ()) -> str:
+    """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`.
 
-def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int) -> str:
-    """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`."""
+    `parts` are those of its run, each with its own settings. Paths, hosts and variables of the machine are left out.
+    """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
+    last = f" of steps {parts[-1].first} to {step}" if len(parts) > 1 else ""
+    student = Path(plan.student.model.path)
     sections = {
         f"{plan.exp_name}, step {step}": (
             f"`{model_name(plan.student.model.path)}`, trained by {plan.title} with roll_opd {__version__}."
         ),
-        "How it was made": _table({**_made_from(plan), "steps": f"{step} of {plan.max_steps}, {_batch(plan)}"}),
-        "Objective": _code(objective_text(plan)),
+        f"How it was made{last and ', as'}{last}": _table({**_made_from(plan), "steps": _steps(plan, step, parts)}),
+        "Settings": settings_table(parts),
+        f"Objective{last}": _code(objective_text(plan)),
         "Figures": _figures(summary),
-        "How to load it": _code("\n".join(loading("."))),
+        "How to load it": _code("\n".join(loading(".", is_chat=has_chat_template(student))), "python"),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions().items() if version),
     }
-    body = "\n\n".join(f"{'##' if n else '#'} {title}\n\n{text}" for n, (title, text) in enumerate(sections.items()))
+    shown = {title: text for title, text in sections.items() if text}
+    body = "\n\n".join(f"{'##' if n else '#'} {title}\n\n{text}" for n, (title, text) in enumerate(shown.items()))
     return f"---\n{head}---\n\n{body}\n"
 
 
-def model_name(path: str) -> str:
-    """Return the hub's name of a model in the hub's cache, else that of its directory, which says no more."""
-    cached = CACHED.search(path)
-    return "/".join(cached.groups()) if cached else Path(path).resolve().name
-
-
 def _metadata(plan: RunPlan) -> dict[str, Any]:
+    """Return the YAML that model hubs read; what is not known for certain is left out."""
     tags = ["roll_opd"]
     if plan.teachers:
         tags += ["on-policy-distillation", "knowledge-distillation"]
@@ -51,22 +53,22 @@ def _metadata(plan: RunPlan) -> dict[str, Any]:
         tags.append("reinforcement-learning")
     if not plan.rollout:
         tags.append(plan.mode)
+    student = Path(plan.student.model.path)
+    base, datasets = base_model(student), _datasets(plan)
     return {
-        "base_model": re.sub(r"[^\w./-]", "-", model_name(plan.student.model.path)),
+        **({"base_model": base} if base else {}),
+        **({"datasets": datasets} if datasets else {}),
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": tags,
-        **_licence(Path(plan.student.model.path)),
+        **licence(student),
     }
 
 
-def _licence(base: Path) -> dict[str, Any]:
-    """Return what the base model's card says of its licence and languages; nothing where it has no readable card."""
-    try:
-        head = yaml.safe_load((base / "README.md").read_text(encoding="utf-8").split("---\n")[1])
-    except (OSError, UnicodeError, IndexError, yaml.YAMLError):
-        return {}
-    return {key: head[key] for key in OF_THE_LICENCE if key in head} if isinstance(head, dict) else {}
+def _datasets(plan: RunPlan) -> list[str]:
+    """Return the hub's names of the data that lies in the hub's cache."""
+    files = (*plan.data.files, *(plan.demonstrations.data.files if plan.demonstrations else ()))
+    return list(dict.fromkeys(name for file in files if (name := cached(file, "datasets"))))
 
 
 def _made_from(plan: RunPlan) -> dict[str, str]:
@@ -80,7 +82,7 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
         made["reference policy"] = f"`{model_name(plan.reference.model.path)}`"
     for reward in plan.rewards:
         purpose = " (measured, not learned from)" if plan.rewards_are_monitored else ""
-        terms = " + ".join(f"{term.weight:g} × `{term.worker}`" for term in reward.terms)
+        terms = " + ".join(f"{term.weight:g} × `{public(term.worker)}`" for term in reward.terms)
         made[f"reward `{reward.domain}`"] = terms + purpose
     made["data"] = files
     if plan.demonstrations:
@@ -93,6 +95,11 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
 def _sampling(sampling: SamplingPlan) -> str:
     top_k = "" if sampling.top_k == -1 else f", top_k {sampling.top_k}"
     return f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}{top_k}, {sampling.max_new_tokens} tokens"
+
+
+def _steps(plan: RunPlan, step: int, parts: Sequence[Part]) -> str:
+    of_parts = f", in {len(parts)} parts with settings of their own" if len(parts) > 1 else ""
+    return f"{step} of {plan.max_steps}, {_batch(plan)}{of_parts}"
 
 
 def _batch(plan: RunPlan) -> str:
@@ -110,5 +117,5 @@ def _table(cells: Mapping[str, str]) -> str:
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _code(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+def _code(text: str, language: str = "text") -> str:
+    return f"```{language}\n{text}\n```"

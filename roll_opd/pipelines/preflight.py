@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
 from roll_opd.inference.settings import cpu_block
+from roll_opd.pipelines import history
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import (
     ADAPTER,
@@ -44,6 +45,7 @@ from roll_opd.pipelines.checkpoints import (
     find,
     instead_of,
 )
+from roll_opd.pipelines.history import History
 from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RolloutPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
@@ -67,6 +69,7 @@ class Inputs:
     """What a run reads: checked, open, and where the run goes on from."""
 
     resumed: Checkpoint | None  # None: the run is a new one
+    history: History  # of its settings
     tokenizer: PreTrainedTokenizerBase
     source: Source  # a `MixedSource` where there are demonstrations
     held_out: list[Prompt]
@@ -107,7 +110,17 @@ def preflight(plan: RunPlan) -> Inputs:
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
-    return Inputs(resumed, tokenizer, source, held_out, began)
+    return Inputs(resumed, _history(plan, resumed), tokenizer, source, held_out, began)
+
+
+def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
+    """Return the settings of the run's parts; those of a checkpoint that has none are read from its run's config."""
+    if resumed is None:
+        return history.begun(plan)
+    parts = history.parts_of(resumed.parts, resumed.step)
+    if parts[-1].settings is None:
+        parts = (*parts[:-1], replace(parts[-1], settings=history.read_settings(resumed.run, plan)))
+    return history.continued(parts, plan, resumed.step)
 
 
 def _restore(source: Source, resumed: Checkpoint) -> None:

@@ -70,7 +70,8 @@ async def train(run: Run) -> None:
     compared = loss_facts(objective.policy_loss).reads_advantages
     passes = group_filter(plan.rewards, compared=compared)
     critic_warmup = plan.critic.critic_warmup if plan.critic else 0
-    kl_coef = first_kl_coef(objective, run.resumed.kl_coef if run.resumed else None)
+    adapted = run.resumed.kl_coef if run.resumed and "init_kl_coef" not in run.history.changes else None
+    kl_coef = first_kl_coef(objective, adapted)
     answered = source.demonstrations.peek(PREFLIGHT_SAMPLES) if isinstance(source, MixedSource) else []
     preflight = TeacherPreflight(plan, workers, run.logger, demonstration_experiences(answered, 0))
 

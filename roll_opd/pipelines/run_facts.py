@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roll_opd.pipelines.history import History
 from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
 from roll_opd.tracking.summary import versions
@@ -16,8 +17,8 @@ MEMORY = Path("/proc/meminfo")
 MOST_SAID = 2000  # characters of an error
 
 
-def run_facts(plan: RunPlan) -> dict[str, Any]:
-    """Return mode, models, machine (this node's) and versions."""
+def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
+    """Return mode, models, machine (this node's), versions, and what has changed in each part of the run."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "mode": plan.mode,
@@ -38,6 +39,7 @@ def run_facts(plan: RunPlan) -> dict[str, Any]:
         },
         "versions": versions(),
         "warnings": list(plan.warnings),
+        "parts": history.as_facts(),
     }
 
 

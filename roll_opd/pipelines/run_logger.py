@@ -13,7 +13,9 @@ from roll_opd.cluster.progress import calls_under_way
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Source
 from roll_opd.data.training import TrainSample
+from roll_opd.hf.tokenizer_files import has_chat_template
 from roll_opd.pipelines.checkpoints import HF
+from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
@@ -70,6 +72,7 @@ class RunLogger:
         tokenizer: PreTrainedTokenizerBase,
         source: Source,
         recording: Recording,
+        history: History,
         done: int = 0,
     ) -> None:
         """`done` are the steps that were logged before: those of the checkpoint that a run resumes from."""
@@ -77,7 +80,7 @@ class RunLogger:
         self.progress = Progress()
         self._done = done
         self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
-        self._source, self._recording = source, recording
+        self._source, self._recording, self._history = source, recording, history
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
         self._teachers: dict[str, float] = {}
         self._startup: dict[str, float] = {}
@@ -190,7 +193,7 @@ class RunLogger:
 
     def model_card(self, step: int) -> str:
         """Return the README.md of the model as it is after `step`, which has been logged."""
-        return model_card(self._plan, summarize(read_jsonl(self._run.metrics_file)), step)
+        return model_card(self._plan, summarize(read_jsonl(self._run.metrics_file)), step, self._history.up_to(step))
 
     def finish(self) -> None:
         """Write `summary.json` and the report; print the last table and how to load the model."""
@@ -201,13 +204,14 @@ class RunLogger:
             end_seconds=self.clock.lap()["step"],
             startup_parts=self.startup_parts,
             warnings=warnings,
+            parts=self._history.as_facts(self._done),
         )
         self._console.finish(summary)
         if self._plan.is_agentic and (game := before_and_after(read_jsonl(self._run.path / VALIDATION_SAMPLES))):
             print("", game, sep="\n", flush=True)
         model = self._run.checkpoint(self._done) / HF
         if model.is_dir():
-            print("", *loading(model), "", sep="\n", flush=True)
+            print("", *loading(model, is_chat=has_chat_template(model)), "", sep="\n", flush=True)
         self.note(f"Run directory: {self._run.path}")
         self.report()
 

@@ -159,10 +159,24 @@ def _warnings(run: RunRecord) -> list[str]:
 def _facts(run: RunRecord) -> list[list[str]]:
     """Return (name, value) of models, machine and versions."""
     found = {"run directory": str(run.path)}
+    found |= _parts(run)
     for part in ("models", "machine", "versions"):
         given = run.facts.get(part) or (run.summary.get(part) if part == "versions" else None)
         found |= {str(name): str(value) for name, value in (given if isinstance(given, dict) else {}).items() if value}
     return [[limited(name), limited(value, LONG)] for name, value in list(found.items())[:MOST_FACTS]]
+
+
+def _parts(run: RunRecord) -> dict[str, str]:
+    """Return the steps of each later part of a resumed run -> the settings that changed before it."""
+    found = {}
+    for part in _list(run.summary.get("parts") or run.facts.get("parts"))[1:]:
+        changed = part.get("changed") if isinstance(part, dict) else None
+        changes = changed.items() if isinstance(changed, dict) else ()
+        said = [f"{key}: {' → '.join(map(str, change))}" for key, change in changes if isinstance(change, list)]
+        if isinstance(part, dict):
+            name = f"changed from step {part.get('first')}"
+            found[name] = "; ".join(said) or "unknown: the checkpoint was saved without settings"
+    return found
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

@@ -95,17 +95,28 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
     return f"{first}\n  {named}" if named else first
 
 
-def loading(directory: Path | str) -> Sequence[str]:
-    """Return lines of Python that load the model in `directory`: with transformers, or with vLLM."""
+def loading(directory: Path | str, *, is_chat: bool = True) -> Sequence[str]:
+    """Return a script that loads the model in `directory` with transformers and with vLLM, with and without a GPU.
+
+    With `is_chat`, the model has a chat template, and is asked with it.
+    """
     path = json.dumps(str(directory), ensure_ascii=False)  # quoted, and escaped
+    asks = 'llm.chat([{"role": "user", "content": "12+30="}])' if is_chat else 'llm.generate("12+30=")'
     return (
         f"model_dir = {path}",
         "",
-        "from transformers import AutoModelForCausalLM",
-        "model = AutoModelForCausalLM.from_pretrained(model_dir)",
+        'if __name__ == "__main__":  # vLLM starts processes, which import this file',
+        "    import torch",
+        "    from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "    from vllm import LLM",
         "",
-        "from vllm import LLM",
-        "llm = LLM(model_dir)",
+        "    tokenizer = AutoTokenizer.from_pretrained(model_dir)",
+        "    model = AutoModelForCausalLM.from_pretrained(model_dir)",
+        "",
+        "    # without a GPU: no compiling, which takes minutes, and 4 GiB of cache, not most of the memory",
+        '    on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 2**30}',
+        "    llm = LLM(model_dir, **({} if torch.cuda.is_available() else on_cpu))",
+        f"    print({asks}[0].outputs[0].text)",
     )
 
 

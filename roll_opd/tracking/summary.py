@@ -46,6 +46,7 @@ def write_summary(
     end_seconds: float = 0.0,
     startup_parts: Mapping[str, float] | None = None,
     warnings: Sequence[str] = (),
+    parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Write `summary.json` into the run's directory, whole or not at all, and return what it holds.
 
@@ -53,11 +54,14 @@ def write_summary(
         end_seconds: wall time since the last step.
         startup_parts: what the start-up waited for, in seconds; parts may overlap.
         warnings: what the run warned of; each is kept once.
+        parts: of the run, each with the settings that changed before it.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
     if startup_parts:
         summary["startup_parts"] = {part: round(seconds, 3) for part, seconds in startup_parts.items()}
+    if parts:
+        summary["parts"] = list(parts)
     summary.update(seed=seed, versions=versions(), warnings=list(dict.fromkeys(warnings)))
     if preflight := run.read_preflight():
         summary["teacher_preflight"] = preflight

@@ -12,6 +12,7 @@ from states import write_state
 from roll_opd.config.build import load_plan
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, find
+from roll_opd.pipelines.history import begun
 from roll_opd.pipelines.loop import own_directory
 from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
@@ -91,11 +92,14 @@ def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, mon
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     assert resumed and resumed.step == 4
     later = saved(run, 6)
-    with pytest.raises(RunError, match=r"has gone on since .*step_4 was read"), own_directory(plan, resumed):
+    with (
+        pytest.raises(RunError, match=r"has gone on since .*step_4 was read"),
+        own_directory(plan, resumed, begun(plan)),
+    ):
         pass
     assert complete(run) == [later, later.with_name("step_4")]
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
-    with own_directory(plan, resumed) as directory:
+    with own_directory(plan, resumed, history) as directory:
         assert directory.path == run and not directory.set_aside
 
 

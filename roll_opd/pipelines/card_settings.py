@@ -1,0 +1,80 @@
+"""The settings of each part of a run as a table for its model's card, without what belongs to the machine."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from roll_opd.pipelines.history import Part, differences, renamed, text_of
+from roll_opd.pipelines.origin import cached, model_name
+from roll_opd.pipelines.settings import CONTENT, Settings
+
+# keys of every card, where they have a value; keys that differ between two parts join them
+ALWAYS = (
+    r"(?!critic\.).+\.training_args\.(learning_rate|lr_scheduler_type|warmup_steps|weight_decay)",
+    r"critic\.training_args\.learning_rate",
+    r".*opd_kl_coef",
+    r"(?!validation\.).+\.generating_args\.temperature",
+    *("rollout_batch_size", "num_return_sequences_in_group", "response_length", "max_steps"),
+)
+# keys of the machine
+PRIVATE = re.compile(
+    r".*(system_envs\.|plugin_dir|endpoint_|base_url|address|host|device_mapping|num_gpus_per_node|num_nodes|_path\b)"
+    r".*"
+)
+MOST_ROWS = 60
+
+
+def settings_table(parts: Sequence[Part]) -> str:
+    """Return a column for each part, and a row for each setting that is always shown or that differs; "" for none."""
+    known = [part.settings for part in parts if part.settings is not None]
+    if not known:
+        return ""
+    parts = [
+        part if part.settings is None else replace(part, settings=renamed(part.settings, known[-1])) for part in parts
+    ]
+    known = [part.settings for part in parts if part.settings is not None]
+    keys = [key for key in known[-1] if any(re.fullmatch(pattern, key) for pattern in ALWAYS)]
+    for before, now in pairwise(known):
+        changed = differences(before, now)
+        keys += [key for one in changed for key in _keys_below(one, before, now)]
+    rows = [row for key in dict.fromkeys(keys) if (row := _row(key, parts))]
+    if not rows:
+        return ""
+    left_out = [f"| and {len(rows) - MOST_ROWS} more |" + " |" * len(parts)] if len(rows) > MOST_ROWS else []
+    head = ["", *(f"steps {part.first} to {part.last}" for part in parts)]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows[:MOST_ROWS], *left_out])
+
+
+def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:
+    """Return the keys of a change: itself, or the keys of sections that share its name."""
+    if key in before or key in now:
+        return [key]
+    return [each for each in dict.fromkeys((*before, *now)) if each.endswith(f".{key}")]
+
+
+def _row(key: str, parts: Sequence[Part]) -> str | None:
+    cells = ["unknown" if part.settings is None else _cell(key, part.settings.get(key)) for part in parts]
+    if not any(cell for cell in cells if cell != "unknown"):
+        return None
+    return " | ".join([f"| `{key}`", *(cell or "–" for cell in cells)]) + " |"
+
+
+def _cell(key: str, value: Any) -> str:
+    """Return a value as it may be published; empty where it may not, or where there is none."""
+    model = key.endswith("model_name_or_path")
+    if value is None or (PRIVATE.fullmatch(key) and not model and CONTENT not in key):
+        return ""
+    items = [public(item) for item in (value if isinstance(value, list) else [value])]
+    return ", ".join(items).replace("|", "\\|")
+
+
+def public(value: Any) -> str:
+    """Return a value as it may be published; of a path only the hub's name or the last part, of an address nothing."""
+    if isinstance(value, str):
+        if "://" in value:
+            return "an address"
+        if "/" in value or "\\" in value or value.startswith("~"):
+            value = cached(value, "datasets") or model_name(value)
+    return text_of(value)

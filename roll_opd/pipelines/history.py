@@ -1,0 +1,212 @@
+"""The parts of a run: which steps were made with which settings, over resumes and over forks of checkpoints.
+
+The parts are saved with every checkpoint, so that a checkpoint which was moved still has them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.build import load_plan
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED
+from roll_opd.diagnostics import ConfigError
+from roll_opd.pipelines.settings import CONTENT, Settings, settings_of
+from roll_opd.plan import RunPlan
+from roll_opd.tracking.run_directory import RUN_FACTS
+
+SHOWN = 12  # changes in the line of a resumed run
+FEW = 4  # keys of a section that is new or gone, up to which they are named
+LONGEST = 60  # characters of a value in that line
+STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of what learns
+SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
+# a key that changes with others -> those; it is left out beside them
+FOLLOWS = {
+    r".+\.max_model_len": ("prompt_length", "response_length"),
+    "enable_old_logprobs_recompute": ("ppo_epochs", "rollout_batch_size", "num_return_sequences_in_group"),
+    "num_train_epochs": ("max_steps",),
+    r"demonstrations\.updates": ("rollout_batch_size", "num_return_sequences_in_group", "expert_data_ratio"),
+}
+# what a line begins with: the first pattern of a key
+FIRST = (
+    r".*\.(learning_rate|lr_scheduler_\w+.*|warmup_steps)",
+    r".*training_args\..*",
+    r"mode|pipeline|policy_loss.*|adv_estimator|opd_.*|.*kl.*|.*clip.*|gamma|lambd|beta",
+    r"rollout_batch_size|num_return_sequences_in_group|ppo_epochs|max_steps|response_length|prompt_length|seed",
+    r"(.*\.)?(model_args|data_args|generating_args)\..*|rewards\..*|workflow.*",
+)
+SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections that follow from one at the top
+
+Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: there is none
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive steps with the same settings. `settings` None: an earlier version has not saved them."""
+
+    first: int
+    last: int | None  # None: it goes on
+    settings: Settings | None
+
+
+@dataclass(frozen=True)
+class History:
+    """The parts of a run; the last one goes on. `changes` are those from what the run continues."""
+
+    parts: tuple[Part, ...]
+    resumed_after: int | None = None  # step; None: a new run
+    changes: Changes = field(default_factory=dict)
+
+    def up_to(self, step: int) -> tuple[Part, ...]:
+        """Return the parts as they are after `step`."""
+        return (*self.parts[:-1], replace(self.parts[-1], last=step))
+
+    def as_json(self, step: int) -> list[dict[str, Any]]:
+        """Return what `parts_of` reads, for a checkpoint after `step`."""
+        return [asdict(part) for part in self.up_to(step)]
+
+    def as_facts(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Return first and last step of each part, and what has changed before it; None: unknown."""
+        found: list[dict[str, Any]] = []
+        parts = self.parts if step is None else self.up_to(step)
+        for before, part in zip((None, *parts), parts, strict=False):
+            changed: dict[str, list[Any]] | None = {}
+            if part.settings is None or (before and before.settings is None):
+                changed = None
+            elif before and before.settings is not None:
+                changed = {key: list(change) for key, change in differences(before.settings, part.settings).items()}
+            found.append({"first": part.first, "last": part.last, "changed": changed})
+        return found
+
+    @property
+    def line(self) -> str:
+        """Return the line that a resumed run prints: each setting that has changed; empty for a new run."""
+        step = self.resumed_after
+        if step is None:
+            return ""
+        before = self.parts[-2] if len(self.parts) > 1 else None
+        if before and before.settings is None and before.last == step:
+            return f"Settings of steps {before.first} to {step} are unknown: the checkpoint was saved without them"
+        if not self.changes:
+            return f"Settings are those of step {step}"
+        shown = list(changes_text(self.changes))
+        more = f"; and {len(shown) - SHOWN} more, in {RUN_FACTS}" if len(shown) > SHOWN else ""
+        return f"Settings changed after step {step}: {'; '.join(shown[:SHOWN])}{more}"
+
+
+def begun(plan: RunPlan) -> History:
+    """Return the history of a new run."""
+    return History((Part(1, None, settings_of(plan)),))
+
+
+def continued(parts: Sequence[Part], plan: RunPlan, step: int) -> History:
+    """Return the history of a run that goes on after `step`, with a new part where any setting has changed."""
+    settings, known = settings_of(plan), parts[-1].settings
+    changes = {} if known is None else differences(known, settings)
+    if known is not None and not changes:
+        return History((*parts[:-1], replace(parts[-1], last=None, settings=settings)), step)
+    return History((*parts, Part(step + 1, None, settings)), step, changes)
+
+
+def parts_of(saved: Any, step: int) -> tuple[Part, ...]:
+    """Return the parts that a checkpoint of `step` has; one of unknown settings where they are missing or damaged."""
+    try:
+        parts = tuple(Part(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
+        if parts and all(part.settings is None or isinstance(part.settings, dict) for part in parts):
+            return parts
+    except (TypeError, KeyError, ValueError):
+        pass
+    return (Part(1, step, None),)
+
+
+def read_settings(run: Path, like: RunPlan) -> Settings | None:
+    """Return the settings of a run from its config.yaml, for a checkpoint without them; None where that fails."""
+    if not (run / "config.yaml").is_file():
+        return None
+    supervised = like.pipeline if like.rollout is None else None
+    try:
+        plan = load_plan(str(run), "config", pure=None if supervised else like.mode == "pure", pipeline=supervised)
+        return settings_of(plan)
+    except (ConfigError, OSError, ValueError):
+        return None
+
+
+def differences(before: Settings, now: Settings) -> Changes:
+    """Return what has changed, under the keys of `now`, without what follows from another change."""
+    before = renamed(before, now)
+    found: Changes = {
+        key: (before.get(key), now.get(key))
+        for key in dict.fromkeys((*now, *before))
+        if before.get(key) != now.get(key)
+    }
+    found = _whole_sections(found, before, now)
+    for key in list(found):
+        if _follows(key, found):
+            del found[key]
+    for key in SHARED:
+        sections = [each for each in now if each.endswith(f".{key}")]
+        if sections and len({str(found.get(each)) for each in sections}) == 1 and sections[0] in found:
+            change = found[sections[0]]
+            found = {each: value for each, value in found.items() if each not in sections}
+            found[key.rpartition(".")[2]] = change
+    return {key: found[key] for key in sorted(found, key=_place)}
+
+
+def _place(key: str) -> int:
+    return next((place for place, pattern in enumerate(FIRST) if re.fullmatch(pattern, key)), len(FIRST))
+
+
+def _follows(key: str, found: Changes) -> bool:
+    """Whether a change says no more than another one does."""
+    if key.endswith(CONTENT):  # of files that are other ones, or of which one side has no hash
+        return key.removesuffix(CONTENT) in found or None in found[key]
+    follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())
+    return follows or key.removeprefix("policy_loss_fn_args.") in found.keys() - {key}
+
+
+def renamed(before: Settings, now: Settings) -> Settings:
+    """Return `before` with the sections of student and engines called as they are now: pipelines differ in that."""
+    names = {}
+    for same in (STUDENTS, SAMPLERS):
+        old, new = (next((name for name in same if _has(of, name)), None) for of in (before, now))
+        if old and new and old != new:
+            names[old] = new
+    return {".".join((names.get(head, head), *tail)): before[key] for key in before for head, *tail in [key.split(".")]}
+
+
+def _whole_sections(found: Changes, before: Settings, now: Settings) -> Changes:
+    """Return the changes with one entry for a section of many keys that is there on one side alone."""
+    whole: dict[str, tuple[Any, Any]] = {}
+    keys = Counter(key.partition(".")[0] for key in found if "." in key)
+    for section in (name for name, count in keys.items() if count > FEW):
+        there = [_has(of, section) for of in (before, now)]
+        if there[0] != there[1]:
+            whole[section] = ("written" if there[0] else None, "written" if there[1] else None)
+    return {key: change for key, change in found.items() if key.partition(".")[0] not in whole} | whole
+
+
+def _has(settings: Settings, section: str) -> bool:
+    return any(key.startswith(f"{section}.") and value is not None for key, value in settings.items())
+
+
+def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    """Yield each change as `key: before → now`."""
+    for key, (before, now) in changes.items():
+        if key.endswith(CONTENT):
+            yield f"{key.removesuffix(CONTENT)}: same path, other content ({before} → {now})"
+        else:
+            yield f"{key}: {text_of(before)} → {text_of(now)}"
+
+
+def text_of(value: Any) -> str:
+    """Return a value as a configuration has it, in one line, cut where it is long."""
+    if value is None or isinstance(value, bool):
+        text = {None: "none", True: "true", False: "false"}[value]
+    elif isinstance(value, float):
+        text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    else:
+        text = ", ".join(map(text_of, value)) if isinstance(value, list) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else f"…{text[-LONGEST + 1 :]}"

@@ -1,0 +1,92 @@
+"""Where a model comes from, as its own files say: its name on the hub, its licence and its languages.
+
+Only what is written there is taken over, and only in a form that model hubs accept.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CACHED = re.compile(r"(models|datasets)--([\w.-]+?)--([\w.-]+)")  # a directory in the cache of huggingface_hub
+NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9])?"
+HUB_ID = re.compile(rf"{NAME}/{NAME}")
+LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
+LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})?|multilingual|code")
+# how a licence's text begins -> its name on the hub
+LICENCE_TEXTS = {
+    r"\s*Apache License\s+Version 2\.0": "apache-2.0",
+    r"\s*(The )?MIT License": "mit",
+    r"\s*BSD 3-Clause License": "bsd-3-clause",
+    r"\s*BSD 2-Clause License": "bsd-2-clause",
+}
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
+
+
+def cached(path: str, kind: str) -> str | None:
+    """Return the hub's name of what lies in the hub's cache at `path`, of `kind` models or datasets."""
+    found = CACHED.search(path)
+    return f"{found[2]}/{found[3]}" if found and found[1] == kind else None
+
+
+def model_name(path: str) -> str:
+    """Return the hub's name of a model in the hub's cache, else that of its directory, which says no more."""
+    return cached(path, "models") or Path(path).resolve().name
+
+
+def base_model(model: Path) -> str | None:
+    """Return the name of a model on the hub: that of its place in the cache, else of its config.json or its card."""
+    return cached(str(model), "models") or next(filter(HUB_ID.fullmatch, _named(model)), None)
+
+
+def licence(model: Path) -> dict[str, Any]:
+    """Return what a model's card says of its licence and languages; a licence without a card is read from its file."""
+    card, found = _card(model), {}
+    name = card.get("license")
+    if isinstance(name, str) and LICENCE_ID.fullmatch(name):
+        found["license"] = name
+        if name == "other":
+            found |= {key: card[key] for key in ("license_name",) if isinstance(card.get(key), str)}
+        link = card.get("license_link")
+        if isinstance(link, str) and link.startswith("https://"):  # else a file that does not come along
+            found["license_link"] = link
+    elif text := _licence_text(model):
+        known = (name for pattern, name in LICENCE_TEXTS.items() if re.match(pattern, text))
+        found["license"] = next(known, "other")
+    languages = card.get("language")
+    listed = languages if isinstance(languages, list) else [languages]
+    right = [code for code in listed if isinstance(code, str) and LANGUAGE.fullmatch(code)]
+    return found | ({"language": right} if right else {})
+
+
+def _named(model: Path) -> Iterator[str]:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    bases = _card(model).get("base_model")
+    for name in (config.get("_name_or_path"), *(bases if isinstance(bases, list) else [bases])):
+        if isinstance(name, str) and not Path(name).exists():
+            yield name
+
+
+def _card(model: Path) -> dict[str, Any]:
+    """Return the head of a model's README.md; empty where it has no readable one."""
+    try:
+        text = (model / "README.md").read_text(encoding="utf-8")
+        head = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None
+    except (OSError, UnicodeError, IndexError, yaml.YAMLError, ValueError):
+        return {}
+    return head if isinstance(head, dict) else {}
+
+
+def _licence_text(model: Path) -> str | None:
+    for name in LICENCE_FILES:
+        try:
+            return (model / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeError):
+            continue
+    return None

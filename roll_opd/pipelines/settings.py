@@ -1,0 +1,206 @@
+"""The settings of a run as flat pairs of key and value, under the names of the configuration.
+
+All dataclasses of the plan are walked, so that a new field is a setting unless it is listed as none. Keys are spelled
+as in a configuration where the plan has another name for them.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.device_mapping import short_devices
+from roll_opd.config.schema import CriticKeys, keys_of
+from roll_opd.hf.model_info import fingerprint
+from roll_opd.plan import MegatronPlan, RunPlan
+from roll_opd.tracking.secrets import without_secrets
+
+Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
+
+CONTENT = " (content)"  # behind the key of a model's directory or of files: a hash of what is in them
+WHOLE_BYTES = 64 * 2**20  # a file of at most so many is hashed as a whole, of a larger one pieces
+OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
+# fields of the plan that change no result, or that follow from others
+NO_SETTINGS = {
+    *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
+    *("logging_steps", "samples_per_step", "device_memory_gb", "startup_seconds", "grace_seconds", "host_seconds"),
+    *("max_restarts", "total_steps", "loss_normaliser", "opd_vocab_size", "vocab_size", "length_key", "schema", "dp"),
+    *("returns_routes", "contexts", "paired", "engines", "key", "name", "domain"),
+}
+# a field of the plan, or its last parts -> the key of the configuration, below the same section
+SPELLED = {
+    r"optimizer\.(learning_rate|weight_decay|adam_\w+|max_grad_norm|lr_scheduler_type|warmup_steps)": (
+        r"training_args.\1"
+    ),
+    r"optimizer\.decay_steps": "training_args.lr_scheduler_kwargs.lr_decay_steps",
+    r"optimizer\.initial_learning_rate": "training_args.lr_scheduler_kwargs.init_lr",
+    r"optimizer\.min_learning_rate": "training_args.lr_scheduler_kwargs.min_lr",
+    r"optimizer\.wsd_decay_steps": "training_args.lr_scheduler_kwargs.wsd_decay_steps",
+    r"optimizer\.wsd_decay_style": "training_args.lr_scheduler_kwargs.lr_wsd_decay_style",
+    r"optimizer\.(\w+)": r"strategy_args.strategy_config.\1",
+    r"model\.path": "model_args.model_name_or_path",
+    r"model\.dtype": "model_args.dtype",
+    r"lora\.(rank|alpha)": r"model_args.lora_\1",
+    r"lora\.targets": "model_args.lora_target",
+    r"lora\.path": "model_args.adapter_name_or_path",
+    r"layout\.tp": "strategy_args.strategy_config.tensor_model_parallel_size",
+    r"layout\.pp": "strategy_args.strategy_config.pipeline_model_parallel_size",
+    r"layout\.cp": "strategy_args.strategy_config.context_parallel_size",
+    r"layout\.ep": "strategy_args.strategy_config.expert_model_parallel_size",
+    r"layout\.etp": "strategy_args.strategy_config.expert_tensor_parallel_size",
+    r"layout\.vpp": "strategy_args.strategy_config.virtual_pipeline_model_parallel_size",
+    r"layout\.sequence_parallel": "strategy_args.strategy_config.sequence_parallel",
+    r"(?:megatron_args|engine_args)\.(.+)": r"strategy_args.strategy_config.\1",
+    r"tp": "strategy_args.strategy_config.tensor_parallel_size",
+    r"max_model_len": "strategy_args.strategy_config.max_model_len",
+    r"devices": "device_mapping",
+    r"train_limits\.sequences": "training_args.per_device_train_batch_size",
+    r"train_limits\.tokens": "max_tokens_per_microbatch_in_train",
+    r"forward_limits\.sequences": "infer_batch_size",
+    r"forward_limits\.tokens": "max_tokens_per_microbatch_in_infer",
+    r"mini_batch_sequences": "training_args.per_device_train_batch_size x gradient_accumulation_steps x ranks",
+    r"router_replay": "router_replay.mode",
+    r"env\.(.+)": r"system_envs.\1",
+    r"tags": "tag_included",
+    r"sampling\.stop": "generating_args.stop_strings",
+    r"sampling\.n": "generating_args.num_return_sequences",
+    r"sampling\.(.+)": r"generating_args.\1",
+    r"data\.files": "data_args.file_name",
+    r"data\.(template|limit)": r"data_args.\1",
+    r"data\.columns\.(.+)": r"data_args.\1",
+    r"data\.streams\.(.+)\.weight": r"data_args.domain_interleave_probs.\1",
+    r"query_filter\.(.+)": r"query_filter_config.\1",
+    r"response_filter\.(.+)": r"response_filter_config.\1",
+    r"batch_size": "infer_batch_size",
+}
+# a whole key as the walk makes it -> that of the configuration
+AT_THE_TOP = {
+    r"objective\.kl_loss": "kl_loss_fn",
+    r"objective\.dual_clip": "dual_clip_loss",
+    r"objective\.recompute_old_logprobs": "enable_old_logprobs_recompute",
+    r"objective\.policy_loss_args\.(clip_low|clip_high|dual_clip)": "",  # pg_clip and its like say so
+    r"objective\.policy_loss_args\.(.+)": r"policy_loss_fn_args.\1",
+    r"objective\.advantage_args\.(mean|std)_cal_level": "",  # norm_mean_type and norm_std_type say so
+    r"objective\.advantage_args\.(.+)": r"advantage_fn_args.\1",
+    r"objective\.correction(.*)": r"train_infer_correction\1",
+    r"objective\.(.+)": r"\1",
+    r"data\.prompt_length": "prompt_length",
+    r"(?:validation|demonstrations)\.data\.(?:prompt_length|on_\w+)": "",
+    r"rollout\.model\.path": "",  # the student's
+    r"rollout\.sampling\.n": "num_return_sequences_in_group",
+    r"rollout\.sampling\.max_new_tokens": "response_length",
+    r"rewards\.(.+)\.terms\.\1\.args\.(.+)": r"rewards.\1.\2",
+    r"rewards\.(.+)\.terms\.\1\.worker": r"rewards.\1.worker_cls",
+    r"rewards\.(.+)\.terms\.\1\.(.+)": r"rewards.\1.\2",
+    r"rewards\.(.+)\.worker": r"rewards.\1.worker_cls",
+    r"data\.(on_\w+)": r"\1",
+    r"data\.template": "global_template",
+    r"(?:data|validation\.data|demonstrations\.data)\.tag_templates\.(.+)": r"tag_to_template.\1",
+    r"data\.environments\.(.+)": r"train_env_manager.\1",
+    r"validation\.data\.environments\.(.+)": r"val_env_manager.\1",
+    r"workflow\.(.+)": r"\1",
+    r"pipeline_args\.(.+)": r"\1",
+    r"epochs": "num_train_epochs",
+    r"extra_prompts": "max_additional_running_prompts",
+    r"devices_per_node": "num_gpus_per_node",
+    r"env\.(.+)": r"system_envs.\1",
+}
+
+
+def settings_of(plan: RunPlan) -> Settings:
+    """Return the settings of a run, and hashes of its models and files; without keys of services.
+
+    OSError where a file cannot be read.
+    """
+    found = dict(_top(plan))
+    paths = {role.model.path: f"{role.name}.model_args.model_name_or_path" for role in reversed(plan.roles().values())}
+    contents = {key: _model_files(Path(path)) for path, key in paths.items()}
+    data = {plan.student.name: plan.data}
+    data |= {"validation": plan.validation.data} if plan.validation else {}
+    data |= {"demonstrations": plan.demonstrations.data} if plan.demonstrations else {}
+    contents |= {f"{name}.data_args.file_name": [Path(file) for file in rows.files] for name, rows in data.items()}
+    found |= {f"{key}{CONTENT}": _hash(files) for key, files in contents.items() if files}
+    plain: Settings = json.loads(json.dumps(found, default=str))
+    return dict(sorted(without_secrets(plain).items()))
+
+
+def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a plan; those of a role under the key of its section."""
+    sections = {"student": plan.student.name} | ({"rollout": plan.rollout.name} if plan.rollout else {})
+    for found, value in _walk(plan, ""):
+        section, dot, rest = found.partition(".")
+        key = rest if section == "critic" and rest in keys_of(CriticKeys) else _at_the_top(found)
+        if key is None and section == "data":
+            key = f"{plan.student.name}.{_spelled(found)}"
+        elif key is None:
+            key = _spelled(f"{sections.get(section, section)}{dot}{rest}")
+        if key:
+            yield key, value
+
+
+def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (fields joined by dots, value) of everything below `value` that is a setting.
+
+    Entries of a tuple of dataclasses are known by their names; `env` are variables that all processes have.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        env = value.env if isinstance(value, RunPlan) else env
+        for field in fields(value):
+            if field.name in NO_SETTINGS:
+                continue
+            inside = getattr(value, field.name)
+            if field.name == "devices":
+                inside = short_devices(inside)
+            elif field.name == "env" and not isinstance(value, RunPlan):
+                inside = {name: text for name, text in inside.items() if (env or {}).get(name) != text}
+            # a teacher's and a judge's plan is a part of its section
+            flat = field.name in ("worker", "engine", "context") and is_dataclass(inside)
+            yield from _walk(inside, key if flat else f"{key}.{field.name}".lstrip("."), env)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _walk(item, f"{key}.{name}", env)
+    elif isinstance(value, tuple) and value and all(map(is_dataclass, value)):
+        for number, item in enumerate(value):
+            yield from _walk(item, _of_entry(key, item, number), env)
+    elif value != ():
+        yield key, value
+
+
+def _of_entry(key: str, item: Any, number: int) -> str:
+    worker = getattr(item, "worker", None)
+    if isinstance(worker, MegatronPlan):
+        return worker.name  # a teacher's section
+    return f"{key}.{getattr(item, 'domain', None) or getattr(item, 'name', None) or number}"
+
+
+def _spelled(key: str) -> str:
+    """Return `key` with its last parts as the configuration has them."""
+    for pattern, spelled in SPELLED.items():
+        if match := re.fullmatch(rf"(.+\.)?{pattern}", key):
+            return (match[1] or "") + re.sub(pattern, spelled, key.removeprefix(match[1] or ""))
+    return key
+
+
+def _at_the_top(key: str) -> str | None:
+    """Return the whole key as the configuration has it; empty where it is none, None where a section has it."""
+    for pattern, spelled in AT_THE_TOP.items():
+        if re.fullmatch(pattern, key):
+            return re.sub(pattern, spelled, key)
+    return None
+
+
+def _model_files(directory: Path) -> list[Path]:
+    return sorted(file for pattern in OF_A_MODEL for file in directory.glob(pattern))
+
+
+def _hash(files: list[Path]) -> str:
+    """Return a short hash of the names and contents of files; they may have moved together."""
+    digest = hashlib.sha256()
+    for file in files:
+        small = file.stat().st_size <= WHOLE_BYTES
+        content = hashlib.sha256(file.read_bytes()).hexdigest() if small else fingerprint(file)
+        digest.update(f"{file.name} {content}\n".encode())
+    return digest.hexdigest()[:12]

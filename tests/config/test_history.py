@@ -1,0 +1,216 @@
+"""Settings of a run, what differs between two, and the parts of a run that was resumed."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_opd.config.build import load_plan
+from roll_opd.pipelines import history
+from roll_opd.pipelines.settings import CONTENT, NO_SETTINGS, settings_of
+from roll_opd.plan import RunPlan
+
+DEMO = {"pure": "onpolicy_distill", "mixed": "rlvr_opd", "rl": "ppo", "sft": "sft", "dpo": "dpo"}
+
+
+@cache
+def plan_of(kind: str, *overrides: str) -> RunPlan:
+    return load_plan("demo", DEMO[kind], overrides, pipeline=kind if kind in ("sft", "dpo") else None)
+
+
+def changes(kind: str, *overrides: str) -> history.Changes:
+    return history.differences(settings_of(plan_of(kind)), settings_of(plan_of(kind, *overrides)))
+
+
+TRAIN = "student_train.training_args"
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "key", "before", "now"),
+    [
+        ("pure", f"{TRAIN}.learning_rate=3e-6", f"{TRAIN}.learning_rate", 2e-4, 3e-6),
+        ("pure", f"{TRAIN}.adam_beta1=0.8", f"{TRAIN}.adam_beta1", 0.9, 0.8),
+        ("pure", f"{TRAIN}.adam_beta2=0.99", f"{TRAIN}.adam_beta2", 0.95, 0.99),
+        ("pure", f"{TRAIN}.adam_epsilon=1e-6", f"{TRAIN}.adam_epsilon", 1e-8, 1e-6),
+        ("pure", f"{TRAIN}.weight_decay=0.1", f"{TRAIN}.weight_decay", 0.0, 0.1),
+        ("pure", f"{TRAIN}.lr_scheduler_type=constant", f"{TRAIN}.lr_scheduler_type", "linear", "constant"),
+        ("pure", f"{TRAIN}.warmup_steps=3", f"{TRAIN}.warmup_steps", 10, 3),
+        (
+            "pure",
+            f"+{TRAIN}.lr_scheduler_kwargs={{min_lr: 1e-6}}",
+            f"{TRAIN}.lr_scheduler_kwargs.min_lr",
+            0.0,
+            1e-6,
+        ),
+        ("pure", "max_grad_norm=0.3", "max_grad_norm", 1.0, 0.3),
+        ("pure", "opd_kl_coef=0.5", "opd_kl_coef", 1.0, 0.5),
+        ("pure", "++opd_kl_discount=0.9", "opd_kl_discount", 0.0, 0.9),
+        ("pure", "++opd_objective=topk", "opd_objective", "sampled", "topk"),
+        ("pure", "loss_agg_mode=seq-mean-token-mean", "loss_agg_mode", "token-mean", "seq-mean-token-mean"),
+        ("pure", "seed=3", "seed", 42, 3),
+        ("pure", "max_steps=90", "max_steps", 80, 90),
+        ("pure", "eval_steps=7", "eval_steps", 20, 7),
+        ("pure", "+student_infer.generating_args={temperature: 0.7}", None, 1.0, 0.7),
+        ("pure", "num_return_sequences_in_group=8", "num_return_sequences_in_group", 4, 8),
+        ("pure", "prompt_length=40", "prompt_length", 32, 40),
+        ("pure", "++tag_to_template.math=chatml", "tag_to_template.math", None, "chatml"),
+        ("rl", "critic.training_args.learning_rate=5e-4", "critic.training_args.learning_rate", 1e-3, 5e-4),
+        ("rl", "++value_clip=0.4", "value_clip", 0.2, 0.4),
+        ("rl", "pg_clip=0.1", "pg_clip", 0.2, 0.1),
+        ("mixed", "++rewards.math_rule.weight=2", "rewards.math_rule.weight", 1.0, 2.0),
+        ("dpo", "++beta=0.3", "beta", 0.1, 0.3),
+        ("sft", "sft_train.training_args.learning_rate=2e-3", "sft_train.training_args.learning_rate", 1e-3, 2e-3),
+    ],
+)
+def test_one_changed_setting(kind: str, override: str, key: str | None, before: Any, now: Any) -> None:
+    """It is found under its own key, with both values, and nothing that follows from it is."""
+    key = key or "student_infer.generating_args.temperature"
+    assert changes(kind, override) == {key: (before, now)}
+
+
+def test_what_is_no_setting() -> None:
+    other = ("output_dir=elsewhere", "exp_name=other", "save_steps=3", "logging_steps=5", "++max_restarts=2")
+    assert changes("pure", *other, "track_with=[]", "++grace_seconds=5") == {}
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for field in fields(value):
+        inside = getattr(value, field.name)
+        if field.name in NO_SETTINGS:
+            continue
+        if is_dataclass(inside):
+            yield from leaves(inside, (*path, field.name))
+        elif isinstance(inside, bool | int | float | str) or (inside is None and "Plan" not in str(field.type)):
+            yield (*path, field.name)
+
+
+def with_other(value: Any, path: tuple[str, ...]) -> Any:
+    name, *rest = path
+    inside = getattr(value, name)
+    if rest:
+        return replace(value, **{name: with_other(inside, tuple(rest))})
+    other = not inside if isinstance(inside, bool) else inside + 1 if isinstance(inside, int | float) else "other"
+    return replace(value, **{name: other})
+
+
+@pytest.mark.parametrize("kind", DEMO)
+def test_every_field_of_a_plan_is_a_setting(kind: str) -> None:
+    """But for those that are listed as none: a new field cannot be forgotten."""
+    plan = plan_of(kind)
+    same = settings_of(plan)
+    # the engines' model is the student's, and lengths of held-out rows and demonstrations are the run's
+    apart = {("rollout", "model", "path"), ("student", "model", "path"), ("reference", "model", "path")}
+    apart |= {("critic", "model", "path"), *((of, "data", "prompt_length") for of in ("validation", "demonstrations"))}
+    apart |= {("validation", "data", name) for name in ("on_bad_row", "on_long_prompt")}
+    found = [path for path in leaves(plan) if path not in apart]
+    assert len(found) > 60
+    assert [path for path in found if settings_of(with_other(plan, path)) == same] == []
+
+
+def test_other_content_under_the_same_path(tmp_path: Path) -> None:
+    teacher, rows = tmp_path / "teacher", tmp_path / "val.jsonl"
+    shutil.copytree("examples/demo/models/teacher", teacher)
+    shutil.copy("examples/demo/data/val.jsonl", rows)
+    overrides = (
+        f"teacher.model_args.model_name_or_path={teacher}",
+        f"validation.data_args.file_name={rows}",
+    )
+    before = settings_of(plan_of("pure", *overrides))
+    weights = teacher / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(bytes(data))
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    found = history.differences(before, settings_of(plan_of("pure", *overrides)))
+    keys = ["teacher.model_args.model_name_or_path", "validation.data_args.file_name"]
+    assert list(found) == [key + CONTENT for key in keys]
+    assert all("same path, other content" in text for text in history.changes_text(found))
+
+
+def test_a_moved_file_is_one_change(tmp_path: Path) -> None:
+    moved = tmp_path / "moved.jsonl"
+    shutil.copy("examples/demo/data/val.jsonl", moved)
+    found = changes("pure", f"validation.data_args.file_name={moved}")
+    assert list(found) == ["validation.data_args.file_name"] and found.popitem()[1][1] == [str(moved)]
+
+
+def test_a_section_that_comes_is_one_change() -> None:
+    reference = "++reference={model_args: {model_name_or_path: examples/demo/models/student}, device_mapping: '[1]'}"
+    found = changes("mixed", "++use_kl_loss=true", "++kl_loss_coef=0.1", reference)
+    assert found["reference"] == (None, "written") and found["kl_loss_coef"] == (0.0, 0.1)
+    assert not any(key.startswith("reference.") for key in found)
+
+
+def test_another_pipeline_calls_the_student_something_else() -> None:
+    """A fork of pure distillation into a mixed run: the same settings under other names are the same."""
+    found = history.differences(settings_of(plan_of("pure")), settings_of(plan_of("mixed")))
+    assert found["mode"] == ("pure", "mixed")
+    assert not any(key.startswith("student_") or "learning_rate" in key for key in found)
+
+
+def test_keys_of_services_are_not_kept() -> None:
+    plan = plan_of("pure", "++system_envs={HF_TOKEN: hf_secret, WANDB_API_KEY: wb_secret, LEVEL: high}")
+    text = json.dumps(settings_of(plan))
+    assert "_secret" not in text and '"system_envs.LEVEL": "high"' in text
+
+
+def resumed(before: history.History, plan: RunPlan, step: int) -> history.History:
+    """As a checkpoint keeps it."""
+    saved = json.loads(json.dumps(before.as_json(step)))
+    return history.continued(history.parts_of(saved, step), plan, step)
+
+
+def test_parts_over_several_resumes() -> None:
+    rates = [plan_of("sft", f"sft_train.training_args.learning_rate={rate}") for rate in ("1e-3", "3e-4", "1e-4")]
+    first = history.begun(rates[0])
+    assert first.line == ""
+    again = resumed(first, rates[0], 10)
+    assert again.line == "Settings are those of step 10"
+    second = resumed(again, rates[1], 20)
+    key = "sft_train.training_args.learning_rate"
+    assert second.line == f"Settings changed after step 20: {key}: 0.001 → 0.0003"
+    back = resumed(second, rates[2], 25)
+    parts = back.up_to(31)
+    assert [(part.first, part.last) for part in parts] == [(1, 20), (21, 25), (26, 31)]
+    assert [part.settings and part.settings[key] for part in parts] == [1e-3, 3e-4, 1e-4]
+    assert [part["changed"] for part in back.as_facts(31)] == [{}, {key: [1e-3, 3e-4]}, {key: [3e-4, 1e-4]}]
+
+
+def test_many_changes_are_counted() -> None:
+    learning = [f"{TRAIN}.{name}=0.5" for name in ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon")]
+    others = ["opd_kl_coef=0.5", "max_grad_norm=2", "rollout_batch_size=128", "seed=1", "max_steps=9", "eval_steps=3"]
+    more = [
+        "prompt_length=40",
+        "num_return_sequences_in_group=2",
+        f"{TRAIN}.weight_decay=0.5",
+        f"{TRAIN}.warmup_steps=1",
+    ]
+    line = resumed(history.begun(plan_of("pure")), plan_of("pure", *learning, *others, *more), 3).line
+    assert line.startswith(f"Settings changed after step 3: {TRAIN}.learning_rate: 0.0002 → 0.5; ")
+    assert line.count("→") == history.SHOWN and "\n" not in line
+    assert line.endswith(f"; and {4 + 6 + 4 - history.SHOWN} more, in run.json")
+
+
+@pytest.mark.parametrize("saved", [None, [], "old", [{"first": 1}], [{"first": 1, "last": 3, "settings": 7}]])
+def test_a_checkpoint_without_settings(saved: Any) -> None:
+    """Of an earlier version, or damaged: nothing is claimed of its steps."""
+    parts = history.parts_of(saved, 12)
+    assert parts == (history.Part(1, 12, None),)
+    now = history.continued(parts, plan_of("sft"), 12)
+    assert "steps 1 to 12 are unknown" in now.line and len(now.parts) == 2
+    assert [part["changed"] for part in now.as_facts()] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["pure", "mixed", "sft"])
+def test_settings_from_the_configuration_that_a_run_left(tmp_path: Path, kind: str) -> None:
+    plan = plan_of(kind, "seed=7")
+    (tmp_path / "config.yaml").write_text(plan.config_yaml)
+    assert history.read_settings(tmp_path, plan_of(kind)) == settings_of(plan)
+    (tmp_path / "config.yaml").write_text("max_steps: no number\n")
+    assert history.read_settings(tmp_path, plan) is None
+    assert history.read_settings(tmp_path / "none", plan) is None
