@@ -21,7 +21,7 @@ SETTINGS = (
 
 
 def learning_rates(run: Run) -> list[float]:
-    return [row["actor/lr"] for row in run.rows("metrics.jsonl")[1:]]
+    return [row["actor/lr"] for row in run.rows("metrics.jsonl") if row["step"]]
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, mon
         pass
     assert complete(run) == [later, later.with_name("step_4")]
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
-    with own_directory(plan, resumed, history) as directory:
+    with own_directory(plan, resumed, begun(plan)) as directory:
         assert directory.path == run and not directory.set_aside
 
 
