@@ -21,7 +21,7 @@ from roll_opd.tracking.secrets import without_secrets
 Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
 
 CONTENT = " (content)"  # behind the key of a model's directory or of files: a hash of what is in them
-WHOLE_BYTES = 64 * 2**20  # a file of at most so many is hashed as a whole, of a larger one pieces
+WHOLE_BYTES = 16 * 2**20  # a file of at most so many is hashed as a whole, of a larger one pieces
 OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
 # fields of the plan that change no result, or that follow from others
 NO_SETTINGS = {
