@@ -153,10 +153,14 @@ def test_only_accuracy_is_called_accuracy() -> None:
     assert validation(rows[0]) == "validation accuracy 0.000"
 
 
-def test_the_lines_that_load_a_model_are_python() -> None:
-    code = "\n".join(loading('a "b"\\ü/hf'))
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_script_that_loads_a_model_is_python(is_chat: bool) -> None:
+    """What it starts is below its main guard; a model without a chat template continues a text."""
+    code = "\n".join(loading('a "b"\\ü/hf', is_chat=is_chat))
     model_dir = compile(code, "shown", "exec").co_consts
     assert 'a "b"\\ü/hf' in model_dir
+    assert all(line.startswith("    ") for line in code.partition("__main__")[2].splitlines()[1:] if line)
+    assert ("llm.chat(" in code) == is_chat and ("llm.generate(" in code) != is_chat
 
 
 @pytest.mark.parametrize(
