@@ -17,6 +17,7 @@ from roll_opd.pipelines.settings import CONTENT, Settings, settings_of
 from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS
 
+OF_THE_STATE = "strategy_args.strategy_config.use_distributed_optimizer"  # a key that an optimizer's state depends on
 SHOWN = 12  # changes in the line of a resumed run
 FEW = 4  # keys of a section that is new or gone, up to which they are named
 LONGEST = 60  # characters of a value in that line
@@ -131,6 +132,23 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
         return settings_of(plan)
     except (ConfigError, OSError, ValueError):
         return None
+
+
+def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
+    """Return which changed settings make an optimizer state of another form than the one in `checkpoint`."""
+    now, problems = settings.parts[-1].settings or {}, []
+    for key, (before, after) in settings.changes.items():
+        section = key.removesuffix(f".{OF_THE_STATE}").removesuffix(".model_args.dtype")
+        is_distributed = now.get(f"{section}.{OF_THE_STATE}")
+        if None in (before, after) or section == key or is_distributed is None:
+            continue
+        if key.endswith(OF_THE_STATE) or not is_distributed:
+            said = text_of(before), text_of(after)
+            problems.append(
+                f"{key}: {said[1]} cannot load the optimizer's state in {checkpoint}, which was saved with {said[0]};"
+                f" write {said[0]}, or start afresh with resume_from_checkpoint: false"
+            )
+    return problems
 
 
 def differences(before: Settings, now: Settings) -> Changes:

@@ -87,7 +87,10 @@ def preflight(plan: RunPlan) -> Inputs:
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     if resumed and (damaged := damage(resumed.path)):
         raise CheckpointError(f"{damaged}; {instead_of(resumed.path)}")
-    problems = checkpoint_problems(plan, resumed) if resumed else []
+    settings = _history(plan, resumed)
+    problems = (
+        checkpoint_problems(plan, resumed) + history.optimizer_problems(settings, resumed.path) if resumed else []
+    )
     problems += package_problems()
     if address := os.environ.get("RAY_ADDRESS"):  # a cluster that was there before is checked when it is joined
         problems += cluster_problems(address)
@@ -110,7 +113,7 @@ def preflight(plan: RunPlan) -> Inputs:
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
-    return Inputs(resumed, _history(plan, resumed), tokenizer, source, held_out, began)
+    return Inputs(resumed, settings, tokenizer, source, held_out, began)
 
 
 def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:

@@ -28,6 +28,8 @@ def changes(kind: str, *overrides: str) -> history.Changes:
 
 
 TRAIN = "student_train.training_args"
+PLAIN_KEY = "sft_train.strategy_args.strategy_config.use_distributed_optimizer"
+PLAIN, HALF = f"++{PLAIN_KEY}=false", "sft_train.model_args.dtype=bf16"
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,26 @@ def test_parts_over_several_resumes() -> None:
     assert [(part.first, part.last) for part in parts] == [(1, 20), (21, 25), (26, 31)]
     assert [part.settings and part.settings[key] for part in parts] == [1e-3, 3e-4, 1e-4]
     assert [part["changed"] for part in back.as_facts(31)] == [{}, {key: [1e-3, 3e-4]}, {key: [3e-4, 1e-4]}]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "problem"),
+    [
+        ((), (PLAIN,), f"{PLAIN_KEY}: false cannot load"),
+        ((PLAIN,), (), f"{PLAIN_KEY}: true cannot load"),
+        ((PLAIN,), (PLAIN, HALF), "sft_train.model_args.dtype: bf16 cannot load"),
+        ((), (HALF,), None),
+        ((PLAIN,), (PLAIN, "sft_train.training_args.learning_rate=1"), None),
+    ],
+)
+def test_another_form_of_the_optimizer_s_state(
+    before: tuple[str, ...], now: tuple[str, ...], problem: str | None
+) -> None:
+    found = history.optimizer_problems(
+        resumed(history.begun(plan_of("sft", *before)), plan_of("sft", *now), 3), Path("step_3")
+    )
+    assert len(found) == bool(problem)
+    assert not problem or (found[0].startswith(problem) and "step_3" in found[0])
 
 
 def test_many_changes_are_counted() -> None:
