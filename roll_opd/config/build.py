@@ -48,6 +48,7 @@ from roll_opd.config.schema import (
     shared,
 )
 from roll_opd.config.trackers import read_trackers
+from roll_opd.config.turn_end import turn_end_warnings
 from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.diagnostics import ConfigError, Diagnostics
@@ -133,7 +134,7 @@ def plan_config(
     sentences += [sentence for path in sorted(engines) if (sentence := engine_problem(Path(path)))]
     if sentences and runnable:
         raise ConfigError(sentences)
-    return replace(plan, warnings=(*diagnostics.warnings, *sentences))
+    return replace(plan, warnings=(*diagnostics.warnings, *sentences, *turn_end_warnings(plan)))
 
 
 def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline: str | None) -> type[Supervised] | None:

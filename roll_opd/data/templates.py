@@ -74,6 +74,7 @@ class Template:
 
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
     whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
+    source: str | None = None  # of a chat template; None: the tokenizer's own
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
@@ -184,7 +185,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
 
-    return Template(render, render)
+    return Template(render, render, chat_template)
 
 
 def _around(before: str, after: str) -> Template:

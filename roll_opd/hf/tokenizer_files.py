@@ -80,7 +80,7 @@ def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> Tok
         further = (
             _settings_difference(_settings(student), _settings(other), name),
             _ends_difference(_ends(student), _ends(other), name),
-            _template_difference(_chat_template(student), _chat_template(other), name),
+            _template_difference(chat_template_of(student), chat_template_of(other), name),
         )
         return replace(comparison, differences=(*comparison.differences, *filter(None, further)))
     except OSError as error:
@@ -93,7 +93,7 @@ def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
     files = [path / "tokenizer.json" for path in (student, other)]
     if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
         return TokenizerComparison()
-    mine, theirs = _tokens_by_id(student), _tokens_by_id(other)
+    mine, theirs = tokens_by_id(student), tokens_by_id(other)
     if mine is None or theirs is None:
         unlike = [file for file in OTHER_FORMATS if _digest(student / file) != _digest(other / file)]
         if mine == theirs and not unlike:
@@ -124,7 +124,7 @@ def _first(number: int, tokens: dict[int, str]) -> str:
     return f"the first is id {number}: {tokens[number]!r}"
 
 
-def _tokens_by_id(path: Path) -> dict[int, str] | None:
+def tokens_by_id(path: Path) -> dict[int, str] | None:
     """Return id -> token, added ones included; None where no file says it in a form that is read here."""
     if (path / "tokenizer.json").is_file():
         content = read_json(path / "tokenizer.json")
@@ -212,10 +212,22 @@ def _ends_difference(mine: frozenset[int], theirs: frozenset[int], name: str) ->
 
 def has_chat_template(path: Path) -> bool:
     """Whether the tokenizer in directory `path` has a chat template."""
-    return bool(_chat_template(path))
+    return bool(chat_template_of(path))
 
 
-def _chat_template(path: Path) -> Any:
+def special_tokens(path: Path) -> dict[str, str]:
+    """Return the tokens with a name, such as eos_token, as chat templates write them."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, value in (read_json(path / file) if (path / file).is_file() else {}).items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token, str):
+                found[name] = token
+    return found
+
+
+def chat_template_of(path: Path) -> Any:
+    """Return the chat template beside a tokenizer, as its file has it; None where there is none."""
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):

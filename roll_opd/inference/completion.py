@@ -31,8 +31,14 @@ def token_prompt(tokens: Sequence[int]) -> "TokensInput":
     return {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
 
 
-def sampling_params(sampling: SamplingPlan, seed: int) -> "SamplingParams":
-    """Return vLLM's parameters for one sample, with the log-prob of every sampled token."""
+def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
+    """Return the ids of stop strings that are special tokens, which no decoded text shows."""
+    special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return tuple(special[string] for string in stop if string in special)
+
+
+def sampling_params(sampling: SamplingPlan, seed: int, stop_ids: Sequence[int] = ()) -> "SamplingParams":
+    """Return vLLM's parameters for one sample, with the log-prob of every sampled token; `stop_ids` end it as well."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -45,6 +51,7 @@ def sampling_params(sampling: SamplingPlan, seed: int) -> "SamplingParams":
         top_k=sampling.top_k,
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
+        stop_token_ids=list(stop_ids),
         logprobs=0,  # of the sampled token, and no other
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -22,6 +22,7 @@ from roll_opd.inference.completion import (
     completion_of,
     cut_at_stop,
     sampling_params,
+    stop_token_ids,
     token_logprobs,
     token_prompt,
 )
@@ -164,6 +165,7 @@ class InferenceEngine:
     async def _submit(
         self, ids: list[str], prompts: Sequence[Sequence[int]], sampling: SamplingPlan, seeds: Sequence[int]
     ) -> list["RequestOutputCollector"]:
+        stop_ids = stop_token_ids(sampling.stop, self._llm.get_tokenizer()) if sampling.stop else ()
         if self._deterministic:
             # the scheduler starts when it has all requests, so no step depends on when one came in; and no stop
             # strings, which are found outside the engine core, after a delay
@@ -171,7 +173,7 @@ class InferenceEngine:
             await self._pause("keep")
         try:
             return [
-                await self._llm.add_request(name, token_prompt(prompt), sampling_params(sampling, seed))
+                await self._llm.add_request(name, token_prompt(prompt), sampling_params(sampling, seed, stop_ids))
                 for name, prompt, seed in zip(ids, prompts, seeds, strict=True)
             ]
         finally:

@@ -1,0 +1,78 @@
+"""Warns where a chat template ends turns with what no engine stops at: answers run on to the limit."""
+
+from itertools import islice
+from pathlib import Path
+
+from roll_opd.data.answers import columns_of, parse_answered
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import BadRow, DataError
+from roll_opd.data.templates import TEMPLATES
+from roll_opd.hf.model_info import ModelFilesError
+from roll_opd.hf.turn_end import StopTokens, TurnEnd, stop_tokens, turn_end
+from roll_opd.plan import DataPlan, RunPlan
+
+ROWS_SEEN = 64  # of each file, to know whether rows go through a template
+
+
+def turn_end_warnings(plan: RunPlan) -> list[str]:
+    """Return a sentence for each template of a run that ends turns with no stop token of the student's."""
+    path, rollout = Path(plan.student.model.path), plan.rollout
+    stops = rollout.sampling.stop if rollout else ()
+    try:
+        tokens = stop_tokens(path, rollout.engine_args if rollout else {})
+        ends = {
+            name: turn_end(path, TEMPLATES[name].source) for name in sorted(_templates(plan)) if TEMPLATES[name].whole
+        }
+    except (ModelFilesError, OSError, KeyError, TypeError, ValueError):
+        return []  # files that cannot be read are reported where they are needed
+    own = {name: _sentence(end, tokens, stops, path, learns=rollout is None) for name, end in ends.items() if end}
+    key = f"{plan.student.name}.model_args.model_name_or_path"
+    return list(dict.fromkeys(f"{key}: template {name} {said}" for name, said in own.items() if said))
+
+
+def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Path, *, learns: bool) -> str | None:
+    """Say that nothing stops at the end of a turn, and what to do; None: something does. `learns`: rows' answers."""
+    if tokens.ids.intersection(end.ids) or any(stop in end.text for stop in stops):
+        return None
+    if end.ids:
+        file = path / "generation_config.json"
+        what = (
+            f"ends a turn with {end.names[0]} (id {end.ids[0]}), which is no stop token: generation stops at"
+            f" {tokens.words}"
+        )
+        remedy = f"add {end.ids[0]} to eos_token_id in {file}, which exports take along"
+        if not learns:
+            remedy += f", or write generating_args.stop_strings: ['{end.names[0]}']"
+    elif end.text:
+        what = f"ends a turn with the text {end.text!r}, which is no token: generation stops at {tokens.words}"
+        remedy = "use a template that ends turns with a stop token"
+        remedy += "" if learns else f", or write generating_args.stop_strings: [{end.text!r}]"
+    elif learns:
+        what = f"writes nothing behind an answer, so no end of an answer is learned; generation stops at {tokens.words}"
+        return f"{what}. Use a template that ends turns with a stop token"
+    else:
+        return None
+    result = "a model that learns this does not stop" if learns else "an answer runs on to response_length"
+    return f"{what}, so {result}; {remedy}"
+
+
+def _templates(plan: RunPlan) -> set[str]:
+    """Return the names of the templates that conversations of a run go through."""
+    if plan.workflow or plan.is_agentic:
+        return {"native"}
+    data_sets = [plan.data, *([plan.demonstrations.data] if plan.demonstrations else [])]
+    return {name for data in data_sets for name in _of_rows(data)}
+
+
+def _of_rows(data: DataPlan) -> set[str]:
+    found = set()
+    for name in data.files:
+        try:
+            for _, _, value in islice(
+                open_file(name, {*data.columns.values(), *columns_of(data.schema)}).scan(), ROWS_SEEN
+            ):
+                row = parse_answered(value, "", data)
+                found |= set() if row.prompt is not None else {data.tag_templates.get(row.tag, data.template)}
+        except (BadRow, DataError, OSError):
+            continue  # the pass over all rows reports it
+    return found
