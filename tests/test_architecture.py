@@ -26,6 +26,7 @@ FLOORS = {
     "roll_opd.extensions": (0, "ground"),
     "roll_opd.engine_options": (0, "ground"),
     "roll_opd.failures": (0, "ground"),
+    "roll_opd.full_disk": (0, "ground"),
     "roll_opd.frozen": (0, "ground"),
     "roll_opd.hardware": (0, "ground"),
     "roll_opd.hf": (0, "ground"),

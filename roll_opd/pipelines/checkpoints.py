@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from roll_opd.full_disk import full_disk
 from roll_opd.paths import content
 from roll_opd.pipelines.history import History
 from roll_opd.plan import CheckpointPlan
@@ -148,7 +149,8 @@ class Checkpoints:
             return
         partial = self._partial(pending.step)
         if pending.model_card and (partial / HF).is_dir():
-            write_atomic(partial / HF / "README.md", pending.model_card)
+            with self._failing(pending.step):
+                write_atomic(partial / HF / "README.md", pending.model_card)
         self._pending = None
         target = self._run.checkpoint(pending.step)
         self._remove(target)
@@ -174,10 +176,12 @@ class Checkpoints:
             yield
         except Exception as error:
             self._pending = None
+            free = shutil.disk_usage(self._run.path).free  # as it is before that step's files are removed
+            why = full_disk(error, self._run.path) or f"{_first_line(error)} ({free / 2**20:.0f} MiB free)"
             shutil.rmtree(self._partial(step), ignore_errors=True)
             if isinstance(error, (TypeError, AttributeError, NameError)):
                 raise  # an error in a pipeline, and not the disk's
-            raise CheckpointError(self._write_failed(step, error)) from error
+            raise CheckpointError(self._write_failed(step, why)) from error
 
     def _remove(self, checkpoint: Path) -> None:
         """Remove a checkpoint so that a kill in the middle leaves no half one that looks whole."""
@@ -189,14 +193,13 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         return self._run.checkpoints / f"{_PARTIAL}step_{step}"
 
-    def _write_failed(self, step: int, error: Exception) -> str:
-        free = shutil.disk_usage(self._run.path).free
+    def _write_failed(self, step: int, why: str) -> str:
         left = complete(self._run.path)
         resume = f"the last good checkpoint is {left[0]}" if left else "there is no earlier checkpoint"
         return (
-            f"the checkpoint of step {step} could not be written below {self._run.checkpoints} "
-            f"({free / 2**20:.0f} MiB free): {_first_line(error)}\n{resume}. Free space, lower max_ckpt_to_keep or "
-            "change output_dir, then continue with resume_from_checkpoint=true"
+            f"the checkpoint of step {step} could not be written below {self._run.checkpoints}: {why}\n"
+            f"{resume}. Free space, lower max_ckpt_to_keep or change output_dir, then continue with"
+            " resume_from_checkpoint=true"
         )
 
 

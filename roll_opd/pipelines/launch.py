@@ -7,7 +7,6 @@ several hosts, it runs the driver on the first of them; the others serve it, and
 """
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -39,6 +38,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.data.rows import DataError
 from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence, shortened, tell_unforeseen
+from roll_opd.full_disk import FULL, DiskFull, reason
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
 from roll_opd.pipelines.checkpoints import CheckpointError
@@ -191,7 +191,7 @@ def _run(plan: RunPlan, hosts: Hosts | None) -> int:
 
         run(plan, inputs, hosts)
     except (Exception, KeyboardInterrupt) as error:
-        return exit_code(error, refusals=(CheckpointError, ConfigError))
+        return exit_code(error, refusals=(CheckpointError, ConfigError, DiskFull))
     return DONE
 
 
@@ -210,9 +210,9 @@ def exit_code(
         return _ended(str(error), USER_ERROR)
     if isinstance(error, RunError):
         return _ended(str(error), FAILED)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in FULL:
         hint = "free space or change output_dir, then use resume_from_checkpoint=true"
-        return _ended(f"{error}; {hint}", USER_ERROR)
+        return _ended(f"{reason(error)}; {hint}", USER_ERROR)
     if is_started:
         traceback.print_exception(error)
         return FAILED

@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from roll_opd.data.rows import DataError
 from roll_opd.data.source import Source
 from roll_opd.diagnostics import ConfigError
 from roll_opd.failures import os_sentence
-from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save, find
+from roll_opd.full_disk import DiskFull, full_disk
+from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, Save, find
 from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.preflight import Inputs
@@ -193,13 +195,25 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
     except ProcessDied as error:
         raise RunError(f"{error}{ending.how_to_go_on()}") from error
     except (ClusterError, DataError) as error:
-        raise RunError(str(error)) from error
+        raise _full(error, directory, ending) or RunError(str(error)) from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if full := _full(error, directory, ending):
+            raise full from error
+        raise
     finally:
         trackers.close()  # a run that fails or is interrupted keeps what it has logged, too
         gc.unfreeze()  # or some libraries complain, at exit, of what was not collected
         if directory.has_begun and (ended_by := sys.exception()):
             logger.report(ended_by)
     logger.finish()
+
+
+def _full(error: Exception, directory: RunDirectory, ending: Ending) -> DiskFull | None:
+    """Return the end of a run by a full disk; None where `error` is another."""
+    said = full_disk(error, directory.path, Path(tempfile.gettempdir()), Path("/dev/shm"))
+    return DiskFull(f"{said}; free space or change output_dir{ending.how_to_go_on()}") if said else None
 
 
 def told(devices: Mapping[str, Sequence[int]]) -> str:

@@ -13,6 +13,7 @@ from roll_opd.cluster.progress import calls_under_way
 from roll_opd.data.experience import Experience
 from roll_opd.data.source import Source
 from roll_opd.data.training import TrainSample
+from roll_opd.full_disk import full_disk
 from roll_opd.hf.tokenizer_files import has_chat_template
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.history import History
@@ -222,7 +223,8 @@ class RunLogger:
                 note_end(self._run, ended_by)
             self.note(f"Report: {self._run.path / write_report(self._run.path).name}")
         except Exception as error:  # the run is what counts
-            self.note(f"The report could not be written ({type(error).__name__}: {error}).")
+            why = full_disk(error, self._run.path) or f"{type(error).__name__}: {error}"
+            self.note(f"The report could not be written ({why}).")
 
     def _supervised_sample(self, step: int, sample: TrainSample) -> dict:
         return {

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from roll_opd.command_line import DONE, USER_ERROR
+from roll_opd.full_disk import full_disk
 from roll_opd.report.page import write_report
 from roll_opd.report.read import NoRun
 
@@ -15,7 +16,8 @@ def report(run: str, output: str | None) -> int:
     except NoRun as error:
         return _refused(str(error))
     except OSError as error:
-        return _refused(f"the report cannot be written: {error}; name another file with --output")
+        why = full_disk(error, Path(output).parent if output else Path(run)) or error
+        return _refused(f"the report cannot be written: {why}; name another file with --output")
     print(f"{written} ({written.stat().st_size / 1e6:.1f} MB): open it in a browser")
     return DONE
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from roll_opd.full_disk import reason
 from roll_opd.terminal import warn
 from roll_opd.tracking.registry import Tracker
 
@@ -83,7 +84,7 @@ class BackgroundTracker:
         try:
             tracker = self._make()
         except FAILURES as error:
-            self._drop(f"could not be opened: {error!r}")
+            self._drop(f"could not be opened: {reason(error)}")
             self._opened.set()
             return
         self._opened.set()
@@ -100,7 +101,7 @@ class BackgroundTracker:
         try:
             tracker.close()
         except FAILURES as error:
-            self._drop(f"could not be closed: {error!r}")
+            self._drop(f"could not be closed: {reason(error)}")
         self._ended.set()
 
     def _deliver(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
@@ -110,7 +111,7 @@ class BackgroundTracker:
                 return True
             except FAILURES as error:
                 if wait is None:
-                    self._drop(f"failed at step {step} and is dropped: {error!r}")
+                    self._drop(f"failed at step {step} and is dropped: {reason(error)}")
                     return False
             if self._ended.wait(wait):
                 return False

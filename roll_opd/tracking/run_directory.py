@@ -153,8 +153,9 @@ class RunDirectory:
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
-            except OSError:
+            except OSError as error:
                 file.truncate(whole)  # else the next row would join half a line, and both would be lost
+                error.filename = str(self.path / name)
                 raise
 
     def _link_latest(self) -> None:
@@ -236,5 +237,8 @@ def write_atomic(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from roll_opd.full_disk import reason
 from roll_opd.terminal import warn
 from roll_opd.tracking.background import BackgroundTracker, Patience
 from roll_opd.tracking.registry import find
@@ -59,7 +60,7 @@ class Trackers:
             self._run.append_jsonl(METRICS, [{"step": step, **metrics}])
         except OSError as error:
             if not self._jsonl_failed:
-                warn(f"{METRICS} cannot be written at step {step}: {error!r}; later steps are tried again")
+                warn(f"{METRICS} cannot be written at step {step}: {reason(error)}; later steps are tried again")
             self._jsonl_failed = True
         for tracker in self._trackers.values():
             tracker.log(step, metrics)

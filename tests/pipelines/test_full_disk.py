@@ -1,0 +1,137 @@
+"""A full disk is reported as one, whatever error it shows: real writers on a small file system."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray.exceptions
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from roll_opd.full_disk import full_disk
+from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints
+from roll_opd.pipelines.launch import exit_code
+from roll_opd.plan import CheckpointPlan
+from roll_opd.tracking.run_directory import RunDirectory, write_atomic
+from roll_opd.tracking.trackers import Trackers
+
+BYTES = 8 * 2**20  # more than there is room for
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount]).returncode:
+        pytest.skip("needs the right to mount a small tmpfs (root)")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def _numbers() -> torch.Tensor:
+    return torch.zeros(BYTES, dtype=torch.uint8)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "bytes": lambda place: (place / "a").write_bytes(bytes(BYTES)),
+    "text": lambda place: write_atomic(place / "a", "a" * BYTES),
+    "rows": lambda place: RunDirectory(place).append_jsonl("rows.jsonl", [{"a": "a" * BYTES}]),
+    "torch": lambda place: torch.save(_numbers(), place / "a"),
+    "safetensors": lambda place: save_file({"a": _numbers()}, place / "a"),
+    "torch's checkpoints": lambda place: dcp.save(
+        {"a": _numbers()}, storage_writer=dcp.FileSystemWriter(place, sync_files=True), no_dist=True
+    ),
+    "numpy": lambda place: np.save(place / "a", _numbers().numpy()),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_writers_raise(disk: Path, writer: str) -> None:
+    with pytest.raises(BaseException) as raised:
+        WRITERS[writer](disk)
+    said = full_disk(raised.value, disk)
+    assert said and said.startswith(f"the disk is full: the file system of {disk}")
+    assert " of 2 MiB free" in said
+
+
+@pytest.mark.parametrize("writer", ["torch", "torch's checkpoints", "safetensors", "rows"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_checkpoint(disk: Path, writer: str, later: bool) -> None:
+    run = RunDirectory(disk)
+    run.checkpoints.mkdir()
+    checkpoints = Checkpoints(run, CheckpointPlan(save_steps=1, async_save=later), last_step=1)
+
+    async def save(directory: Path) -> None:
+        (directory / "state").mkdir()
+        try:
+            WRITERS[writer](directory / "state")
+        except BaseException as error:  # torch's is no Exception; a rank's comes as one, with its text
+            raise RuntimeError(str(error)) from None
+
+    with pytest.raises(CheckpointError) as raised:
+        asyncio.run(checkpoints.write(1, save, {}))  # type: ignore[arg-type]
+    said = str(raised.value)
+    assert f"step 1 could not be written below {run.checkpoints}: the disk is full: the file system of {disk}" in said
+    assert "of 2 MiB free" in said and "Free space, lower max_ckpt_to_keep or change output_dir" in said
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_errors_of_other_processes(disk: Path) -> None:
+    """Their text is all that is left of them."""
+    program = (
+        f"open({str(disk / 'a')!r}, 'wb', 0).write(bytes({2**21})); open({str(disk / 'b')!r}, 'wb', 0).write(b'1')"
+    )
+    lines = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+    assert "No space left" in lines
+    error = ray.exceptions.RayTaskError("save", lines, RuntimeError("a rank failed"))
+    assert f"the file system of {disk} has 0 of 2 MiB free" in str(full_disk(error, disk))
+    try:
+        try:
+            raise error
+        except ray.exceptions.RayTaskError as first:
+            raise RuntimeError("the student's process has failed") from first
+    except RuntimeError as second:
+        assert full_disk(second, disk, Path("/")) == full_disk(error, disk)
+
+
+def test_other_errors_are_not_put_down_to_the_disk(disk: Path) -> None:
+    for error in (
+        OSError(errno.EACCES, "Permission denied", "a"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0"),
+        ValueError("step 28"),
+    ):
+        assert full_disk(error, Path("/proc")) is None or "PytorchStreamWriter" in str(error)
+    assert full_disk(RuntimeError("PytorchStreamWriter failed"), Path(__file__).parent) is None
+    assert full_disk(ExceptionGroup("two", [ValueError("a"), OSError(errno.ENOSPC, "No space")]), disk)
+    assert "quota" in str(full_disk(OSError(errno.EDQUOT, "Disk quota exceeded"), disk))
+
+
+def test_no_inodes(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=3", disk], check=True)
+    with pytest.raises(OSError, match="No space left") as raised:
+        for number in range(5):
+            (disk / str(number)).touch()
+    assert f"the file system of {disk / '2'} has no inode left" in str(full_disk(raised.value))
+
+
+def test_metrics_and_the_exit_code(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (disk / "full").write_bytes(bytes(2**21 - 2**13))
+    run = RunDirectory(disk)
+    trackers = Trackers.open((), run)
+    trackers.log(1, {f"metric/{number}": 1.0 for number in range(2000)})
+    trackers.close()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"metrics.jsonl cannot be written at step 1: the disk is full: the file system of {run.metrics_file}" in said
+    with pytest.raises(OSError) as raised:
+        run.append_jsonl("samples.jsonl", [{"a": "a" * 2**14}])
+    assert exit_code(raised.value) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the file system of {disk / 'samples.jsonl'} has 0 of 2 MiB free; free space or change output_dir" in said
