@@ -11,7 +11,7 @@ LITTLE = 16 * 2**20  # bytes free, with which an error of a writer that names no
 # what is left of such an error in texts: of another process, of Rust's libraries, of Ray
 _NO_SPACE = re.compile(
     r"No space left on device|Disk quota exceeded|\bos error (?:28|122)\b|\bcode: (?:28|122)\b|StorageFull"
-    r"|OutOfDiskError"
+    r"|disk's utilization is over capacity"
 )
 # writers that do not say what the system has refused
 _WRITER = re.compile(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.hf.model_info import ModelFilesError, read_json
+from roll_opd.hf.reading import ModelFilesError, is_pointer, pointer_sentence, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -44,6 +44,8 @@ def read_adapter(path: Path) -> AdapterInfo:
         raise ModelFilesError(f"{path} has no {CONFIG}; give the directory of an adapter that peft saved")
     if not (path / WEIGHTS).is_file():
         raise ModelFilesError(f"{path} has no {WEIGHTS}; save the adapter again with safe_serialization=True")
+    if is_pointer(path / WEIGHTS):
+        raise ModelFilesError(pointer_sentence(path / WEIGHTS))
     config = read_json(path / CONFIG)
     other = {key: config[key] for key, wanted in PLAIN.items() if config.get(key) not in (None, wanted)}
     other |= {key: config[key] for key in EMPTY if config.get(key)}

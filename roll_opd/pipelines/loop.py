@@ -193,7 +193,7 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
     except SkippedUpdates as error:
         raise RunError(f"{error}: {logger.skipped(error.samples)}") from error
     except ProcessDied as error:
-        raise RunError(f"{error}{ending.how_to_go_on()}") from error
+        raise _full(error, directory, ending) or RunError(f"{error}{ending.how_to_go_on()}") from error
     except (ClusterError, DataError) as error:
         raise _full(error, directory, ending) or RunError(str(error)) from error
     except CheckpointError:

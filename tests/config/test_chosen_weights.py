@@ -11,6 +11,7 @@ from config_assets import SIZES, shapes_of, write_model, write_safetensors
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.chosen_weights import INDEX, SINGLE, engine_problem
 from roll_opd.hf.model_info import ModelFilesError, find_model, read_model
 from roll_opd.hf.tokenizer_files import largest_token_id
@@ -151,6 +152,13 @@ def test_a_tokenizer_that_is_a_pointer(tmp_path: Path, name: str) -> None:
     (path / name).write_text(POINTER)
     with pytest.raises(ModelFilesError, match=rf"{name} is a git-LFS pointer"):
         largest_token_id(path)
+
+
+def test_an_adapter_that_is_a_pointer(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text(POINTER)
+    with pytest.raises(ModelFilesError, match=r"adapter_model.safetensors is a git-LFS pointer.*run `git lfs pull`"):
+        read_adapter(tmp_path)
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_other_errors_are_not_put_down_to_the_disk(disk: Path) -> None:
     ):
         assert full_disk(error, Path("/proc")) is None or "PytorchStreamWriter" in str(error)
     assert full_disk(RuntimeError("PytorchStreamWriter failed"), Path(__file__).parent) is None
+    assert full_disk(ray.exceptions.OutOfDiskError("an object"), disk)
     assert full_disk(ExceptionGroup("two", [ValueError("a"), OSError(errno.ENOSPC, "No space")]), disk)
     assert "quota" in str(full_disk(OSError(errno.EDQUOT, "Disk quota exceeded"), disk))
 
