@@ -1,9 +1,11 @@
 """Warns where a chat template ends turns with what no engine stops at: answers run on to the limit."""
 
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from roll_opd.data.answers import columns_of, parse_answered
+from roll_opd.data.answers import parse_answered
+from roll_opd.data.columns import columns_needed
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError
 from roll_opd.data.templates import TEMPLATES
@@ -67,12 +69,9 @@ def _templates(plan: RunPlan) -> set[str]:
 def _of_rows(data: DataPlan) -> set[str]:
     found = set()
     for name in data.files:
-        try:
-            for _, _, value in islice(
-                open_file(name, {*data.columns.values(), *columns_of(data.schema)}).scan(), ROWS_SEEN
-            ):
-                row = parse_answered(value, "", data)
-                found |= set() if row.prompt is not None else {data.tag_templates.get(row.tag, data.template)}
-        except (BadRow, DataError, OSError):
-            continue  # the pass over all rows reports it
+        with suppress(DataError, OSError):  # the pass over all rows reports them, and bad rows
+            for _, _, value in islice(open_file(name, columns_needed(data)).scan(), ROWS_SEEN):
+                with suppress(BadRow):
+                    row = parse_answered(value, "", data)
+                    found |= set() if row.prompt is not None else {data.tag_templates.get(row.tag, data.template)}
     return found
