@@ -37,6 +37,7 @@ console.log(JSON.stringify({
   samples: known.report.all((node) => node.tag === "article").map((sample) => ({
     chips: sample.of("chips").flatMap((list) => list.children.map((chip) => chip.text)),
     prompt: sample.of("prompt").map((node) => [node.attributes.class, node.children[1] ? node.children[1].text : ""]),
+    markup: sample.of("markup").map((node) => node.text),
     turns: sample.of("turn").map((turn) => ({
       kind: turn.attributes.class, label: turn.of("turn-label")[0].text, said: turn.of("said")[0].text,
       coloured: turn.of("t").filter((token) => token.colours["background-color"]).length,

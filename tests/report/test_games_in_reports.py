@@ -92,6 +92,7 @@ def test_a_game_reads_as_it_was_played(tmp_path: Path) -> None:
     assert labels[1] == labels[3] == "observed" and labels[4].startswith("turn 3 · mean reverse KL ")
     assert labels[4].endswith(" · reward 1")
     assert game["prompt"] == [["prompt grid", GAME["prompt"]], ["prompt", ""]]
+    assert game["markup"] == ["<|user|>", "<|end|>"]  # on lines of their own: the map stays in its columns
     assert f"{sum(ACTED)} tokens, {len(ACTED) - sum(ACTED)} observed" in game["chips"]
     poisoned(run)
     assert drawn(run)["samples"][0]["turns"] == game["turns"]

@@ -2,6 +2,7 @@
 
 const NAMES = { student: "student log p", rollout: "sampler log p", reference: "reference log p", advantage: "advantage" };
 const WIDEST_GRID = 72;  // characters of a line
+const MARKUP = /(<\|[^|<>]*\|>|<\/?s>|<(?:start|end)_of_turn>)/;  // what chat templates write around messages
 const tip = document.getElementById("tip");
 
 // What tokens can be coloured by: a name, a sentence, and the value of token i of a sample.
@@ -55,6 +56,9 @@ function layout(text) {
   return lines.length > 2 && Math.max(...lines.map((one) => one.length)) <= WIDEST_GRID ? "grid" : "prose";
 }
 
+// A text with the markup of its chat template on lines of its own: beside the first line of a map it would shift that.
+const marked = (text) => text.split(MARKUP).map((part, i) => (i % 2 ? el("span", { class: "markup" }, part) : part));
+
 // The stretches of a response: what the student wrote, and what it observed between its turns.
 function turnsOf(sample) {
   if (!sample.turns.length) return [{ from: 0, to: sample.pieces.length, acts: true, number: 0 }];
@@ -71,7 +75,8 @@ function response(sample, measure) {
     const shown = piece === "" ? "·" : observed.has(i) ? piece : piece.replace(/\n/g, "↵\n");
     const known = sample.ids.length > 0;
     const left = sample.cut && sample.cut.at === i ? el("em", { class: "cut" }, ` … ${plural(sample.cut.count, "token")} left out … `) : null;
-    return [left, el("span", { class: `t${masked.has(i) ? " masked" : ""}${piece === "" ? " part" : ""}`, "data-i": known ? i : null, tabindex: known ? -1 : null }, shown)];
+    const markup = observed.has(i) && piece.split(MARKUP)[1] === piece ? " markup" : "";
+    return [left, el("span", { class: `t${markup}${masked.has(i) ? " masked" : ""}${piece === "" ? " part" : ""}`, "data-i": known ? i : null, tabindex: known ? -1 : null }, shown)];
   });
   const spans = tokens.map(([, span]) => span), turns = turnsOf(sample), isGame = observed.size > 0;
   const labels = turns.map(() => el("div", { class: "turn-label" }));
@@ -178,7 +183,7 @@ function sampleCard(sample, measure, title) {
 }
 
 function promptOf(sample) {
-  const prompt = el("div", { class: `prompt ${layout(sample.prompt)}`, tabindex: 0, role: "region", "aria-label": "Prompt" }, el("b", {}, "Prompt"), el("div", {}, sample.prompt));
+  const prompt = el("div", { class: `prompt ${layout(sample.prompt)}`, tabindex: 0, role: "region", "aria-label": "Prompt" }, el("b", {}, "Prompt"), el("div", {}, marked(sample.prompt)));
   return el("div", {}, prompt, sample.truth ? el("p", { class: "prompt" }, el("b", {}, "Expected "), sample.truth) : null);
 }
 
