@@ -177,7 +177,7 @@ def _place(key: str) -> int:
 
 
 def _follows(key: str, found: Changes) -> bool:
-    """Whether a change says no more than another one does."""
+    """Whether a change follows from another one."""
     if key.endswith(CONTENT):  # of files that are other ones, or of which one side has no hash
         return key.removesuffix(CONTENT) in found or None in found[key]
     follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())

@@ -1,4 +1,4 @@
-"""Where a model comes from, as its own files say: its name on the hub, its licence and its languages.
+"""Read a model's origin from its own files: its name on the hub, its licence and its languages.
 
 Only what is written there is taken over, and only in a form that model hubs accept.
 """
@@ -43,7 +43,7 @@ def base_model(model: Path) -> str | None:
 
 
 def licence(model: Path) -> dict[str, Any]:
-    """Return what a model's card says of its licence and languages; a licence without a card is read from its file."""
+    """Return licence and languages from a model's card; without a card the licence from its file."""
     card, found = _card(model), {}
     name = card.get("license")
     if isinstance(name, str) and LICENCE_ID.fullmatch(name):

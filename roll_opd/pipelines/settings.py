@@ -81,9 +81,9 @@ AT_THE_TOP = {
     r"objective\.kl_loss": "kl_loss_fn",
     r"objective\.dual_clip": "dual_clip_loss",
     r"objective\.recompute_old_logprobs": "enable_old_logprobs_recompute",
-    r"objective\.policy_loss_args\.(clip_low|clip_high|dual_clip)": "",  # pg_clip and its like say so
+    r"objective\.policy_loss_args\.(clip_low|clip_high|dual_clip)": "",  # they follow from pg_clip*
     r"objective\.policy_loss_args\.(.+)": r"policy_loss_fn_args.\1",
-    r"objective\.advantage_args\.(mean|std)_cal_level": "",  # norm_mean_type and norm_std_type say so
+    r"objective\.advantage_args\.(mean|std)_cal_level": "",  # they follow from norm_mean_type and norm_std_type
     r"objective\.advantage_args\.(.+)": r"advantage_fn_args.\1",
     r"objective\.correction(.*)": r"train_infer_correction\1",
     r"objective\.(.+)": r"\1",
@@ -101,6 +101,7 @@ AT_THE_TOP = {
     r"(?:data|validation\.data|demonstrations\.data)\.tag_templates\.(.+)": r"tag_to_template.\1",
     r"data\.environments\.(.+)": r"train_env_manager.\1",
     r"validation\.data\.environments\.(.+)": r"val_env_manager.\1",
+    r"workflow\.workflow_args\.environments\.(.+)": r"custom_envs.\1",
     r"workflow\.(.+)": r"\1",
     r"pipeline_args\.(.+)": r"\1",
     r"epochs": "num_train_epochs",

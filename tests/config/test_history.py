@@ -75,6 +75,15 @@ def test_one_changed_setting(kind: str, override: str, key: str | None, before: 
     assert changes(kind, override) == {key: (before, now)}
 
 
+def test_a_setting_of_a_game() -> None:
+    one, other = (
+        settings_of(load_plan("examples/games", "frozen_lake_reward", overrides))
+        for overrides in ([], ["custom_envs.FrozenLake.env_config.size=5"])
+    )
+    found = history.differences(one, other)
+    assert list(found) == ["custom_envs.FrozenLake.env_config.size"]
+
+
 def test_what_is_no_setting() -> None:
     other = ("output_dir=elsewhere", "exp_name=other", "save_steps=3", "logging_steps=5", "++max_restarts=2")
     assert changes("pure", *other, "track_with=[]", "++grace_seconds=5") == {}
