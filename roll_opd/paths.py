@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -111,3 +111,19 @@ def hub_hint(name: str, kind: str = "model") -> str | None:
         return None
     option = "" if kind == "model" else f" --repo-type {kind}"
     return f"if it is the name of a {kind} on the Hugging Face Hub, run hf download {name}{option} --local-dir {name}"
+
+
+def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
+    """Have torch's compiler keep what it compiles in the user's cache directory, unless another place is set.
+
+    Its default is a directory in TMPDIR, which every process that imports the compiler makes and leaves there. It stays
+    the default where the user's cache cannot be written to.
+    """
+    home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    directory = Path(home, "roll_opd", "torchinductor")
+    if "TORCHINDUCTOR_CACHE_DIR" in environ or not directory.is_absolute():
+        return
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK):
+            environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)

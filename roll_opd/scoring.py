@@ -4,8 +4,10 @@ import argparse
 import json
 import math
 import os
+import re
 import socket
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,27 @@ from roll_opd.cluster.launched import Host, LaunchError, forget, launched
 from roll_opd.cluster.member import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.start_up import ClusterError
+from roll_opd.cluster.temporaries import own_temporaries
 from roll_opd.command_line import DONE, FAILED, INTERRUPTED, USER_ERROR
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.failures import os_sentence
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, find_model, read_model
 from roll_opd.hf.weight_files import lost_weights, weight_problems
-from roll_opd.megatron.layouts import check_tensor_parallel
+from roll_opd.megatron.layouts import check_layout
 from roll_opd.megatron.supported import unsupported
 from roll_opd.paths import PathError, regular_file
+from roll_opd.plan import Layout
 from roll_opd.terminal import tell
 
+# keys of a configuration, in which sentences about layouts are written -> options of this command
+OPTIONS = {
+    "tensor_model_parallel_size": "--tp",
+    "virtual_pipeline_model_parallel_size": "--vpp",
+    "pipeline_model_parallel_size": "--pp",
+    "expert_model_parallel_size": "--ep",
+    "expert_tensor_parallel_size": "--expert-tp",
+}
+KEYS = re.compile("|".join(OPTIONS))
 ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
 
 
@@ -48,12 +61,13 @@ def run(options: argparse.Namespace) -> int:
         return _told("\n  ".join(problems), USER_ERROR)
     left_out = ("command", "run", "host_seconds")
     settings = {name: value for name, value in vars(options).items() if name not in left_out}
+    settings["layout"] = asdict(_layout(options))
     settings["model"] = str(find_model(options.model))
     ranks = math.prod(getattr(options, name) for name in SIZES) // size
     command = {"ranks": ranks, "hosts": size, "module": "roll_opd.megatron.score", "arguments": [json.dumps(settings)]}
     if host:
         return _over_hosts(host, command, settings["model"], options.host_seconds)
-    with guarded():
+    with guarded() as reaper, own_temporaries(reaper):
         return FAILED if torch_ranks.start(command).wait() else DONE
 
 
@@ -68,7 +82,7 @@ def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float)
         hosts.check([model], None, command["ranks"])
         with socket.create_server(("", 0)) as free:
             command |= {"address": host.address, "port": free.getsockname()[1], "host": 0}
-        with guarded():
+        with guarded() as reaper, own_temporaries(reaper):
             hosts.start_ranks(command)
             process = torch_ranks.start({**command, "here": host.own_address()})
 
@@ -100,9 +114,10 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
         diagnostics.problem(
             "--dp", f"tp x pp x cp x dp ranks are not divisible by the {hosts} hosts; change one of them"
         )
-    for name in SIZES:
-        if getattr(options, name) < 1:
-            diagnostics.problem(f"--{name}", f"{getattr(options, name)} is not a size; give 1 or more")
+    for name in (*SIZES, "ep", "vpp", "expert_tp"):
+        size = getattr(options, name)
+        if size is not None and size < 1:
+            diagnostics.problem(f"--{name.replace('_', '-')}", f"{size} is not a size; give 1 or more")
     if not 0 < options.host_seconds < math.inf:
         diagnostics.problem("--host-seconds", f"{options.host_seconds} must be a number greater than 0")
     if not 0 < options.temperature < math.inf:
@@ -126,6 +141,12 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
     return diagnostics.problems
 
 
+def _layout(options: argparse.Namespace) -> Layout:
+    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage a rank is no virtual pipeline
+    sizes = {name: getattr(options, name) for name in SIZES}
+    return Layout(**sizes, ep=options.ep, vpp=vpp, etp=options.expert_tp)
+
+
 def _is_same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
@@ -136,9 +157,11 @@ def _is_same_file(one: str, other: str) -> bool:
 def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
     for sentence in (*unsupported(info.path), *weight_problems(info), *lost_weights(info)):
         diagnostics.problem("--model", sentence)
-    check_tensor_parallel(info, options.tp, "--tp", diagnostics)
-    if info.layers % options.pp:
-        diagnostics.problem("--pp", f"the {info.layers} layers of {info.path.name} are not divisible by {options.pp}")
+    of_layout = Diagnostics()
+    check_layout(info, _layout(options), {}, of_layout)
+    diagnostics.problems.extend(KEYS.sub(lambda found: OPTIONS[found[0]], problem) for problem in of_layout.problems)
+    if options.expert_tp and not info.experts:
+        diagnostics.problem("--expert-tp", f"{info.path.name} is a dense model without experts; leave it out")
 
 
 def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:

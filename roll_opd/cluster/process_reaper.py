@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +29,7 @@ GRACE_SECONDS = 1.0  # for those that leave by themselves
 LEAVING_SECONDS = 0.05  # between looks at them
 # of Python's own processes that remove the shared memory and the semaphores of those that were killed
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 5.0
-REMOVE, KEEP = "+", "-"  # the first letter of a line
+REMOVE, KEEP, IF_EMPTY = "+", "-", "?"  # the first letter of a line
 REAPER, REAPER_SECONDS = "roll_opd.cluster.process_reaper", 15.0
 
 
@@ -46,6 +46,10 @@ class Reaper:
     def keep_after_all(self, directory: Path, within: str = "") -> None:
         """Take back what `remove_at_the_end` was told."""
         self._tell(KEEP, directory, within)
+
+    def remove_if_empty(self, directory: Path) -> None:
+        """Have `directory` removed after all that, where nothing is left in it."""
+        self._tell(IF_EMPTY, directory, "")
 
     def _tell(self, what: str, directory: Path, within: str) -> None:
         self._told.write(f"{what}{os.path.join(glob.escape(str(directory)), within)}\n".encode())
@@ -74,12 +78,14 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`.
 
-    Each line of the input is a glob pattern of directories to remove after that, or to keep after all.
+    Each line of the input is a glob pattern of directories to remove after that, to keep after all, or to remove where
+    they are empty by then.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gone = threading.Event()
     patterns: set[str] = set()
-    threading.Thread(target=_read_input, args=(patterns, gone), daemon=True).start()
+    if_empty: set[str] = set()
+    threading.Thread(target=_read_input, args=(patterns, if_empty, gone), daemon=True).start()
     spared = preexisting | {psutil.Process().pid}
     descendants: set[psutil.Process] = set()
     shared: set[str] = set()
@@ -97,6 +103,9 @@ def watch(driver: int, preexisting: set[int]) -> None:
         _remove(Path(directory))
     for path in shared:
         Path(path).unlink(missing_ok=True)
+    for directory in itertools.chain.from_iterable(map(glob.iglob, if_empty)):
+        with suppress(OSError):
+            os.rmdir(directory)
 
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
@@ -152,10 +161,13 @@ def _remove(directory: Path) -> None:
         latest.unlink(missing_ok=True)
 
 
-def _read_input(patterns: set[str], gone: threading.Event) -> None:
+def _read_input(patterns: set[str], if_empty: set[str], gone: threading.Event) -> None:
     for line in sys.stdin:
         what, pattern = line[0], line[1:].rstrip("\n")
-        patterns.add(pattern) if what == REMOVE else patterns.discard(pattern)
+        if what == KEEP:
+            patterns.discard(pattern)
+        else:
+            (patterns if what == REMOVE else if_empty).add(pattern)
     gone.set()
 
 

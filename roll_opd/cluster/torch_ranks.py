@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import torch_variables, use_the_network_of
+from roll_opd.cluster.temporaries import own_temporaries
+from roll_opd.paths import use_cache_of_compilers
 
 ALONE = "localhost"  # in the place of this host's name, which need not have an address
 
@@ -27,6 +29,7 @@ def start(told: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={told['ranks']}"]
     threads = str(max(1, (os.cpu_count() or 1) // told["ranks"]))
+    use_cache_of_compilers(os.environ)
     environment = {"OMP_NUM_THREADS": threads, **torch_variables(), **os.environ}
     if told["hosts"] == 1:
         launcher += ["--standalone", f"--local_addr={ALONE}"]
@@ -40,7 +43,7 @@ def start(told: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess
 
 
 def _serve(told: Mapping[str, Any]) -> None:
-    with guarded():
+    with guarded() as reaper, own_temporaries(reaper):
         process = start(told, sys.stderr)  # what they say is no message
 
         def wait() -> None:

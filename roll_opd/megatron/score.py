@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
+from roll_opd.terminal import tell
 
 ROWS_AT_A_TIME = 1024  # bounds the memory that a large file needs
 
@@ -28,7 +30,7 @@ def write_logprobs(options: argparse.Namespace) -> None:
 
     The command `roll-opd score` has checked the options.
     """
-    layout = Layout(tp=options.tp, pp=options.pp, cp=options.cp, dp=options.dp)
+    layout = Layout(**options.layout)
     plan = MegatronPlan(
         name="score",
         model=ModelPlan(options.model, options.dtype),
@@ -40,13 +42,34 @@ def write_logprobs(options: argparse.Namespace) -> None:
     output = Path(options.output)
     partial = output.with_name(f".{output.name}.partial")
     first = dist.get_rank() == 0
+    began, counted = time.monotonic(), _Counted()
     with _opened(options.input if first else os.devnull) as rows, _opened(partial if first else os.devnull, "w") as out:
         while batch := _same_everywhere(list(islice(_parsed(rows), ROWS_AT_A_TIME))):
             for row, logprobs in zip(batch, _compute_logprobs(engine, batch, options.temperature), strict=True):
+                counted.add(logprobs)
                 out.write(json.dumps({"id": row["id"], "logprobs": [float(value) for value in logprobs]}) + "\n")
     if first:
         partial.replace(output)
+        tell(counted.sentence(time.monotonic() - began, output))
     parallel.shutdown()
+
+
+class _Counted:
+    """What has been scored so far."""
+
+    rows = tokens = 0
+    total = 0.0  # of log-probs
+
+    def add(self, logprobs: np.ndarray) -> None:
+        self.rows += 1
+        self.tokens += len(logprobs)
+        self.total += float(logprobs.sum(dtype=np.float64))
+
+    def sentence(self, seconds: float, output: Path) -> str:
+        mean = f"mean log-prob {self.total / self.tokens:.4f}" if self.tokens else "no log-prob"
+        rows = f"{self.rows:,} row{'s' * (self.rows != 1)}"
+        speed = self.tokens / max(seconds, 1e-9)
+        return f"{rows}, {self.tokens:,} tokens: {mean}, {seconds:.1f} s, {speed:,.0f} tokens/s: {output}"
 
 
 def _parsed(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import megatron_reference as reference
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from roll_opd import cli
 
@@ -59,6 +61,27 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
+def test_a_mixture_is_scored_in_its_layout(tmp_path: Path) -> None:
+    """Two pipeline stages of two virtual ones each, attention over two ranks, whole experts on either, against one."""
+    model = tmp_path / "mixture"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(reference.CONFIGS["qwen2_moe"]()).float().save_pretrained(model)
+    sequences = cases.sequences(cases.VOCABULARY)
+    rows: list[Any] = [{"id": n, "tokens": each.tolist(), "prompt_length": p} for n, (each, p) in enumerate(sequences)]
+    source = write(tmp_path / "rows.jsonl", rows)
+    scored = sum(len(each) - prompt for each, prompt in sequences)
+    found = []
+    for options in ([], ["--tp", "2", "--expert-tp", "1", "--ep", "2", "--pp", "2", "--vpp", "2"]):
+        target = tmp_path / "out.jsonl"
+        done = score("--model", str(model), "--input", str(source), "--output", str(target), *options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(np.concatenate([json.loads(line)["logprobs"] for line in target.read_text().splitlines()]))
+        said = f"{len(rows)} rows, {scored} tokens: mean log-prob {found[-1].mean():.4f}, "
+        [line] = [line for line in done.stdout.splitlines() if str(target) in line]
+        assert line.startswith(said) and re.search(r", \d+\.\d s, [\d,]+ tokens/s: ", line)
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
+
+
 def test_a_mistake_exits_with_2_and_leaves_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [ROW, {**ROW, "tokens": [1, 320]}])
     done = score("--model", str(MODEL), "--input", str(source), "--output", str(tmp_path / "out.jsonl"))
@@ -91,6 +114,12 @@ BAD_OPTIONS = [
     (["--tp", "3"], "4 attention heads of teacher are not divisible by 3"),
     (["--pp", "3"], "the 4 layers of teacher are not divisible by 3"),
     (["--cp", "0"], "--cp: 0 is not a size"),
+    (["--vpp", "0"], "--vpp: 0 is not a size"),
+    (["--expert-tp", "0"], "--expert-tp: 0 is not a size"),
+    (["--vpp", "2"], "--vpp: 2 needs --pp of at least 2"),
+    (["--pp", "2", "--vpp", "3"], "--pp: the 4 layers of teacher are fewer than 2 pipeline stages x 3 virtual ones"),
+    (["--dp", "2", "--ep", "2"], "--ep: teacher is a dense model without experts"),
+    (["--tp", "2", "--expert-tp", "1"], "--expert-tp: teacher is a dense model without experts"),
     (["--temperature", "0"], "--temperature: 0.0 must be a number greater than 0"),
     (["--temperature", "nan"], "--temperature: nan must be a number greater than 0"),
     (["--max-tokens-per-microbatch", "0"], "must be at least 1"),
