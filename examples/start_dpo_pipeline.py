@@ -5,7 +5,10 @@ python examples/start_dpo_pipeline.py --config_path DIR --config_name NAME [key=
 
 import sys
 
-from roll_opd.pipelines.launch import main
+from project_environment import use_project_environment
 
 if __name__ == "__main__":
+    use_project_environment()
+    from roll_opd.pipelines.launch import main
+
     sys.exit(main(__doc__.splitlines()[0], pipeline="dpo"))

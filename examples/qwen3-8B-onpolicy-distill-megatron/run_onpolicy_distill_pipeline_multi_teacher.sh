@@ -2,7 +2,7 @@
 # Pure distillation from two teachers. Extra arguments are overrides (key=value) and are handed on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-exec python examples/start_onpolicy_distill_pipeline.py \
+exec examples/run_launcher.sh start_onpolicy_distill_pipeline.py \
   --config_path examples/qwen3-8B-onpolicy-distill-megatron \
   --config_name onpolicy_distill_multi_teacher_config \
   "$@"

