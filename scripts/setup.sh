@@ -2,7 +2,8 @@
 # Makes .venv and installs what requirements/*.lock pin. Safe to run again: it returns at once when .venv is what the
 # lock files say, and a set-up that was cut off is never taken for a finished one.
 #
-#   PYTHON           the interpreter to use (default: the first on the PATH that fits requires-python in pyproject.toml)
+#   PYTHON           the interpreter to use (default: that of .venv, else the first on the PATH that fits requires-python
+#                    in pyproject.toml)
 #   TORCH_INDEX_URL  package index to take torch from, for example the one with PyTorch's CPU builds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,13 +38,15 @@ read_python_range() {
 }
 
 find_python() {
-    local minors minor names versions candidate
+    local minors minor names versions candidate current=
     read_python_range
+    # the one that .venv was made with, before any other: a later `make test` is not to make it anew with another
+    current=$("$VENV/bin/python" -c 'import sys; print(sys._base_executable)' 2>/dev/null) || true
     for minor in "${minors[@]}"; do
         names+="python3.$minor "
         versions+="${versions:+ or }3.$minor"
     done
-    names=${PYTHON:-${names}python3}
+    names=${PYTHON:-${current:+$current }${names}python3}
     for candidate in $names; do
         # run it: a name on the PATH may be a version manager's stub for a Python that is not there
         if "$candidate" -c 'import sys; sys.exit("3.%d" % sys.version_info[1] not in sys.argv)' \
