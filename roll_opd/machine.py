@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from roll_opd.companions import COMPANIONS
+from roll_opd.paths import use_cache_of_compilers
 
 PACKAGES = (
     "torch",
@@ -135,6 +136,7 @@ def requirements_of(name: str) -> tuple[str, ...]:
 def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
     """Run a Python statement in a process of its own and return how it ended; never raises for what it does."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
+    use_cache_of_compilers(environment)
     command = [sys.executable, "-W", "ignore", "-c", statement]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)

@@ -8,7 +8,9 @@ from typing import Any
 import ray
 from ray._private.state import actors
 
+from roll_opd.cluster import warm_start
 from roll_opd.cluster.placement import Placement
+from roll_opd.cluster.preloaded import MEGATRON
 from roll_opd.cluster.start_up import ProcessDied, exit_detail
 from roll_opd.data.compact import Compact
 from roll_opd.data.shares import Cut, Packing
@@ -99,9 +101,11 @@ class WorkerGroup(ActorGroup):
         """Start one `actor` (a Ray actor class) a device of `plan`; `setup` makes them a process group."""
         self.plan = plan
         ranks = []
+        env = {**env, **plan.env}
+        env |= warm_start.variables(MEGATRON, env)
         for rank, device in enumerate(plan.devices):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
-            options = placement.options((device,), plan.devices, {**env, **plan.env, **variables})
+            options = placement.options((device,), plan.devices, {**env, **variables})
             ranks.append(actor.options(**options).remote())
         where = [f"{plan.name}, rank {rank} ({placement.where(device)})," for rank, device in enumerate(plan.devices)]
         super().__init__(ranks, where)

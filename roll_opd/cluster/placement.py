@@ -16,7 +16,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from roll_opd.cluster import warm_start
 from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
 from roll_opd.cluster.start_up import ClusterError, StartUp
@@ -111,7 +110,7 @@ class Placement:
                 f"devices {', '.join(map(str, devices))} of one process are not on one node; change the device_mapping"
             )
         variables = {"OMP_NUM_THREADS": str(self._threads(home, role)), **torch_variables()}
-        variables |= warm_start.variables() | module_variables() | env
+        variables |= module_variables() | env
         gpus = [self._devices[number].gpu for number in devices]
         if home.gpu is not None:
             variables |= {

@@ -8,6 +8,7 @@ import errno
 import functools
 import gc
 import importlib
+import json
 import os
 import signal
 import socket
@@ -55,9 +56,9 @@ def follow(parent: int) -> None:
 def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) -> None:
     """Import what Megatron's roles need, and of vLLM what `told` says; fork until the other end of `alive` is closed.
 
-    `told` is written by the driver, which reads its configuration meanwhile; `listeners` are sockets, of MEGATRON and
-    of ENGINES. What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left to
-    it as well: it reads who it works for from the environment, as it is imported and never again.
+    `told` is JSON, written by the driver, which reads its configuration meanwhile; `listeners` are sockets, of MEGATRON
+    and of ENGINES. What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left
+    to it as well: it reads who it works for from the environment, as it is imported and never again.
     """
     from roll_opd.companions import broken_companions, hide
     from roll_opd.inference.settings import prepare_environment
@@ -76,15 +77,18 @@ def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) ->
             follow(first)
             _import(OF_MEGATRON)
         else:
-            _import_engines(told.read())
+            _import_engines(json.loads(told.read() or "{}"))
     del modules["ray"]
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
     _serve(listeners[kind], alive)
 
 
-def _import_engines(wanted: str) -> None:
+def _import_engines(told: Mapping[str, Any]) -> None:
+    """Import of vLLM what the driver wants, which reads its `variables`."""
     modules: dict[str, Any] = sys.modules
+    wanted = told.get("engines", "")
+    os.environ |= told.get("variables", {})
     if wanted == ANY_ENGINE:
         _import(VLLM)
     if wanted == EAGER_ENGINES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from roll_opd.hardware import CUBLAS_WORKSPACE
+from roll_opd.paths import use_cache_of_compilers
 
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -38,6 +39,7 @@ TORCH = {
 def prepare_environment() -> None:
     """Set what the user has not set, for a cluster that is joined (RAY_ADDRESS) or for one of the run's own."""
     joins = bool(os.environ.get("RAY_ADDRESS"))
+    use_cache_of_compilers(os.environ)
     for name, value in (ALWAYS | TORCH | ({} if joins else OWN_CLUSTER)).items():
         os.environ.setdefault(name, value)
     # a token of its own: Ray would write one into the home directory, which may not be there

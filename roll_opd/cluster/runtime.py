@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from roll_opd.cluster.lean_ray import lean
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
 from roll_opd.cluster.start_up import ClusterError, StartUp
+from roll_opd.cluster.temporaries import own_temporaries
 from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
@@ -45,8 +46,9 @@ def ray_cluster(
     # authentication stays on; its notice would be printed in every run
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
-    with guarded() as reaper:
-        if os.environ.get("RAY_ADDRESS"):
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    with guarded() as reaper, nullcontext() if joins else own_temporaries(reaper):
+        if joins:
             with starting.waiting_for(f"the Ray cluster at {os.environ['RAY_ADDRESS']}"):
                 _init(**common)
         else:
@@ -55,7 +57,10 @@ def ray_cluster(
                 common["runtime_env"] = {"py_executable": shlex.quote(sys.executable)}
             if hosts:
                 common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
-            unborn = Path(get_default_ray_temp_dir()), f"session_*_{os.getpid()}"  # until Ray says which it is
+            sessions = Path(get_default_ray_temp_dir())
+            if not sessions.exists():  # else it is another run's, which may be about to use it
+                reaper.remove_if_empty(sessions)
+            unborn = sessions, f"session_*_{os.getpid()}"  # until Ray says which it is
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(*unborn)
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):

@@ -4,27 +4,32 @@ torch, Megatron and vLLM take 8 s of CPU and more to import, and a run on one ma
 need them. A warm server (Python's own `multiprocessing.forkserver`) imports them once, while the driver reads its data
 and starts Ray: in two processes, of which one has imported Megatron before the other has vLLM. Ray then starts
 `warm_worker` in place of the interpreter: it asks one of them for a fork that runs what the interpreter would have run.
-The engine core, which vLLM would spawn, is a fork of the one that its client is of.
+The engine core, which vLLM would spawn, is a fork of the one that its client is of. A server whose run sets variables
+that are read at import (`warm_variables`) is started again with them, which costs a second or two.
 
 Only where there is no GPU: a process that has touched CUDA cannot be forked, and imports are nothing beside loading
 such models.
 """
 
+import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from roll_opd.cluster.preloaded import ANY_ENGINE, EAGER_ENGINES, ENGINES, MEGATRON
 from roll_opd.cluster.ray_environment import prepare_environment
+from roll_opd.cluster.warm_variables import cold_roles, needed, of_servers
 from roll_opd.cluster.warm_worker import ADDRESS, WARM, address_of
 from roll_opd.failures import DEBUG
 from roll_opd.hardware import has_gpu_driver
 from roll_opd.plan import RunPlan
 
+SERVED = "ROLL_OPD_WARM_VARIABLES"  # beside ADDRESS: what the server's processes have of system_envs, as JSON
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from roll_opd.cluster.preloaded import follow, preload_and_serve\n"
@@ -35,35 +40,83 @@ _SERVE = (
 class WarmServer:
     """The server as the driver sees it: nothing where there are GPUs, or where the cluster is another's."""
 
-    def __init__(self, process: "subprocess.Popen[bytes] | None") -> None:
-        self._process = process
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._alive: int | None = None  # closed, it ends the server's forks
 
-    def serve(self, plan: RunPlan) -> None:
-        """Have the server import what the processes of `plan` need."""
-        self.import_for(wanted_by(plan))
-
-    def import_for(self, wanted: str | None) -> None:
-        """Have the server import what is `wanted_by` a plan; where that is None, all processes begin cold."""
-        if wanted is None:
-            os.environ.pop(ADDRESS, None)
-        if self._process is None or self._process.stdin is None:
+    def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
+        """Have the server import what the processes of `plan` need; `say` which roles begin cold, and why."""
+        if self._process is None:
             return
+        wanted = wanted_by(plan)
+        for role, names in cold_roles(plan, wanted["variables"]).items():
+            said = " and ".join(f"system_envs.{name}" for name in names)
+            say(
+                f"{role} begins cold, which takes some 20 s longer: {said} is read while libraries are imported and"
+                " differs between roles; write it in the system_envs of the whole run, with one value"
+            )
+        self.import_for(wanted)
+
+    def import_for(self, wanted: Mapping[str, Any]) -> None:
+        """Have the server import what is `wanted_by` a plan, with the variables that are read meanwhile."""
+        if self._process is None:
+            return
+        from_start = wanted["variables"][MEGATRON]
+        if any(os.environ.get(name) != value for name, value in from_start.items()):
+            self.end()
+            self.begin(from_start)
+        os.environ[SERVED] = json.dumps(wanted["variables"])
+        assert self._process and self._process.stdin
         with suppress(BrokenPipeError), self._process.stdin as told:  # broken: it has ended
-            told.write((wanted or "").encode())
+            told.write(json.dumps({"engines": wanted["engines"], "variables": wanted["variables"][ENGINES]}).encode())
+
+    def begin(self, variables: Mapping[str, str]) -> None:
+        """Start the server with `variables` in its environment."""
+        prepare_environment()
+        address = f"roll_opd-{secrets.token_hex(16)}"
+        with ExitStack() as stack:
+            sockets = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in (MEGATRON, ENGINES)}
+            for kind, listener in sockets.items():
+                listener.bind("\0" + address_of(address, kind))  # of no file, which would stay where this is killed
+                listener.listen()
+            listeners = {kind: listener.fileno() for kind, listener in sockets.items()}
+            alive, self._alive = os.pipe()
+            output = None if DEBUG in os.environ else subprocess.DEVNULL
+            path = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+            facts = {"path": path, "driver": os.getpid(), "listeners": listeners, "alive": alive}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE.format(**facts)],
+                # of libraries that have read it for good, before a worker is forked; torch has not
+                env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+                pass_fds=(*listeners.values(), alive),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
+            )
+            os.close(alive)  # and the listeners: who asks a server that has died is to know at once
+        os.environ[ADDRESS] = address
+
+    def end(self) -> None:
+        """End the server."""
+        for name in (ADDRESS, SERVED):
+            os.environ.pop(name, None)
+        if self._alive is not None:
+            os.close(self._alive)
+        if self._process:
+            self._process.kill()  # it may still import; its fork follows it
+            self._process.wait()
+            if self._process.stdin:
+                self._process.stdin.close()
+        self._process = self._alive = None
 
 
-def wanted_by(plan: RunPlan) -> str | None:
-    """Return what the processes of `plan` need besides Megatron, as `WarmServer.import_for` takes it.
-
-    None: variables that the plan or a role sets (system_envs) may be read while libraries are imported.
-    """
-    of_roles = [role.env for role in plan.megatron_roles().values()]
-    of_roles += [role.env for role in plan.inference_roles().values()]
-    if plan.env or any(of_roles):
-        return None
+def wanted_by(plan: RunPlan) -> dict[str, Any]:
+    """Return what `WarmServer.import_for` takes: of vLLM what the engines need, and the variables of both servers."""
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
-    return (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
+    of_vllm = (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
+    return {"engines": of_vllm, "variables": of_servers(plan)}
 
 
 @contextmanager
@@ -72,57 +125,26 @@ def warm_server() -> Iterator[WarmServer]:
 
     It ends with this process, however that ends.
     """
-    outer = os.environ.pop(ADDRESS, None)  # of a run that this one is started from
+    outer = {name: os.environ.pop(name) for name in (ADDRESS, SERVED) if name in os.environ}  # of a run around this one
+    server = WarmServer()
     try:
-        if os.environ.get("RAY_ADDRESS") or has_gpu_driver():
-            yield WarmServer(None)
-        else:
-            with _started() as server:
-                yield server
+        if not (os.environ.get("RAY_ADDRESS") or has_gpu_driver()):
+            server.begin({})
+        yield server
     finally:
-        os.environ |= {} if outer is None else {ADDRESS: outer}
-
-
-@contextmanager
-def _started() -> Iterator[WarmServer]:
-    prepare_environment()
-    address = f"roll_opd-{secrets.token_hex(16)}"
-    with ExitStack() as stack:
-        sockets = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in (MEGATRON, ENGINES)}
-        for kind, listener in sockets.items():
-            listener.bind("\0" + address_of(address, kind))  # of no file, which would stay where this process is killed
-            listener.listen()
-        listeners = {kind: listener.fileno() for kind, listener in sockets.items()}
-        alive_r, alive_w = os.pipe()
-        said = None if DEBUG in os.environ else subprocess.DEVNULL
-        facts = {"path": sys.path, "driver": os.getpid(), "listeners": listeners, "alive": alive_r}
-        server = subprocess.Popen(
-            [sys.executable, "-c", _SERVE.format(**facts)],
-            # of libraries that have read it for good, before a worker is forked; torch has not
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            pass_fds=(*listeners.values(), alive_r),
-            stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
-            start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
-        )
-        os.close(alive_r)
-        stack.close()  # of the listeners: who asks a server that has died is to know at once
-        os.environ[ADDRESS] = address
-        try:
-            yield WarmServer(server)
-        finally:
-            os.environ.pop(ADDRESS, None)
-            os.close(alive_w)
-            server.kill()  # it may still import; its fork follows it
-            server.wait()
+        server.end()
+        os.environ |= outer
 
 
 def is_open() -> bool:
-    """Whether there is a server, so that all workers begin warm."""
+    """Whether there is a server, so that workers begin warm."""
     return ADDRESS in os.environ
 
 
-def variables(kind: str = MEGATRON) -> dict[str, str]:
-    """Return what a worker's environment needs for it to begin as a fork of `kind`: nothing where no server is."""
-    return {WARM: kind} if is_open() else {}
+def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a worker's environment needs for it to begin as a fork of `kind`: nothing where it begins cold.
+
+    `system_envs` are the variables that the run and the worker's role set.
+    """
+    served = json.loads(os.environ.get(SERVED, "{}"))
+    return {WARM: kind} if is_open() and needed(kind, system_envs) == served.get(kind, {}) else {}

@@ -67,6 +67,8 @@ class WarmContext(ForkServerContext):
 
 def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, errors: Any) -> WarmProcess:
     """Make this fork what a new process would be, before anything of its task is unpickled."""
+    import tempfile
+
     import torch
 
     from roll_opd.cluster.preloaded import ENVIRONMENT
@@ -75,6 +77,7 @@ def _arrive(kind: type[WarmProcess], environment: dict[str, str], output: Any, e
         os.environ.pop(name, None)
     os.environ.update(environment)
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # torch has read it when it was imported
+    tempfile.tempdir = None  # it is looked for once, in TMPDIR
     torch.set_num_threads(int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0)))
     os.dup2(output.detach(), 1)
     os.dup2(errors.detach(), 2)

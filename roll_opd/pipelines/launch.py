@@ -41,6 +41,7 @@ from roll_opd.failures import os_sentence, shortened, tell_unforeseen
 from roll_opd.full_disk import FULL, DiskFull, reason
 from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.inference.parent_watchdog import die_with_parent
+from roll_opd.paths import use_cache_of_compilers
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.restarting import is_attempt, restarted, restarts_left
 from roll_opd.plan import RunPlan
@@ -81,6 +82,7 @@ def main(
 def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: str | None = None) -> int:
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
     safe_output()
+    use_cache_of_compilers(os.environ)
     if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
         die_with_parent()
     try:
@@ -107,7 +109,7 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
     or torchrun would signal all that has started, Ray's processes with the driver.
     """
     is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
-    with warm_server() if is_here else nullcontext(WarmServer(None)) as server:
+    with warm_server() if is_here else nullcontext(WarmServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
             _check_number(plan, host)
@@ -149,7 +151,7 @@ def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None) -> int:
         except (LaunchError, Terminated, OSError, KeyboardInterrupt) as error:
             return exit_code(error, is_started=False)
         hosts.warm = wanted_by(plan)
-    server.serve(plan)
+    server.serve(plan, tell)
     os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
     return _run(plan, hosts)
 

@@ -219,7 +219,8 @@ async def start_sampler(
         devices = rollout.devices[engine * rollout.tp : (engine + 1) * rollout.tp]
         names.append(f"{rollout.name}, engine {engine} ({placement.where(devices[0])}),")
         # the engine core is a process of its own and must not outlive a killed run
-        env = {**_environment(plan), **rollout.env, "ROLL_OPD_DIE_WITH_PARENT": "1", **warm_start.variables(ENGINES)}
+        written = {**_environment(plan), **rollout.env}
+        env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **warm_start.variables(ENGINES, written)}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
     engines = ActorGroup(actors, names)
     in_turn = turns.join(rollout.name, engines)
@@ -272,7 +273,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
         "OMP_NUM_THREADS": "1",
         **_environment(plan),
         **run_date.variables(),
-        **warm_start.variables(),
+        **warm_start.variables(MEGATRON, plan.env),
         **module_variables(),
     }
     options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
@@ -304,7 +305,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
         **alone,
         **_environment(plan),
         **run_date.variables(),
-        **warm_start.variables(kind),
+        **warm_start.variables(kind, plan.env),
         **module_variables(),
     }
     actor_class: Any = WorkflowWorker

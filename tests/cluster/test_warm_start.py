@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from roll_opd.cluster import warm_worker
+from roll_opd.cluster import warm_start, warm_variables, warm_worker
 from roll_opd.cluster.preloaded import ENGINES, MEGATRON, compiling_later
 from roll_opd.cluster.warm_start import ADDRESS, warm_server
 
@@ -124,11 +124,12 @@ def test_variables_that_are_gone_are_gone_in_a_fork(server: None, tmp_path: Path
 
 
 SERVER = """
-import contextlib, io, sys
+import contextlib, io, json, sys
 from roll_opd.cluster import preloaded
 preloaded.suppress = lambda *errors: contextlib.nullcontext()
 preloaded._serve = lambda listener, alive: None
-preloaded.preload_and_serve(io.StringIO(preloaded.EAGER_ENGINES), {"megatron": 0, "engines": 0}, 0)
+told = io.StringIO(json.dumps({'engines': preloaded.EAGER_ENGINES}))
+preloaded.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
 if "vllm" not in sys.modules:  # the fork, for Megatron
     sys.exit()
 assert 'vllm.v1.worker.cpu_worker' in sys.modules
@@ -188,14 +189,88 @@ def test_what_is_decorated_meanwhile_is_compiled_at_its_first_call(off: str, mon
     assert len(graphs) == (0 if off == "1" else 2)
 
 
-@pytest.mark.parametrize("where", ["plan", "role"])
-def test_variables_of_a_plan_or_a_role_begin_cold(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"MKL_CBWR": "AVX2"}
-    monkeypatch.setattr(ROLE if where == "role" else PLAN, "env", own)
+def plan_of(run: dict[str, str], train: dict[str, str], infer: dict[str, str]) -> Any:
+    roles = {"student_train": SimpleNamespace(env=train), "teacher": SimpleNamespace(env={})}
+    engines = {"student_infer": SimpleNamespace(env=infer, engine_args={})}
+    return SimpleNamespace(env=run, megatron_roles=lambda: roles, inference_roles=lambda: engines)
+
+
+@pytest.mark.parametrize(
+    ("run", "train", "infer", "megatron", "engines", "cold"),
+    [
+        ({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN"}, {}, {}, {}, {}),
+        ({"MKL_CBWR": "AVX2"}, {}, {}, {"MKL_CBWR": "AVX2"}, {"MKL_CBWR": "AVX2"}, {}),
+        ({"VLLM_X": "1", "A": "1"}, {}, {}, {"A": "1"}, {"A": "1", "VLLM_X": "1"}, {}),
+        ({}, {}, {"VLLM_X": "1"}, {}, {"VLLM_X": "1"}, {}),
+        ({}, {"OMP_PROC_BIND": "1"}, {}, {}, {}, {"student_train": ["OMP_PROC_BIND"]}),
+        ({"A": "1"}, {}, {"A": "2"}, {}, {}, {"student_train": ["A"], "teacher": ["A"], "student_infer": ["A"]}),
+    ],
+)
+def test_a_server_has_what_is_read_at_import_and_a_role_that_differs_begins_cold(
+    run: dict[str, str],
+    train: dict[str, str],
+    infer: dict[str, str],
+    megatron: dict[str, str],
+    engines: dict[str, str],
+    cold: dict[str, list[str]],
+) -> None:
+    plan = plan_of(run, train, infer)
+    served = warm_variables.of_servers(plan)
+    assert served == {MEGATRON: megatron, ENGINES: engines}
+    assert warm_variables.cold_roles(plan, served) == cold
+
+
+def test_variables_of_a_run_are_in_the_server_as_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash seed is read by the interpreter as it starts, PYTHONPATH too; a role with another seed begins cold."""
+    (tmp_path / "found.py").write_text("")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(tmp_path), "NCCL_DEBUG": "INFO", "TMPDIR": str(tmp_path)}
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import found, os, tempfile; print(hash('a'), os.environ['NCCL_DEBUG'], tempfile.gettempdir(), os.getppid())"
+    )
+    said: list[str] = []
     with warm_server() as opened:
-        assert ADDRESS in os.environ
-        opened.serve(PLAN)
-        assert ADDRESS not in os.environ
+        opened.serve(plan_of(run, {"PYTHONHASHSEED": "8"}, {}), said.append)
+        assert len(said) == 3 and all("PYTHONHASHSEED" in line for line in said)
+        opened.end()
+        opened.begin({})
+        opened.serve(plan_of(run, {}, {}), said.append)
+        assert len(said) == 3
+        assert warm_start.variables(MEGATRON, run) == {"ROLL_OPD_WARM": MEGATRON}
+        assert warm_start.variables(MEGATRON, run | {"PYTHONHASHSEED": "8"}) == {}
+        ended = setup(program, ROLL_OPD_WARM=MEGATRON, **run)
+    alone = {**os.environ, **run}
+    cold = subprocess.run([sys.executable, program], capture_output=True, text=True, env=alone, check=True)
+    assert ended.stdout.split()[:3] == cold.stdout.split()[:3], ended.stderr
+
+
+RECORDED = """
+import io, json, os, sys
+seen = set()
+class Recording(type(os.environ)):
+    def __getitem__(self, name):
+        seen.add(name)
+        return super().__getitem__(name)
+os.environ.__class__ = Recording
+from roll_opd.cluster import preloaded
+preloaded._serve = lambda listener, alive: None
+told = io.StringIO(json.dumps({"engines": preloaded.EAGER_ENGINES}))
+preloaded.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
+print(json.dumps(sorted(seen)), flush=True)
+try:
+    os.wait()  # for the fork, which would end with this process
+except ChildProcessError:
+    pass
+"""
+
+
+def test_what_is_said_to_be_read_at_use_is_not_read_while_the_server_imports() -> None:
+    none = {name: value for name, value in os.environ.items() if not name.startswith(warm_variables.READ_AT_USE)}
+    said = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, env=none, timeout=240)
+    seen = {name for line in said.stdout.splitlines() for name in json.loads(line)}
+    assert len(said.stdout.splitlines()) == 2 and "VLLM_LOGGING_LEVEL" in seen, said.stderr
+    assert not [name for name in seen if name.startswith(warm_variables.READ_AT_USE)]
 
 
 @pytest.mark.parametrize("variables", [{"RAY_ADDRESS": "127.0.0.1:6379"}], ids=["joined"])

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from roll_opd.cluster import warm_worker
-from roll_opd.cluster.preloaded import EAGER_ENGINES, MEGATRON
+from roll_opd.cluster.preloaded import EAGER_ENGINES, ENGINES, MEGATRON
 from roll_opd.cluster.warm_start import WarmServer, warm_server
 from roll_opd.tracking.run_directory import read_jsonl
 
@@ -70,7 +71,7 @@ def forks() -> Iterator[None]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         with mock.patch.dict(os.environ, {MARK: FORKS}):
             server = stack.enter_context(warm_server())
-            server.import_for(EAGER_ENGINES)
+            server.import_for({"engines": EAGER_ENGINES, "variables": {MEGATRON: {}, ENGINES: {}}})
             patch.setattr(sys.modules[__name__], "SERVERS", _processes_of_the_server())
             patch.setattr(sys.modules[__name__], "FORKED_AT", os.environ[warm_worker.ADDRESS])
         yield
@@ -94,8 +95,9 @@ def launch(
     kill_when: Callable[[], bool] | None = None,
     columns: int = 1000,
 ) -> Run:
-    """Run the launcher to its end, or until `kill_when` says to SIGKILL it; nothing of it may be left afterwards.
+    """Run the launcher to its end, or until `kill_when` says to SIGKILL it.
 
+    Nothing of it may be left afterwards, neither a process nor a file in the TMPDIR that it had for itself.
     Its output is as wide as `columns`.
     """
     mark = f"{output_dir}-{time.monotonic_ns()}"
@@ -104,7 +106,8 @@ def launch(
     words = [str(REPOSITORY / "examples" / launcher), *arguments]
     start = _forked if FORKED_AT and not kill_when else _started
     began = time.monotonic()
-    with mock.patch.dict(os.environ, {MARK: mark, "COLUMNS": str(columns)}):
+    temporaries = Path(tempfile.mkdtemp(prefix="run-", dir="/tmp"))  # short, for sockets
+    with mock.patch.dict(os.environ, {MARK: mark, "COLUMNS": str(columns), "TMPDIR": str(temporaries)}):
         pid, ended = start(words, log)
     deadline = time.monotonic() + SECONDS
     while (code := ended()) is None:
@@ -117,6 +120,8 @@ def launch(
         time.sleep(0.01)
     seconds = time.monotonic() - began
     wait_until_gone(mark)
+    assert [str(path) for path in temporaries.rglob("*")] == []
+    temporaries.rmdir()
     latest = output_dir / config[0] / "latest"
     return Run(code, log.read_text(), latest, seconds)
 
@@ -154,7 +159,7 @@ def _run_program(words: list[str], log: Path) -> None:
         for output in (1, 2):
             os.dup2(sink.fileno(), output)
     os.chdir(REPOSITORY)
-    already: Any = lambda: nullcontext(WarmServer(None))  # noqa: E731
+    already: Any = lambda: nullcontext(WarmServer())  # noqa: E731
     launch.warm_server = already
     warm_worker._run_program(words)
 

@@ -155,7 +155,7 @@ def open_stage(place: Path) -> Iterator[Stage]:
             server.serve(plan)
             stage = Stage(plan, place, events)
             patch.setattr(launch, "warm_server", lambda: nullcontext(server))
-            patch.setattr(server, "serve", lambda plan: None)
+            patch.setattr(server, "serve", lambda *_: None)
             patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
             patch.setattr(loop.asyncio, "run", events.run_until_complete)
             patch.setattr(placement, "Placement", lambda *_, **__: stage.placement)
