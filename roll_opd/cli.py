@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll_opd import __version__, demo
 from roll_opd.command_line import (
@@ -44,6 +44,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.build import load_plan
+    from roll_opd.config.check_machine import warnings_here
     from roll_opd.diagnostics import ConfigError
     from roll_opd.pipelines.describe import to_json, to_text
     from roll_opd.terminal import columns, tell
@@ -52,6 +53,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         asked = asked_pipeline(arguments)
         said = (lambda text: None) if arguments.json else tell
         plan = load_plan(*configuration(arguments), **asked, runnable=False, say=said)
+        plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
     except ConfigError as error:
         tell(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR

@@ -12,9 +12,14 @@ CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # 8 buffers of 4 MiB:
 DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
 
 
+def gpus() -> int:
+    """Return how many NVIDIA GPUs this machine has, as its driver says."""
+    return len(_gpu_mebibytes())
+
+
 def devices() -> int:
     """Return how many devices a node like this one has: its GPUs; without any, slots that share the cores."""
-    return len(_gpu_mebibytes()) or min(SLOTS, len(os.sched_getaffinity(0)))
+    return gpus() or min(SLOTS, len(os.sched_getaffinity(0)))
 
 
 def gpu_memory_gb() -> float | None:

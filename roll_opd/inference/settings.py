@@ -127,7 +127,7 @@ def resolve_engine_args(
         defaults["enable_chunked_prefill"] = False
         if engine_args.get("enable_chunked_prefill"):
             raise ValueError("engine_args: 'enable_chunked_prefill' breaks seeded sampling on CPU; leave it out")
-        if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND) == "nobind":
+        if tensor_parallel_size == 1 and os.environ.get(THREADS_BIND, ENVIRONMENT[THREADS_BIND]) == "nobind":
             # vLLM's default worker process exists to bind threads; without it a step is a quarter faster
             defaults["distributed_executor_backend"] = UNIPROC
         if info.latent and "attention_config" not in engine_args:

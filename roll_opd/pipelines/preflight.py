@@ -16,6 +16,7 @@ from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
+from roll_opd.config.check_machine import machine_problems, other_blocks
 from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage, unmet
 from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
@@ -32,7 +33,6 @@ from roll_opd.frozen import thaw
 from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
-from roll_opd.inference.settings import cpu_block
 from roll_opd.pipelines import history
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import (
@@ -46,7 +46,7 @@ from roll_opd.pipelines.checkpoints import (
     instead_of,
 )
 from roll_opd.pipelines.history import History
-from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RolloutPlan, RunPlan, TrainPlan
+from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
 from roll_opd.tracking import registry as trackers
@@ -55,9 +55,6 @@ from roll_opd.workflows import check
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.plugins import find_reward, find_workflow
 
-# head sizes that vLLM 0.32's CPU attention computes: CPUAttentionBackend.get_supported_head_sizes
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_LATENT_SIZE = 576  # of a latent vector and the rotated part of a key
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
 # what a model's weights have their shapes from
@@ -150,41 +147,6 @@ def cluster_problems(address: str) -> list[str]:
     return []
 
 
-def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
-    """Return what this machine with `gpus` GPUs cannot do; for a run on a cluster of its own making."""
-    if gpus:
-        if plan.devices_per_node <= gpus:
-            return []
-        return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
-    if plan.rollout is None:
-        return []
-    problems = [
-        f"{engine.name}.strategy_args.strategy_config.enable_chunked_prefill: breaks seeded sampling on a CPU; leave it"
-        " out"
-        for engine in engines(plan)
-        if engine.engine_args.get("enable_chunked_prefill")
-    ]
-    info = read_model(Path(plan.rollout.model.path))
-    if info.latent:
-        if info.latent.cached == CPU_LATENT_SIZE:
-            return problems
-        return [
-            *problems,
-            f"{plan.rollout.name}: vLLM's latent attention on CPUs computes kv_lora_rank + qk_rope_head_dim ="
-            f" {CPU_LATENT_SIZE} alone, and {plan.rollout.model.path} has {info.latent.cached}; use another model, or a"
-            " machine with GPUs",
-        ]
-    size = info.head_dim
-    if size in CPU_HEAD_SIZES:
-        return problems
-    known = ", ".join(map(str, CPU_HEAD_SIZES))
-    return [
-        *problems,
-        f"{plan.rollout.name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of"
-        f" {plan.rollout.model.path}); use a model with one of {known}, or a machine with GPUs",
-    ]
-
-
 def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
     """Say which roles compute in bf16 although a CPU of such capabilities does not multiply it; None: it does."""
     names = [role.name for role in plan.roles().values() if role.model.dtype == "bf16"]
@@ -194,24 +156,6 @@ def emulated_bf16(plan: RunPlan, cpu: Mapping[str, Any]) -> str | None:
         f"{', '.join(names)}: model_args.dtype is bf16, which this CPU has no instructions for (AMX, AVX512-BF16), so"
         " that it is emulated; write fp32"
     )
-
-
-def other_blocks(plan: RunPlan) -> str | None:
-    """Say which engines have blocks of another size than was written, since a CPU cannot compute those; None: none."""
-    changed = [
-        f"{engine.name}.strategy_args.strategy_config.block_size: {engine.engine_args['block_size']} cannot be computed"
-        f" on a CPU; it is {cpu_block(engine.engine_args)} here"
-        for engine in engines(plan)
-        if engine.engine_args.get("block_size") not in (None, cpu_block(engine.engine_args))
-    ]
-    return "\n".join(changed) or None
-
-
-def engines(plan: RunPlan) -> list[RolloutPlan]:
-    """Return all inference engines of a run."""
-    own = [plan.rollout] if plan.rollout else []
-    auxiliary = [model.engine for model in plan.workflow.auxiliary_models if model.engine] if plan.workflow else []
-    return [*own, *(reward.engine for reward in plan.rewards if reward.engine), *auxiliary]
 
 
 def package_problems() -> list[str]:

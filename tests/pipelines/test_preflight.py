@@ -14,20 +14,21 @@ import pytest
 from runs import REPOSITORY
 from states import write_state
 
+from roll_opd import hardware
 from roll_opd.cluster.warm_worker import ADDRESS
 from roll_opd.companions import COMPANIONS
+from roll_opd.config import check_machine
 from roll_opd.config.build import load_plan
+from roll_opd.config.check_machine import machine_problems, other_blocks
 from roll_opd.frozen import FrozenDict
+from roll_opd.inference import cpu_attention
 from roll_opd.inference.settings import CPU_BLOCKS
 from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
 from roll_opd.pipelines.preflight import (
-    CPU_HEAD_SIZES,
     checkpoint_problems,
     cluster_problems,
     emulated_bf16,
-    machine_problems,
-    other_blocks,
     package_problems,
     preflight,
 )
@@ -118,8 +119,46 @@ def test_block_sizes_are_the_installed_engines() -> None:
 
 def test_head_sizes_are_the_installed_engines() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+    assert cpu_attention.head_sizes(*cpu_attention.PLAIN) == tuple(CPUAttentionBackend.get_supported_head_sizes())
+    assert cpu_attention.head_sizes(*cpu_attention.LATENT) == tuple(CPUMLABackend.get_supported_head_sizes())
+
+
+@pytest.mark.parametrize("size", [16, 24, 48, 320])
+def test_the_plan_tells_of_heads_that_this_machine_cannot_compute(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the student's engines and of a teacher that is measured in the student's place."""
+    monkeypatch.setattr(hardware, "has_gpu_driver", lambda: False)
+    path = _student(tmp_path / "small", head_dim=size)
+    refused = f"attention on CPUs cannot compute heads of size {size}"
+    for role in ("student_infer", "teacher"):
+        plan = load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path}"], pure=True)
+        if role == "teacher":
+            worker = replace(plan.teachers[0].worker, model=replace(plan.teachers[0].worker.model, path=str(path)))
+            plan = replace(plan, teachers=(replace(plan.teachers[0], worker=worker),))
+        else:
+            plan = replace(plan, rollout=replace(plan.rollout, model=replace(plan.rollout.model, path=str(path))))
+        (text,) = check_machine.warnings_here(plan)
+        assert text.startswith(role) and refused in text and str(path) in text
+        assert check_machine.warnings_here(replace(plan, device_memory_gb=80.0)) == []  # it is for GPUs elsewhere
+
+
+def test_a_judges_engine_and_a_cache_too_small_for_a_sequence(plan: RunPlan, tmp_path: Path) -> None:
+    args = FrozenDict({"kv_cache_memory_bytes": 1000})
+    (text,) = machine_problems(replace(plan, rollout=replace(plan.rollout, engine_args=args)), gpus=0)
+    assert "kv_cache_memory_bytes: 1000 bytes hold no sequence of 80 tokens" in text
+    path = _student(tmp_path / "small", head_dim=16)
+    judge = replace(plan.rollout, name="judge", model=replace(plan.rollout.model, path=str(path)))
+    judged = replace(plan, rewards=(replace(plan.rewards[0], engine=judge),))
+    (text,) = machine_problems(judged, gpus=0)
+    assert text.startswith("judge: ") and "heads of size 16" in text
+
+
+def test_routes_of_an_engine_of_two_ranks(plan: RunPlan) -> None:
+    (text,) = machine_problems(replace(plan, rollout=replace(plan.rollout, returns_routes=True, tp=2)), gpus=0)
+    assert text.startswith("student_infer: router_replay on CPUs needs engines of one rank each")
 
 
 def test_companions_that_do_not_fit_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,99 @@
+"""Check a plan against one machine: what its engines refuse at their start is refused before. No torch.
+
+`roll-opd run` refuses what `machine_problems` finds; `roll-opd plan`, which may be asked on another machine than the
+run's, warns of it.
+"""
+
+from pathlib import Path
+
+from roll_opd import hardware
+from roll_opd.hf.model_info import ModelFilesError, read_model
+from roll_opd.inference import cpu_attention
+from roll_opd.inference.settings import cpu_block, kv_cache_bytes, resolve_engine_args
+from roll_opd.plan import RolloutPlan, RunPlan
+
+OPTIONS = "strategy_args.strategy_config"
+
+
+def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
+    """Return what a machine with `gpus` GPUs cannot do; for a run on a cluster of its own making."""
+    if gpus:
+        if plan.devices_per_node <= gpus:
+            return []
+        return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
+    return [problem for engine in engines(plan) for problem in _engine_problems(plan, engine)]
+
+
+def warnings_here(plan: RunPlan) -> list[str]:
+    """Return what `machine_problems` finds for this machine; nothing for a plan whose devices are GPUs elsewhere."""
+    gpus = hardware.gpus()
+    if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
+        return []
+    changed = None if gpus else other_blocks(plan)
+    return [*machine_problems(plan, gpus), *([changed] if changed else [])]
+
+
+def engines(plan: RunPlan) -> list[RolloutPlan]:
+    """Return all inference engines of a run."""
+    return list(plan.inference_roles().values())
+
+
+def other_blocks(plan: RunPlan) -> str | None:
+    """Say which engines have blocks of another size than was written, since a CPU cannot compute those; None: none."""
+    changed = [
+        f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} cannot be computed"
+        f" on a CPU; it is {cpu_block(engine.engine_args)} here"
+        for engine in engines(plan)
+        if engine.engine_args.get("block_size") not in (None, cpu_block(engine.engine_args))
+    ]
+    return "\n".join(changed) or None
+
+
+def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
+    """Return why an engine cannot start on a CPU: its options, the KV cache, the heads of each model that it runs."""
+    if engine.engine_args.get("enable_chunked_prefill"):
+        return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; leave it out"]
+    try:
+        arguments = resolve_engine_args(
+            engine.model,
+            max_model_len=engine.max_model_len,
+            seed=plan.seed,
+            tensor_parallel_size=engine.tp,
+            on_cpu=True,
+            engine_args=engine.engine_args,
+            routes=engine.returns_routes,
+        )
+    except (ValueError, ModelFilesError) as error:
+        return [f"{engine.name}: {error}"]
+    problems = []
+    least = kv_cache_bytes(engine.model, engine.max_model_len, 1, cpu_block(engine.engine_args), engine.tp)
+    if (cache := arguments["kv_cache_memory_bytes"]) is not None and cache < least:
+        problems.append(
+            f"{engine.name}.{OPTIONS}.kv_cache_memory_bytes: {cache} bytes hold no sequence of {engine.max_model_len}"
+            f" tokens, which takes {least}; raise it or leave it out"
+        )
+    paths = {engine.name: engine.model.path}
+    if engine is plan.rollout and plan.validation and plan.validation.measure_teacher:
+        paths |= {teacher.name: teacher.worker.model.path for teacher in plan.teachers}  # in the student's place
+    sentences = {_heads(name, path) for name, path in reversed(paths.items())}
+    return [*problems, *sorted(filter(None, sentences))]
+
+
+def _heads(name: str, path: str) -> str | None:
+    """Return why vLLM cannot compute the attention of the model in `path` on a CPU; None: it can."""
+    info = read_model(Path(path))
+    latent = info.latent
+    known = cpu_attention.head_sizes(*(cpu_attention.LATENT if latent else cpu_attention.PLAIN))
+    size = latent.cached if latent else info.head_dim
+    if not known or size in known:
+        return None
+    sizes = ", ".join(map(str, known))
+    if latent:
+        return (
+            f"{name}: vLLM's latent attention on CPUs computes kv_lora_rank + qk_rope_head_dim = {sizes} alone, and"
+            f" {path} has {size}; use another model, or a machine with GPUs"
+        )
+    return (
+        f"{name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of {path}); use a model with"
+        f" one of {sizes}, or a machine with GPUs"
+    )
