@@ -178,6 +178,13 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
         yield Finding("warning", "there is one core: roles wait for each other", "give the container two or more")
 
 
+def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
+    """Report a limit of locked memory, in which NCCL registers what network cards read and write."""
+    if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
+        what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
+        yield Finding("warning", what, "`ulimit -l unlimited`, docker --ulimit memlock=-1, Kubernetes IPC_LOCK")
+
+
 CHECKS: tuple[Check, ...] = (
     missing_packages,
     two_engines,
@@ -190,6 +197,7 @@ CHECKS: tuple[Check, ...] = (
     no_compiler,
     no_sandbox,
     small_machine,
+    little_locked_memory,
 )
 
 

@@ -5,6 +5,7 @@ A package that may crash or hang when it is imported is imported in a process of
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,7 @@ PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts fo
 COMPILERS = ("g++", "clang++", "c++")
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 SHARED_MEMORY = Path("/dev/shm")
+INFINIBAND = Path("/dev/infiniband")
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class MachineInfo:
     python_headers: bool
     plugin: bool  # whether vLLM will find the entry point of roll_opd
     sandbox: Probe = Probe()  # of a program in the code sandbox
+    locked_bytes: int | None = None  # that a process may lock in memory; None: all
+    infiniband: bool = False  # whether there are network cards for it
     capability: tuple[int, ...] = ()  # the least compute capability of the GPUs, (9, 0) of an H100; () without
 
 
@@ -113,6 +117,8 @@ def inspect_machine() -> MachineInfo:
         python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         plugin=any(point.name == "roll_opd" for point in metadata.entry_points(group="vllm.general_plugins")),
         sandbox=probe(SANDBOX_PROBE),
+        locked_bytes=locked_bytes(),
+        infiniband=INFINIBAND.is_dir(),
         capability=tuple(torch.get("capability", ())),
     )
 
@@ -147,6 +153,12 @@ def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
     if done.returncode:
         return Probe(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     return Probe(output=(done.stdout.strip().splitlines() or [""])[-1])
+
+
+def locked_bytes() -> int | None:
+    """Return how much memory a process may lock, None where all of it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def find_compiler(chosen: str | None) -> str | None:

@@ -31,6 +31,7 @@ FLOORS = {
     "roll_opd.hardware": (0, "ground"),
     "roll_opd.hf": (0, "ground"),
     "roll_opd.hints": (0, "ground"),
+    "roll_opd.interpreter": (0, "ground"),
     "roll_opd.paths": (0, "ground"),
     "roll_opd.phases": (0, "ground"),
     "roll_opd.plan": (0, "ground"),

@@ -112,6 +112,7 @@ CASES = {
     "shm": (replace(HEALTHY, shm_bytes=64 << 20), "broken", "/dev/shm holds 0.1 GiB", "--shm-size"),
     "memory": (replace(HEALTHY, memory_bytes=2 * GIB), "warning", "memory is 2.0 GiB", "more"),
     "core": (replace(HEALTHY, cores=1), "warning", "one core", "two"),
+    "memlock": (replace(GPU, infiniband=True, locked_bytes=8 << 20), "warning", "InfiniBand", "ulimit -l unlimited"),
 }
 
 
