@@ -15,7 +15,7 @@ from roll_opd.plan import RunPlan
 # leaves to its forks), trackers (which the driver alone imports)
 READ_AT_USE = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "RAY_", "MASTER_"),
-    *("WANDB_", "SWANLAB_", "MLFLOW_", "OPENAI_", "TOKENIZERS_PARALLELISM"),
+    *("WANDB_", "SWANLAB_", "MLFLOW_", "TOKENIZERS_PARALLELISM"),
 )
 APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # by `warm_worker` in the fork
 OF_VLLM = "VLLM_"  # read as vLLM is imported, which only the server for engines does, once the plan is known

@@ -257,7 +257,7 @@ from roll_opd.cluster import preloaded
 preloaded._serve = lambda listener, alive: None
 told = io.StringIO(json.dumps({"engines": preloaded.EAGER_ENGINES}))
 preloaded.preload_and_serve(told, {"megatron": 0, "engines": 0}, 0)
-print(json.dumps(sorted(seen)), flush=True)
+print(json.dumps(sorted(map(str, seen))), flush=True)
 try:
     os.wait()  # for the fork, which would end with this process
 except ChildProcessError:
