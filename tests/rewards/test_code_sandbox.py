@@ -29,7 +29,7 @@ from roll_opd.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
-from roll_opd.rewards.sandbox.grading import same_output
+from roll_opd.rewards.sandbox.closeness import same_output
 from roll_opd.rewards.sandbox.response import program_of
 
 ROLL = "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"
@@ -156,6 +156,21 @@ def test_where_sandboxes_stop_starting_samples_have_failed(tmp_path: Path, monke
         (b"42\x00\xff", "42", False),
         (b"", "", True),
         (b"nan", "nan", True),
+        (b"0.3333333333333333", "0.333333333333", True),
+        (b"0.30000000000000004 1e-7", "0.3 0.0000001", True),
+        (b"[0.30000000000000004,", "[0.3,", True),
+        (b"x=0.34", "x=0.33", False),
+        (b"0.10001", "0.1", False),
+        (b"3.0000000000000004", "3", True),
+        (b"1000000.4", "1000000", False),
+        (b"1000001", "1000000", False),
+        (b"9" * 5000, "9" * 4999 + "8", False),
+        (b"9" * 5000 + b".0", "9" * 5000, True),
+        (b"inf -inf NaN", "Infinity -inf nan", True),
+        (b"-inf", "inf", False),
+        (b"1e999", "1e998", False),
+        (b"1.2.3 v1.20", "1.2.30 v1.2", False),
+        (b"YES", "Yes", False),
     ],
 )
 def test_what_counts_as_the_same_output(output: bytes, expected: str, same: bool) -> None:

@@ -1,7 +1,7 @@
 """The reward of a program that passes its row's test cases, run where it can do no harm.
 
-The row's `test_cases` say what is run (docs/rewards/code_sandbox.md); the program is the last fenced Python block of
-the response. The sandbox is a security boundary: see `roll_opd.rewards.sandbox`.
+The row's `test_cases` say what is run (docs/rewards/code_sandbox.md); `sandbox.response` finds the program in the
+response. The sandbox is a security boundary: see `roll_opd.rewards.sandbox`.
 """
 
 import os
@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from roll_opd.rewards.arguments import number
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import register
-from roll_opd.rewards.sandbox.cases import BadCases, needs_program, read_cases
+from roll_opd.rewards.sandbox.cases import BadCases, called_by, needs_program, read_cases
+from roll_opd.rewards.sandbox.closeness import TOLERANCE
 from roll_opd.rewards.sandbox.grading import NO_CODE, NOT_RUN, PASSED
 from roll_opd.rewards.sandbox.packages import files_of_packages
 from roll_opd.rewards.sandbox.pool import Pool
@@ -24,20 +26,23 @@ UNSAFE = (
     " and use your network; remove `unsafe: true` unless the machine is thrown away afterwards"
 )
 BAD_ROW = "unusable test cases"
+MOST_DIGITS = 100_000  # of a whole number in a row's cases; reading one takes 0.1 s
 
 
 @register("code_sandbox", keeps_time=True)
 class CodeSandbox:
     """1.0 for a program that passes all of its row's cases, else 0.0; with `partial`, the share that it passes.
 
-    None for a row whose cases cannot be used. `workers` programs run at once over all calls (default: the CPUs this
-    process may use); programs may import `packages`, names of installed ones, besides the standard library; the other
-    arguments are those of `Limits`. Raises `RewardError` where this machine offers no sandbox.
+    None for a row whose cases cannot be used. Numbers with a fraction are right within `tolerance`. `workers` programs
+    run at once over all calls (default: the CPUs this process may use); programs may import `packages`, names of
+    installed ones, besides the standard library; the other arguments are those of `Limits`. Raises `RewardError` where
+    this machine offers no sandbox.
     """
 
     def __init__(
         self,
         partial: bool = False,
+        tolerance: float = TOLERANCE,
         unsafe: bool = False,
         workers: int | None = None,
         packages: Sequence[str] = (),
@@ -60,7 +65,10 @@ class CodeSandbox:
         limits = Limits(cpu_seconds, wall_seconds, memory_mb, processes, open_files, disk_mb, files, output_mb)
         if unsafe:
             print(UNSAFE, file=sys.stderr, flush=True)
+        self._tolerance = number("code_sandbox", "tolerance", tolerance, least=0.0)
         workers = workers or len(os.sched_getaffinity(0))
+        if 0 < sys.get_int_max_str_digits() < MOST_DIGITS:
+            sys.set_int_max_str_digits(MOST_DIGITS)
         self._partial = partial
         self._told = False
         self._pool = Pool(limits, workers, unsafe, files_of_packages(packages))
@@ -79,11 +87,11 @@ class CodeSandbox:
                 self._told = True
                 print(f"code_sandbox: {sample.id}: {BAD_ROW}: {error}", file=sys.stderr, flush=True)
             return Score(None, reason=BAD_ROW)
-        program = program_of(sample.response)
+        program = program_of(sample.response, called_by(cases))
         if program is None and needs_program(cases):
             return Score(0.0, reason=NO_CODE)
         try:
-            reasons = self._pool.run(program or "", cases, all_cases=self._partial)
+            reasons = self._pool.run(program or "", cases, all_cases=self._partial, tolerance=self._tolerance)
         except SandboxError as error:
             return Failure("sandbox", str(error))
         worst = next((reason for reason in reasons if reason not in (PASSED, NOT_RUN)), PASSED)

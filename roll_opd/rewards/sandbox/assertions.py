@@ -7,24 +7,40 @@ inside, in the program's own process.
 """
 
 import ast
+import builtins
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from roll_opd.rewards.sandbox.closeness import TOLERANCE, same_value
 from roll_opd.rewards.sandbox.values import Unreadable, read_value
 
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Is: lambda left, right: type(left) is type(right) and left == right,  # of None, True and False
-    ast.IsNot: lambda left, right: type(left) is not type(right) or left != right,
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+Compare = Callable[[Any, Any, float], Any]  # a value with a literal, within a tolerance
+
+
+def _exactly(compare: Callable[[Any, Any], Any]) -> Compare:
+    return lambda left, right, _: compare(left, right)
+
+
+def _is_one_of(left: Any, right: Any, tolerance: float) -> bool:
+    if isinstance(right, list | tuple):
+        return any(same_value(left, one, tolerance) for one in right)
+    return left in right
+
+
+_COMPARE: dict[type[ast.cmpop], Compare] = {
+    ast.Eq: same_value,
+    ast.NotEq: _exactly(operator.ne),
+    # of None, True and False
+    ast.Is: _exactly(lambda left, right: type(left) is type(right) and left == right),
+    ast.IsNot: _exactly(lambda left, right: type(left) is not type(right) or left != right),
+    ast.In: _is_one_of,
+    ast.NotIn: _exactly(lambda left, right: left not in right),
+    ast.Lt: _exactly(operator.lt),
+    ast.LtE: _exactly(operator.le),
+    ast.Gt: _exactly(operator.gt),
+    ast.GtE: _exactly(operator.ge),
 }
 _MIRROR: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq,
@@ -40,14 +56,14 @@ _MIRROR: dict[type[ast.cmpop], type[ast.cmpop]] = {
 class Expectation:
     """One comparison that is made outside."""
 
-    compare: Callable[[Any, Any], Any]
+    compare: Compare
     literal: Any
     always: bool  # it is reached in every right run: it stands under no condition and in no loop
     never: bool = False  # it is reached in no right run: `assert False`, after what has to raise
 
-    def holds(self, written: Any) -> bool:
+    def holds(self, written: Any, tolerance: float) -> bool:
         try:
-            return bool(self.compare(read_value(written), self.literal))
+            return bool(self.compare(read_value(written), self.literal, tolerance))
         except (Unreadable, TypeError, ValueError, ArithmeticError, RecursionError):
             return False
 
@@ -58,15 +74,16 @@ class Check:
 
     code: str
     expected: tuple[Expectation, ...]
+    called: frozenset[str] = frozenset()  # functions and classes that the program has to define
 
-    def passes(self, seen: Any) -> bool:
+    def passes(self, seen: Any, tolerance: float = TOLERANCE) -> bool:
         """Return whether `seen` (untrusted pairs of an expectation's number and a written value) is as expected."""
         reached = set()
         for pair in seen if isinstance(seen, list) else ():
             if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
                 return False
             number, written = pair
-            if not 0 <= number < len(self.expected) or not self.expected[number].holds(written):
+            if not 0 <= number < len(self.expected) or not self.expected[number].holds(written, tolerance):
                 return False
             reached.add(number)
         if not reached and any(not item.never for item in self.expected):
@@ -78,7 +95,8 @@ def hide_expected(code: str) -> Check:
     """Return assertion code without its expected values, and these apart. SyntaxError where it is not Python."""
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
-    return Check(ast.unparse(tree), tuple(hider.expected))
+    called = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - vars(builtins).keys()
+    return Check(ast.unparse(tree), tuple(hider.expected), frozenset(called))
 
 
 def _has_members(node: ast.expr) -> bool:
@@ -126,9 +144,9 @@ class _Hider(ast.NodeTransformer):
     def _outcome(self, test: ast.expr) -> ast.AST:
         outcome = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))
         never = isinstance(test, ast.Constant) and not test.value
-        return self._seen(operator.is_, True, outcome, never)
+        return self._seen(_exactly(operator.is_), True, outcome, never)
 
-    def _seen(self, compare: Callable[[Any, Any], Any], literal: Any, asked: ast.expr, never: bool = False) -> ast.AST:
+    def _seen(self, compare: Compare, literal: Any, asked: ast.expr, never: bool = False) -> ast.AST:
         self.expected.append(Expectation(compare, literal, not self._branches, never))
         arguments = [ast.Constant(len(self.expected) - 1), asked]
         return ast.Expr(ast.Call(func=ast.Name("_seen", ast.Load()), args=arguments, keywords=[]))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_opd.rewards.sandbox.assertions import Check, Expectation
+from roll_opd.rewards.sandbox.closeness import same_value
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> Check:
@@ -14,7 +15,11 @@ def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: boo
     accepted = [wanted, wanted[0]] if wrapped else [wanted]
     written = ", ".join(repr(plain(argument)) for argument in arguments)
     code = f"_seen(0, getattr(Solution() if 'Solution' in globals() else __import__('solution'), {name!r})({written}))"
-    return Check(code, (Expectation(lambda value, _: plain(value) in accepted, None, always=True),))
+
+    def is_accepted(value: Any, _: None, tolerance: float) -> bool:
+        return any(same_value(plain(value), one, tolerance) for one in accepted)
+
+    return Check(code, (Expectation(is_accepted, None, always=True),), frozenset({name}))
 
 
 def is_wrapped(answers: Sequence[Any]) -> bool:

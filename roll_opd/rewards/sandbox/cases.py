@@ -27,11 +27,11 @@ class Case:
     stdin: str = ""
     expected_stdout: str | None = None  # None: it has to end without an error
     check: Check | None = None
-    before: str = ""  # put in front of the program
+    before: str = ""  # run in front of the program
     about_text: str | None = None  # code that runs instead of the program, with the answer in it as a literal
 
     def program(self, program: str) -> str:
-        return self.before + program if self.about_text is None else self.about_text
+        return program if self.about_text is None else self.about_text
 
 
 def read_cases(row: Mapping[str, Any], response: str = "") -> tuple[Case, ...]:
@@ -61,6 +61,11 @@ def read_cases(row: Mapping[str, Any], response: str = "") -> tuple[Case, ...]:
 
 def needs_program(cases: Sequence[Case]) -> bool:
     return any(case.about_text is None for case in cases)
+
+
+def called_by(cases: Sequence[Case]) -> frozenset[str]:
+    """Return the names of the functions and classes that the checks of `cases` may call."""
+    return frozenset().union(*(case.check.called for case in cases if case.check))
 
 
 def _function(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roll_opd.rewards.sandbox.cases import Case
+from roll_opd.rewards.sandbox.closeness import TOLERANCE
 from roll_opd.rewards.sandbox.grading import NOT_RUN, PASSED, REFUSED, TIME, grade
 from roll_opd.rewards.sandbox.process import Outcome, Sandbox
 from roll_opd.rewards.sandbox.settings import Limits, SandboxError
@@ -33,14 +34,14 @@ class Pool:
             self.close()
             raise
 
-    def run(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
+    def run(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
         """Return how each case ended. Unless `all_cases`, the first failure ends the program; a time limit always does.
 
         `REFUSED` where only this program breaks its sandbox; raises `SandboxError` where others break theirs, too.
         """
         for _ in range(ATTEMPTS):
             try:
-                reasons = self._attempt(program, cases, all_cases)
+                reasons = self._attempt(program, cases, all_cases, tolerance)
             except SandboxError:
                 continue
             if REFUSED not in reasons:
@@ -73,14 +74,14 @@ class Pool:
         if found != [PASSED]:
             raise SandboxError(f"code_sandbox: the sandbox starts but does not work: {found[0]}")
 
-    def _attempt(self, program: str, cases: Sequence[Case], all_cases: bool) -> list[str]:
+    def _attempt(self, program: str, cases: Sequence[Case], all_cases: bool, tolerance: float = TOLERANCE) -> list[str]:
         sandbox = self._take_ready()
         reasons: list[str] = []
         try:
             for case in cases:
                 check = None if case.check is None else case.check.code
-                outcome = sandbox.run(case.program(program), case.stdin, check)
-                reasons.append(REFUSED if outcome is None else grade(case, outcome))
+                outcome = sandbox.run(case.program(program), case.stdin, check, case.before)
+                reasons.append(REFUSED if outcome is None else grade(case, outcome, tolerance))
                 if reasons[-1] in (TIME, REFUSED) or (reasons[-1] != PASSED and not all_cases):
                     break
         finally:

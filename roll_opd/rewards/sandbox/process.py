@@ -62,9 +62,11 @@ class Sandbox:
             words = self._errors.read(2000).decode("utf-8", "replace").strip() or "no message"
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
-    def run(self, program: str, stdin: str, check: str | None) -> Outcome | None:
-        """Run one case; None where the sandbox is gone or does not answer, and it is of no more use."""
-        request = {"program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
+    def run(self, program: str, stdin: str, check: str | None, before: str = "") -> Outcome | None:
+        """Run one case, with the code `before` it; None where the sandbox is gone or does not answer, and it is of no
+        more use.
+        """
+        request = {"before": before, "program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
         deadline = time.monotonic() + PATIENCE * self._limits.wall_seconds + GRACE_SECONDS
         if not self._send(struct.pack(">I", len(data)) + data, deadline):

@@ -1,39 +1,117 @@
-"""The program in a response."""
+"""The program in a response: the fenced code blocks of its answer, and which of them is run.
 
-from collections.abc import Iterator
+Blocks that are marked as Python come before unmarked ones; blocks marked as anything else are never run.
+"""
 
-_PYTHON = ("", "python", "python3", "py")
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
 _SOLUTION = "<|begin_of_solution|>"  # ROLL's models may write it before what counts
-_THOUGHT = "</think>"
+_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]")
+
+# A fence, behind the marks of the quotes and list items that it stands in. No fence of backticks has one behind it.
+_FENCE = re.compile(
+    r"(?P<lead>(?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*[ \t]*)(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<info>.*)"
+)
+# python, Python 3, py3, {.python}, {python}, python title="a.py", python:a.py, a.py
+_PYTHON = re.compile(r"\{?\s*\.?(?:c?python|pypy|py)[\d.]*(?=[\s,:;{}(\[]|\Z)|[\w/-]+\.py(?=\s|\Z)", re.IGNORECASE)
+_SESSION = re.compile(r"\s*(?:>>> |In \[)")  # an example of use, with what is printed
+# a line of a program, and not of its output or of a shell; of what an unmarked block may hold
+_STATEMENT = re.compile(
+    r"""
+    ^[ \t]*
+    (?: (?:import|from)[ ]\w
+      | (?:def|class|for|while|if|with|async)\b[^\n]*:
+      | (?:print|return|try|@\w)
+      | \w[\w.,\[\] ]{0,80}=[^=\n]
+      | [\w.]{1,80}\( )
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+_DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*=", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block: its info string and its content."""
+
+    info: str
+    code: str
 
 
 def answer_of(response: str) -> str:
-    """Return what follows the thinking."""
-    return response.rpartition(_SOLUTION)[2].rpartition(_THOUGHT)[2]
+    """Return the text after the thoughts."""
+    answer = response.rpartition(_SOLUTION)[2]
+    ends = [thought.end() for thought in _THOUGHT.finditer(answer)]
+    return answer[ends[-1] :] if ends else answer
 
 
-def program_of(response: str) -> str | None:
-    """Return the last fenced Python block of the answer; None where there is none, or an empty one."""
-    last = None
-    for language, code in _blocks(answer_of(response)):
-        if language in _PYTHON:
-            last = code
-    return last if last and last.strip() else None
+def program_of(response: str, called: Collection[str] = ()) -> str | None:
+    """Return the program of the answer; None where there is none.
+
+    That is the last block marked as Python, else the last unmarked block that looks like a program, else the last
+    unmarked one. Where tests call functions or classes, those `called`, it is the last block that defines one of them,
+    so that an example of use after the solution is not taken for it.
+    """
+    blocks = [block for block in fenced_blocks(answer_of(response)) if block.code.strip()]
+    marked = [block.code for block in blocks if _PYTHON.match(block.info)]
+    unmarked = [block.code for block in blocks if not block.info]
+    found = [code for code in marked if not _SESSION.match(code)] or marked
+    found = found or [code for code in unmarked if _STATEMENT.search(code)] or unmarked
+    defining = [code for code in found if any(name in called for pair in _DEFINED.findall(code) for name in pair)]
+    return next(reversed(defining or found), None)
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (language in lower case, code) of each block between two lines that start with a fence.
+def fenced_blocks(text: str) -> Iterator[Block]:
+    """Yield the fenced code blocks as CommonMark has them, also those in lists and quotes; the last may be unclosed.
 
     It goes by lines, in time linear in the text; a regular expression could go back and forth over it.
     """
-    language: str | None = None
+    fence, info, width, quotes = "", "", 0, 0
     code: list[str] = []
-    for line in text.split("\n"):
-        start = line.strip()
-        if not start.startswith("```"):
-            code.append(line)
-        elif language is None:
-            language, code = (start[3:].split() or [""])[0].lower(), []
+    for line in re.split(r"\r\n|\n|\r", text):
+        if not fence:
+            if opened := _FENCE.fullmatch(line):
+                lead, fence, info = opened["lead"].expandtabs(4), opened["fence"], opened["info"].strip()
+                quotes, code = lead.count(">"), []
+                width = len(lead.rpartition(">")[2]) - (1 if quotes and lead[-1] == " " else 0)
+            continue
+        inside, is_inside = _without_quotes(line, quotes)
+        content = _dedented(inside, width)
+        if is_inside and not _closes(content, fence):
+            code.append(content)
         else:
-            yield language, "\n".join(code) + "\n"
-            language = None
+            yield Block(info, _joined(code))
+            fence = ""
+    if fence:
+        yield Block(info, _joined(code))
+
+
+def _joined(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _closes(line: str, fence: str) -> bool:
+    """Return whether a line is a closing fence: at least as long as the opening one, and nothing behind it."""
+    start = line.strip()
+    return len(start) >= len(fence) and not start.strip(fence[0]) and len(line) - len(line.lstrip()) <= 3
+
+
+def _without_quotes(line: str, quotes: int) -> tuple[str, bool]:
+    """Return a line without the marks of the quotes around a block; False where it stands outside of them."""
+    for _ in range(quotes):
+        start = line.lstrip(" ")
+        if not start.startswith(">"):
+            return line, False
+        line = start[1:].removeprefix(" ")
+    return line, True
+
+
+def _dedented(line: str, width: int) -> str:
+    """Return a line without up to `width` columns of indentation."""
+    start = line.lstrip(" \t")
+    indentation = line[: len(line) - len(start)]
+    if "\t" in indentation and width:
+        indentation = indentation.expandtabs(4)
+    return indentation[width:] + start

@@ -1,10 +1,14 @@
 """The child in which a program runs: its limits, its names, and what it reports."""
 
+import __future__
+
 import atexit
 import collections.abc
 import decimal
+import functools
 import json
 import numbers
+import operator
 import os
 import random
 import resource
@@ -25,6 +29,12 @@ STARS = (
 )
 PRELUDE = "".join(f"from {name} import *\n" for name in STARS) + "".join(
     f"import {name}\n" for name in STARS if name not in ("builtins", "typing")
+)
+
+
+# compiler flags of imports from __future__
+FUTURE = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
 
 
@@ -57,6 +67,7 @@ def confine(limits: dict[str, int]) -> None:
 
 def play(
     module: types.ModuleType,
+    before: str,
     program: str,
     check: str | None,
     limits: dict[str, int],
@@ -64,12 +75,15 @@ def play(
     exit: Callable[[int], NoReturn] = os._exit,
     write: Callable[..., int] = os.write,
 ) -> NoReturn:
-    """Run the program as `module`, then the check; never returns. With a check the program counts as imported,
-    so that its code under `__name__ == "__main__"` does not run and wait for an input.
+    """Run `before` and the program as `module`, then the check; never returns.
+
+    With a check the program counts as imported, so that its code under `__name__ == "__main__"` does not run and wait
+    for an input.
     """
     confine(limits)
     random.seed(0)
     sys.setrecursionlimit(600_000)  # as ROLL does; memory is the limit
+    sys.set_int_max_str_digits(0)  # so are CPU seconds
     if check is not None:
         module.__name__ = "solution"  # tests of KodCode import from there
     sys.modules[module.__name__] = module
@@ -78,7 +92,11 @@ def play(
     code = 1
     report: dict[str, object] = {}
     try:
-        exec(compile(program, "program.py", "exec", dont_inherit=True), space)
+        # apart from the program, which may begin with imports from __future__
+        prefix = compile(before, "before.py", "exec", dont_inherit=True)
+        exec(prefix, space)
+        flags = prefix.co_flags & FUTURE
+        exec(compile(program, "program.py", "exec", flags, dont_inherit=True), space)
         if check is not None:
             space["_seen"] = lambda key, value: seen.append([key, plain(value)])
             exec(compile(check, "check.py", "exec", dont_inherit=True), space)

@@ -76,7 +76,7 @@ def run(request: dict[str, Any], module: types.ModuleType, directory: str, reque
             report_end = os.dup2(report_end, 3, inheritable=False)
             os.closerange(4, 1024)
             os.setsid()
-            play(module, request["program"], request["check"], limits, report_end)
+            play(module, request["before"], request["program"], request["check"], limits, report_end)
         finally:
             os._exit(1)
     for end in (input_end, output_end, report_end):

@@ -1,0 +1,111 @@
+"""Comparison of what a program printed or returned with what was expected: numbers with a fraction may be close.
+
+A number is close to the expected one within `tolerance * max(1, |expected|)`, as contest judges have it. Whole numbers
+are compared digit by digit, whatever their length; a number with a fraction where a whole one was expected is right
+within `tolerance` itself.
+"""
+
+import math
+import re
+from decimal import Context, Decimal, DecimalException
+from fractions import Fraction
+from numbers import Real
+from typing import Any
+
+TOLERANCE = 1e-6
+_CONTEXT = Context(prec=40)
+_NUMBER = re.compile(r"(-?[0-9]+)(?:\.([0-9]*))?")
+# within a word, such as `[0.5,` or `x=0.5`; part of no name and of no version (1.2.3)
+_INSIDE = re.compile(
+    r"(?<![\w.])([-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:nan|inf|infinity))(?![\w.])",
+    re.IGNORECASE,
+)
+
+
+def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> bool:
+    """Return whether the lines are the same words, with numbers that are the same or close.
+
+    Spaces around and between words and empty lines at both ends do not count.
+    """
+    lines = output.decode("utf-8", "replace").strip().split("\n")
+    wanted = expected.strip().split("\n")
+    return len(lines) == len(wanted) and all(
+        _same_line(line, other, tolerance) for line, other in zip(lines, wanted, strict=True)
+    )
+
+
+def same_value(value: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
+    """Return whether a value equals the expected one, or is close to it where one of them has a fraction.
+
+    Goes into lists, tuples and the values of mappings; members of sets and keys are the same or not.
+    """
+    if _is_number(value) and _is_number(wanted):
+        if value == wanted:
+            return True
+        has_fraction = isinstance(wanted, float | Decimal | Fraction)
+        if not (has_fraction or isinstance(value, float | Decimal | Fraction)):
+            return False
+        number, asked = float(value), float(wanted)
+        return abs(number - asked) <= tolerance * max(1.0, abs(asked) if has_fraction else 1.0) < math.inf
+    if isinstance(wanted, list | tuple):
+        return (
+            isinstance(value, list | tuple)
+            and isinstance(value, list) is isinstance(wanted, list)
+            and len(value) == len(wanted)
+            and all(same_value(one, other, tolerance) for one, other in zip(value, wanted, strict=True))
+        )
+    if isinstance(wanted, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == wanted.keys()
+            and all(same_value(value[key], wanted[key], tolerance) for key in wanted)
+        )
+    return bool(value == wanted)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | Decimal) and not isinstance(value, bool)
+
+
+def _same_line(line: str, wanted: str, tolerance: float) -> bool:
+    words, wanted_words = line.split(), wanted.split()
+    return words == wanted_words or (
+        len(words) == len(wanted_words)
+        and all(_same_word(word, other, tolerance) for word, other in zip(words, wanted_words, strict=True))
+    )
+
+
+def _same_word(word: str, wanted: str, tolerance: float) -> bool:
+    """Zeros at the end of a fraction do not count; those at the front do, as they may be digits of a code."""
+    if word == wanted:
+        return True
+    found, asked = _NUMBER.fullmatch(word), _NUMBER.fullmatch(wanted)
+    if found and asked:
+        if found[1] == asked[1] and (found[2] or "").rstrip("0") == (asked[2] or "").rstrip("0"):
+            return True
+        if found[2] is None and asked[2] is None:
+            return False
+    # every second part is a number
+    parts, wanted_parts = _INSIDE.split(word), _INSIDE.split(wanted)
+    return len(parts) == len(wanted_parts) and all(
+        one == other or (bool(place % 2) and _close(one, other, tolerance))
+        for place, (one, other) in enumerate(zip(parts, wanted_parts, strict=True))
+    )
+
+
+def _close(text: str, wanted: str, tolerance: float) -> bool:
+    if _is_whole(text) and _is_whole(wanted):
+        return False  # other digits
+    try:
+        number, asked = Decimal(text), Decimal(wanted)
+        if not (number.is_finite() and asked.is_finite()):
+            return str(number) == str(asked)  # NaN and the infinities
+        size = Decimal(1) if _is_whole(wanted) else max(Decimal(1), abs(asked))
+        gap = abs(_CONTEXT.subtract(number, asked))
+        return gap <= _CONTEXT.multiply(Decimal(tolerance), size)
+    except DecimalException:
+        return False
+
+
+def _is_whole(text: str) -> bool:
+    return text.lstrip("+-").isdigit()
