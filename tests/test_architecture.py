@@ -37,6 +37,7 @@ FLOORS = {
     "roll_opd.plan": (0, "ground"),
     "roll_opd.roll": (0, "ground"),
     "roll_opd.terminal": (0, "ground"),
+    "roll_opd.thoughts": (0, "ground"),
     "roll_opd.user_modules": (0, "ground"),
     "roll_opd.algorithms": (1, "algorithms"),
     "roll_opd.composing": (1, "composing"),

@@ -1,13 +1,16 @@
-"""Finds the calls of tools in what a model wrote."""
+"""Tool calls in a response. A thought holds none, and a malformed call does not lose the others."""
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll_opd.thoughts import thought_spans
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HERMES = "hermes"  # of Qwen and many others: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-_HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BLOCK = re.compile(rf"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class ToolCall:
     arguments: str
 
 
-# what a model wrote and the tools that it had -> the text beside the calls, and the calls
+# a response and the tools that it had -> the text before the first call, thoughts included, and the calls
 ToolCallParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[ToolCall]]]
 
 
@@ -31,17 +34,31 @@ def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return what stands before the first call, and the calls; the whole text and none where one cannot be read."""
-    calls = []
-    for written in _HERMES_CALL.findall(text):
+    """Return the text before the first call, and the calls; the whole text where there is none."""
+    calls, first = [], len(text)
+    for start, written in _blocks(_without_thoughts(text)):
         try:
             call = json.loads(written)
-            calls.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)))
+            if isinstance(call["name"], str):
+                calls.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)))
+                first = min(first, start)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return text, []
-        if not isinstance(call["name"], str):
-            return text, []
-    return (text[: text.index("<tool_call>")].rstrip(), calls) if calls else (text, [])
+            continue
+    return (text[:first].rstrip(), calls) if calls else (text, [])
+
+
+def _blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the place and the inside of each block of a call; of one that was opened twice, the second."""
+    for block in _BLOCK.finditer(text):
+        inside = block[1].rpartition(OPEN)[2]
+        yield block.end() - len(f"{OPEN}{inside}{CLOSE}"), inside
+
+
+def _without_thoughts(text: str) -> str:
+    """Return the text with blanks in place of its thoughts, so that places stay the same."""
+    for start, end in thought_spans(text):
+        text = f"{text[:start]}{' ' * (end - start)}{text[end:]}"
+    return text
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
@@ -54,10 +71,25 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
         known = ", ".join(sorted({HERMES, *ToolParserManager.list_registered()}))
         raise ValueError(f"tool_call_parser: {name} is unknown; known are {known}") from None
 
-    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+    def extracted(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
         request = ChatCompletionRequest(model="", messages=[], tools=[dict(tool) for tool in tools])
-        found = parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        reader = parser(tokenizer, request.tools)
+        try:
+            found = reader.extract_tool_calls(text, request)
+        except Exception:  # parsers meet what models write, and not all of them expect all of it
+            return text, []
         calls = [ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls]
         return (found.content or "", calls) if found.tools_called else (text, [])
+
+    def read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        begin = next((end for start, end in thought_spans(text) if not text[:start].strip()), 0)
+        begin += len(text[begin:]) - len(text[begin:].lstrip()) if begin else 0
+        answer = _without_thoughts(text)
+        content, calls = extracted(answer[begin:], tools)
+        if not calls:  # a malformed one may have lost the others
+            blocks = [(start, extracted(f"{OPEN}{inside}{CLOSE}", tools)[1]) for start, inside in _blocks(answer)]
+            calls = [call for _, found in blocks for call in found]
+            content = text[begin : next((start for start, found in blocks if found), begin)].rstrip()
+        return (text[:begin] + content, calls) if calls else (text, [])
 
     return read

@@ -9,6 +9,10 @@ from transformers import AutoTokenizer
 from roll_opd.inference.tool_calls import find_parser, read_hermes
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")
+TOKENIZER_OF_CALLS = AutoTokenizer.from_pretrained(
+    Path(__file__).parents[2] / "examples" / "demo" / "models" / "student",
+    additional_special_tokens=["<tool_call>", "</tool_call>"],
+)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -40,3 +44,30 @@ def test_ours_reads_what_vllms_of_the_same_format_does(text: str) -> None:
     for ours, theirs in zip(calls, found.tool_calls, strict=True):
         assert ours.name == theirs.function.name
         assert json.loads(ours.arguments) == json.loads(theirs.function.arguments)
+
+
+CODER = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+THOUGHTS = (
+    ("[add(a=9)] perhaps", "pythonic", "[add(a=1)]"),
+    ("the form is <tool_call>, so " + CODER.format(9), "qwen3_coder", CODER.format(1)),
+)
+
+
+@pytest.mark.parametrize(("thought", "name", "call"), THOUGHTS, ids=[name for _, name, _ in THOUGHTS])
+def test_a_thought_holds_no_call_of_any_parser(thought: str, name: str, call: str) -> None:
+    read = find_parser(name, TOKENIZER_OF_CALLS)
+    for opening in ("<think>", ""):
+        thoughts = f"{opening}{thought}</think>"
+        for separator in ("", "\n\n"):
+            content, calls = read(thoughts + separator + call, TOOLS)
+            assert content.rstrip() == thoughts
+            assert [json.loads(found.arguments)["a"] in (1, "1") for found in calls] == [True]
+        assert read(f"{thoughts}3", TOOLS) == (f"{thoughts}3", [])
+    assert read(f"<think>{thought}", TOOLS) == (f"<think>{thought}", [])
+
+
+def test_a_malformed_call_loses_no_other() -> None:
+    read = find_parser("qwen3_coder", TOKENIZER_OF_CALLS)
+    for bad in ("<tool_call>\n{not one}\n</tool_call>", "<tool_call>\n<function=add\n</tool_call>"):
+        for text in (bad + CODER.format(1), CODER.format(1) + bad):
+            assert [json.loads(call.arguments)["a"] for call in read(text, TOOLS)[1] if "a" in call.arguments], text

@@ -424,6 +424,9 @@ def test_an_address_that_is_taken_is_told(tokenizer: Any) -> None:
     served(script, tokenizer)
 
 
+F, G = (f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in "fg")
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -434,6 +437,15 @@ def test_an_address_that_is_taken_is_told(tokenizer: Any) -> None:
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
         ('<tool_call>{"name": "f"}', '<tool_call>{"name": "f"}', []),
+        (f"<think>as {F}?</think>no", f"<think>as {F}?</think>no", []),
+        (f"<think>as {F}?</think>so {F}", f"<think>as {F}?</think>so", [ToolCall("f", "{}")]),
+        (f"opened by the template {F}</think>\n{F}", "opened by the template " + F + "</think>", [ToolCall("f", "{}")]),
+        (f"<think>never closed {F}", f"<think>never closed {F}", []),
+        (f"{F}<think>again {G}?</think>{G}", "", [ToolCall("f", "{}"), ToolCall("g", "{}")]),
+        (f"[THINK]{F}[/THINK]{G}", f"[THINK]{F}[/THINK]", [ToolCall("g", "{}")]),
+        (f"<think>the form is <tool_call></think>{F}", "<think>the form is <tool_call></think>", [ToolCall("f", "{}")]),
+        (f"<tool_call>{{x</tool_call>{F}{G}", "<tool_call>{x</tool_call>", [ToolCall("f", "{}"), ToolCall("g", "{}")]),
+        (f'<tool_call>{{"name": {F}', '<tool_call>{"name":', [ToolCall("f", "{}")]),
     ],
 )  # fmt: skip
 def test_tool_calls_as_hermes_writes_them(text: str, content: str, calls: list[ToolCall]) -> None:
@@ -609,6 +621,20 @@ def test_developers_speak_as_the_system_and_special_tokens_mark_calls(tokenizer:
         assert len(served.model.branches()) == 1
 
     served(script, tokenizer, CALLING, "3<|end|>")
+
+
+def test_a_thought_that_the_template_opens_and_nobody_closes_holds_no_call(tokenizer: Any) -> None:
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>", "<|assistant|><think>\n")
+    call = CALLING.removesuffix("<|end|>")
+
+    async def script(served: Served) -> None:
+        served.run()
+        client = served.model.get_openai_async_client()
+        for calls in (0, 1, 0):
+            done = await client.chat.completions.create(model="m", messages=ASKED, tools=[ADD])
+            assert len(done.choices[0].message.tool_calls or ()) == calls
+
+    served(script, tokenizer, f"perhaps {call}<|end|>", f"so</think>{CALLING}", f"perhaps {call}</think>3<|end|>")
 
 
 def test_a_token_that_ends_a_turn_is_not_written_twice(tokenizer: Any) -> None:

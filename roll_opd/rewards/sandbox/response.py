@@ -7,8 +7,9 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from roll_opd.thoughts import after_thoughts
+
 _SOLUTION = "<|begin_of_solution|>"  # ROLL's models may write it before what counts
-_THOUGHT = re.compile(r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]")
 
 # A fence, behind the marks of the quotes and list items that it stands in. No fence of backticks has one behind it.
 _FENCE = re.compile(
@@ -42,9 +43,7 @@ class Block:
 
 def answer_of(response: str) -> str:
     """Return the text after the thoughts."""
-    answer = response.rpartition(_SOLUTION)[2]
-    ends = [thought.end() for thought in _THOUGHT.finditer(answer)]
-    return answer[ends[-1] :] if ends else answer
+    return after_thoughts(response.rpartition(_SOLUTION)[2])
 
 
 def program_of(response: str, called: Collection[str] = ()) -> str | None:
