@@ -6,6 +6,7 @@ directory `configs/` is always on Hydra's search path, so a configuration may co
 
 import json
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from hydra._internal.config_repository import IConfigRepository
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -41,11 +42,14 @@ from roll_opd.paths import REPOSITORY, PathError, expanded
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMAND_LINE = "command line"
+KINDS = "write key=value, +key=value or ~key"
 # lines of Hydra's and OmegaConf's messages that speak of their own insides
 NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")
 UNSET = re.compile(r"Environment variable '([^']+)' not found")
+# an override whose value is neither quoted, a list, an object nor a function's call
+PLAIN_VALUE = re.compile(r"\+{0,2}[\w.@/:-]+=(?![\s\"'\[{,]|\w+\()[^,\x00-\x1f]+(?<!\s)")
 DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
 
 
@@ -160,16 +164,37 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
         if devices:
             text = f"{devices[1]}={json.dumps(devices[2])}"
         try:
-            override = OverridesParser.create().parse_override(text)
+            override = _parsed(text)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
-            problems.append(f"override {text!r} cannot be read: {one_line(error)}; write key=value, +key=value or ~key")
+            how = f"quote the value: {shlex.quote(_quoted(text))}" if _quoted(text) else KINDS
+            problems.append(f"override {text!r} cannot be read: {one_line(error)}; {how}")
             continue
         if override.is_sweep_override():
-            problems.append(f"override {text!r} names several values; a run takes one (quote a text with commas)")
+            advice = f"quote a text with commas: {shlex.quote(_quoted(text))}"
+            problems.append(f"override {text!r} names several values, and a run takes one; {advice}")
         parsed.append(override)
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+def _parsed(text: str) -> Override:
+    """Return an override as Hydra reads it, else its value as a text: Hydra's grammar has no =, @ or letters but ASCII.
+
+    Raises HydraException where the value is no plain text: a list, an object, a function, a quoted text.
+    """
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        if not PLAIN_VALUE.fullmatch(text):
+            raise
+        return OverridesParser.create().parse_override(_quoted(text))
+
+
+def _quoted(text: str) -> str:
+    """Return an override with its value in quotes, "" where it has none."""
+    key, equals, value = text.partition("=")
+    return f"{key}={QuotedString(value, Quote.double).with_quotes()}" if equals and value else ""
 
 
 def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Where a configuration is looked for, what it composes from, and what groups on the command line mean."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from config_assets import set_key, write_config
 from omegaconf import OmegaConf
 
-from roll_opd.composing.load import load_config
+from roll_opd.composing.load import load_config, parse_overrides
 from roll_opd.diagnostics import ConfigError
 from roll_opd.plan import Layout, RunPlan
 
@@ -121,3 +122,23 @@ def test_an_environment_variable_that_is_not_set_is_to_be_set(root: Path, monkey
     told = _refused(str(root), "run", [])
     assert told.startswith("tracker_kwargs.api_key: the environment variable NO_SUCH_KEY is not set; set it (export")
     assert told.endswith("(run.yaml:2)")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["/ckpt/step=10@a", "实验", "é=ü", "x y=z", "C:\\x=1", 'say="hi"', "50%=half", "a=b=c", "日本/モデル", "=x"],
+)
+def test_a_plain_text_needs_no_quotes(value: str) -> None:
+    for prefix in ("", "+", "++"):
+        (override,) = parse_overrides([f"{prefix}exp_name={value}"])
+        assert (override.key_or_group, override.value()) == ("exp_name", value)
+
+
+@pytest.mark.parametrize("value", ["a, b", "[b=1]", "{b=1}", "range(1,", "'x", "f(x=1)"])
+def test_another_text_is_refused_with_the_quotes_to_write(value: str) -> None:
+    """What the message says to write, as a shell reads it, sets the text."""
+    with pytest.raises(ConfigError) as refused:
+        parse_overrides([f"exp_name={value}"])
+    (word,) = shlex.split(refused.value.problems[0].rpartition(": ")[2])
+    (override,) = parse_overrides([word])
+    assert override.value() == value

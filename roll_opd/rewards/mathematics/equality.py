@@ -7,6 +7,7 @@ docs/rewards/math_rule.md for the rules.
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Protocol
 
 from roll_opd.rewards.mathematics.notation import MAX_DIGITS, MAX_EXPRESSION, exact, plain
@@ -22,6 +23,7 @@ _NUMBER = re.compile(
 )
 _OF_SETS = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
+_APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
 _EQUALS = re.compile(r"(?:=|\\approx(?![A-Za-z]))")
 _FUNCTION = re.compile(r"[A-Za-z]'?\([a-z]\)|y")
 _MEMBER = re.compile(r"^\s*[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*|^[A-Z](?=\([^()]*,)")  # x in [0,1), P(2,3)
@@ -122,6 +124,13 @@ def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra
 
 
 def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
+    golds, answers = split_outside(gold, _APPROXIMATELY), split_outside(answer, _APPROXIMATELY)
+    if (len(golds) > 1) != (len(answers) > 1):  # one of them has an exact value and its rounding
+        return (
+            _agree(golds)
+            and _agree(answers)
+            and any(_same_single(one.strip(), other.strip(), algebra) for one in golds for other in answers)
+        )
     gold, answer = _sides(gold, answer)
     words = _same_words(gold, answer)
     if words is not None:
@@ -198,6 +207,19 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
     if len(golds) > 1 and (NAME.fullmatch(golds[0].strip()) or NAME.fullmatch(golds[-1].strip())):
         return _value(golds), answer
     return gold, answer
+
+
+def _agree(sides: Sequence[str]) -> bool:
+    """Return whether no side of "a ≈ b" contradicts the next one: where both are numbers, b is a rounding of a."""
+    values = [_value(split_outside(side, _EQUALS)) for side in sides]
+    for one, other in pairwise(values):
+        exact_text, rounded_text = (split_unit(text)[0].rstrip("% ") for text in (one, other))
+        value, rounding = as_number(exact_text), as_number(rounded_text)
+        if value is not None and rounding is not None:
+            places = len(rounded_text.partition(".")[2])
+            if abs(value - rounding) > Fraction(1, 10**places):  # cut off or rounded
+                return False
+    return True
 
 
 def _value(sides: Sequence[str]) -> str:

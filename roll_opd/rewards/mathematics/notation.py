@@ -18,7 +18,8 @@ _SYMBOLS = str.maketrans(
         **dict.fromkeys("⋅·∙•", "\\cdot "),
         **dict.fromkeys("“”‘’", ""),
         "÷": "/", "∕": "/", "⁄": "/", "∶": ":", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "º": "^\\circ ",
-        "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ",
+        "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ", "⩾": "\\ge ", "≠": "\\ne ",
+        **dict.fromkeys("≈≃≅≐≒", "\\approx "), "…": "\\ldots ", "⋯": "\\ldots ", "±": "\\pm ",
         "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "ℝ": "\\mathbb{R}",
         "ℤ": "\\mathbb{Z}", "ℚ": "\\mathbb{Q}", "ℕ": "\\mathbb{N}", "ℂ": "\\mathbb{C}", "∠": "\\angle ",
         "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "δ": "\\delta ", "θ": "\\theta ", "λ": "\\lambda ",
@@ -57,7 +58,9 @@ _RULES = [
         (r"\\[lr]?vert(?![A-Za-z])|\\mid(?![A-Za-z])", "|"),
         (r"\\(?:leq|leqslant|le)(?![A-Za-z])|<=", r"\\le "),
         (r"\\(?:geq|geqslant|ge)(?![A-Za-z])|>=", r"\\ge "),
+        (r"\\(?:simeq|cong|thickapprox|approxeq|doteq|fallingdotseq)(?![A-Za-z])", r"\\approx "),
         (r"^\s*\\approx", ""),
+        (r"\\(?:c|d)?dots[cbmio]?(?![A-Za-z])|\\hdots(?![A-Za-z])|(?<![.\d])\.{3}(?![.\d])", r"\\ldots "),
         (r"\\lt(?![A-Za-z])|&lt;", "<"),
         (r"\\gt(?![A-Za-z])|&gt;", ">"),
         (r"\\neq?(?![A-Za-z])|!=", r"\\ne "),
@@ -89,7 +92,7 @@ _RULES = [
         (r"(?<=\d)\s*[xX]\s*(?=10\s?\^)", r"\\cdot "),
         (r"(?<=\d)\s+to\s+(?=\d)", ":"),
         (r"(?i)^\s*(?:the )?(?:final )?answer(?: is|:|=)", ""),
-        (r"\((?:mod|\\mod)\s*\d+\)|\\pmod\{\d+\}", ""),
+        (r"\((?:mod|\\b?mod|\\text\{\s*mod\s*\})\s*\{?\d+\}?\s*\)|\\p(?:mod|od)\s*(?:\{\s*\d+\s*\}|\d+)", ""),
     )
 ]  # fmt: skip
 
