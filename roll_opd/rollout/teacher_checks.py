@@ -85,7 +85,7 @@ def checks(readings: Readings, settings: Settings) -> list[Check]:
     if finite.verdict != "ok":
         return [finite]
     rows = [finite, _twice(readings, settings), _temperature(readings, settings), _reads_input(readings, settings)]
-    rows.append(_enough(readings))
+    rows += _enough(readings)
     texts = {"samples": readings.sampled, "answers": readings.answered, "prompts": readings.prompted}
     for name, chosen in texts.items():
         if chosen.any():
@@ -175,17 +175,17 @@ def _reads_input(readings: Readings, settings: Settings) -> Check:
     )
 
 
-def _enough(readings: Readings) -> Check:
-    """Whether the means over samples are of enough tokens."""
+def _enough(readings: Readings) -> Iterator[Check]:
+    """Warn where the means over samples are of too few tokens."""
     count = int(readings.sampled.sum())
-    few = count < FEW
-    meaning = "tokens that the student wrote, of which the checks of samples are means; observed tokens count nowhere"
-    if few:
-        meaning = (
-            f"the student wrote fewer than {FEW} tokens, so that the checks of samples say little: read"
-            " opd/reverse_kl/mean of the first steps, or raise rollout_batch_size for the first one"
+    if count < FEW:
+        yield Check(
+            "action tokens",
+            str(count),
+            "warning",
+            f"the student wrote fewer than {FEW} tokens in the first samples, so that their checks say little: read"
+            " opd/reverse_kl/mean of the first steps, or raise rollout_batch_size",
         )
-    return Check("action tokens", str(count), "warning" if few else "ok", meaning)
 
 
 def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarray) -> Check:

@@ -144,11 +144,10 @@ def game(request: pytest.FixtureRequest) -> Played:
 def test_a_sound_teacher_passes(game: Played) -> None:
     rows = game.check()
     assert all(row.verdict != "failed" for row in rows.values())
-    assert rows["action tokens"].verdict == "ok"
+    assert "action tokens" not in rows
     acted = [(e.acted(read(game.teacher, e)), e.acted(read(game.student, e))) for e in game.samples]
     teacher, student = (float(np.concatenate(column).mean()) for column in zip(*acted, strict=True))
     assert rows["mean log-prob, samples"].value.startswith(f"{teacher:.2f}, student {student:.2f}")
-    assert rows["action tokens"].value == str(sum(e.action_tokens for e in game.samples))
 
 
 @pytest.mark.parametrize("change", [permuted, shifted])
