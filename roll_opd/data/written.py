@@ -62,6 +62,24 @@ def write_all(write: Write, source: str, variant: str, messages: Messages, tools
     return text
 
 
+def left_out(tokenizer: Any, messages: Messages) -> str | None:
+    """Return what the tokenizer's own template leaves out of a conversation, as a sentence's end; None: nothing.
+
+    None as well where the template refuses the conversation, which whoever renders it reports.
+    """
+
+    def write(messages: Messages, tools: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+    try:
+        write_all(write, str(tokenizer.chat_template), "", messages, [])
+    except LeftOut as left:
+        return str(left)
+    except Exception:  # whatever a template may raise
+        return None
+    return None
+
+
 def check_answer(answer: Mapping[str, Any], text: str) -> None:
     """Raise `LeftOut` where the `text` that an answer became lacks its text, its thoughts or one of its calls."""
     found = _Found(text)

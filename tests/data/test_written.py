@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from roll_opd.data.prompts import open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.plan import DataPlan
+from roll_opd.workflows.builtin.single_turn import SimpleWorkflow
+from roll_opd.workflows.interface import FormatConfig, Task
 
 STUDENT = str(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")
 SYSTEM, ASK, ANSWER = (
@@ -155,6 +158,30 @@ def test_text_beside_a_call_and_tools_beside_a_text_are_warned_of(tmp_path: Path
     _, _, (warning,) = read(tmp_path, LLAMA3, {"prompt": "1+2=", "tools": [ADD]})
     assert warning.startswith("1 row has `tools`, which is left out;")
     assert read(tmp_path, LLAMA3, {"prompt": "call add: 1+2=", "tools": [ADD]})[2] == ()
+
+
+def test_a_workflow_of_the_package_asks_the_whole_row() -> None:
+    tokenizer = load_tokenizer(STUDENT)
+    tokenizer.chat_template = QWEN2_5
+    for messages, system, said in (
+        ([SYSTEM, ASK], None, None),
+        ([{"role": "human", "content": "1+2="}], "Be brief.", None),
+        ([{"role": "narrator", "content": "1"}, ASK], None, "role 'narrator'.*write one of"),
+    ):
+        config = FormatConfig(prompt_key="messages", system_prompt=system)
+        task = Task(raw_task={"messages": messages}, format_args=config)
+        workflow = SimpleWorkflow(task=task, model=SimpleNamespace(tokenizer=tokenizer))
+        if said is None:
+            assert [message["role"] for message in workflow.format_messages()][-1] == "user"
+            continue
+        with pytest.raises(ValueError, match=said):
+            workflow.format_messages()
+    tokenizer.chat_template = EACH % "m.content if m.role == 'user'"
+    with pytest.raises(ValueError, match="message of role 'system'"):
+        SimpleWorkflow(
+            task=Task(raw_task={"prompt": "1+2="}, format_args=FormatConfig(system_prompt="Be brief.")),
+            model=SimpleNamespace(tokenizer=tokenizer),
+        ).format_messages()
 
 
 def test_variables_of_a_row_reach_the_template(tmp_path: Path) -> None:
