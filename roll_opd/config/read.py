@@ -15,12 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from roll_opd import hardware
 from roll_opd.composing.load import COMMAND_LINE
+from roll_opd.config.key_hints import is_worker, top_level, typing_error
 from roll_opd.config.schema import (
     MIXED_ROLES,
     PURE_ROLES,
-    DataArgs,
-    GeneratingArgs,
-    ModelArgs,
     RemoteModelKeys,
     Reward,
     Run,
@@ -30,7 +28,6 @@ from roll_opd.config.schema import (
     TeacherWorker,
     Term,
     Top,
-    TrainingArgs,
     Worker,
     changed,
     keys_of,
@@ -51,15 +48,6 @@ ENGINE_KEYS = (
     *("model_args", "strategy_args", "generating_args", "device_mapping", "system_envs", "training_args"),
     "num_gpus_per_worker",
 )
-# where keys belong that are sometimes written at the top
-HOMES: dict[str, type[Section]] = {
-    "a role": Worker,
-    "model_args of a role": ModelArgs,
-    "training_args of a role": TrainingArgs,
-    "data_args of a role": DataArgs,
-    "a teacher": TeacherWorker,
-    "generating_args of a role": GeneratingArgs,
-}
 
 
 @dataclass
@@ -136,22 +124,10 @@ def _variables(
             own.add(key)
         elif key in ignored or tell.origins.get(str(key)) == COMMAND_LINE:
             continue  # nobody writes a variable there that no file refers to
-        elif not _typing_error("", str(key), value, {*known, *ignored}):
+        elif not typing_error("", str(key), value, {*known, *ignored}):
             own.add(key)
             tell.dropped.add(str(key))
     return own
-
-
-def _typing_error(path: str, key: str, value: Any, known: set[str]) -> str | None:
-    """Say what is wrong with an unknown key; None where it resembles none, and at the top may be a variable's name."""
-    home = next((name for name, section in HOMES.items() if key in keys_of(section)), None)
-    if home and not path:
-        return f"unknown key at the top; it is one of {home}, write it there"
-    if near := nearest(key, known):
-        return f"unknown key; did you mean {near!r}?"
-    if not path and _is_worker(value, {*keys_of(Worker)}):
-        return "unknown role; give it the name of one that exists (docs/modes.md), or remove it"
-    return None
 
 
 def _read_teachers(value: Any, sections: Sections, tell: Diagnostics) -> None:
@@ -159,16 +135,12 @@ def _read_teachers(value: Any, sections: Sections, tell: Diagnostics) -> None:
     mapping = _mapping(value, "teacher", tell)
     keys = {*keys_of(TeacherWorker), *Worker.ignored}
     # `model_arg:` is a misspelt key of the one teacher, not a teacher of that name
-    misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not _is_worker(data, keys))
+    misspelt = any(nearest(str(key), keys, SAME_WORD) for key, data in mapping.items() if not is_worker(data, keys))
     if keys.intersection(mapping) or misspelt:
         sections.teachers["teacher"] = read_section(TeacherWorker, mapping, tell.below("teacher"))
         return
     for name, data in mapping.items():
         sections.teachers[str(name)] = read_section(TeacherWorker, data, tell.below(f"teacher.{name}"))
-
-
-def _is_worker(data: Any, keys: set[str]) -> bool:
-    return isinstance(data, dict) and not keys.isdisjoint(data)
 
 
 def _read_rewards(value: Any, shared: Any, sections: Sections, tell: Diagnostics) -> None:
@@ -304,7 +276,7 @@ def _known_keys(
         elif key in model.ignored:
             ignore(key, value, tell)
         else:
-            problem = _typing_error(tell.path, str(key), value, {*keys, *model.ignored, *also})
+            problem = typing_error(tell.path, str(key), value, {*keys, *model.ignored, *also}, top_level(tell))
             tell.problem(str(key), problem or "unknown key, and no known key is near it; remove it")
     return kept
 

@@ -237,3 +237,24 @@ def test_an_indented_array_is_counted_by_its_rows(root: Path, plan: Plan, proble
     plan()  # writes the model
     assert load_plan(str(root), "sft", runnable=False).max_steps == 20
     assert "is a CSV file" in problems({"student_train.data_args.file_name": str(root / "rows.csv")})[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("student_train.learning_rate", 1e-5, "student_train.training_args.learning_rate"),
+        ("student_train.model_args.learning_rate", 1e-5, "student_train.training_args.learning_rate"),
+        ("student_infer.temperature", 1.0, "student_infer.generating_args.temperature"),
+        ("student_infer.tensor_parallel_size", 2, "student_infer.strategy_args.strategy_config.tensor_parallel_size"),
+        (
+            "teacher.strategy_args.tensor_model_parallel_size",
+            2,
+            "teacher.strategy_args.strategy_config.tensor_model_parallel_size",
+        ),
+        ("teacher.file_name", "x", "teacher.data_args.file_name"),
+        ("student_train.max_steps", 5, "the top: max_steps"),
+    ],
+)
+def test_a_key_of_another_section_is_named_with_its_place(problems: Problems, key: str, value: Any, place: str) -> None:
+    (found,) = problems({key: value})
+    assert found.startswith(f"{key}: unknown key here; write it at {place}")
