@@ -100,7 +100,10 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
     ({"track_with": ["tensorbord"]}, ["'tensorbord' is not a known tracker"]),
     ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint: 'no/such' is no directory"]),
     ({"rewards.math_rule.worker_cls": "mathrule"}, ["no reward worker 'mathrule'", "math_rule"]),
-    ({"rewards.code.worker_cls": "roll_opd.rewards.builtin.multiple_choice.MultipleChoice"}, ["rewards.code.tag_included: every tag", "rewards.math_rule"]),
+    (
+        {"rewards.code.worker_cls": "roll_opd.rewards.builtin.multiple_choice.MultipleChoice"},
+        ["rewards.code.tag_included: every tag", "rewards.math_rule"],
+    ),
     ({"use_opd": True}, ["use_opd", "exclude each other"]),
     (
         {f"student_train.{MEGATRON}.bf16": True},
