@@ -18,6 +18,7 @@ from roll_opd.hf.tokenizer_files import has_chat_template
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import model_card
+from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
 from roll_opd.plan import RunPlan
@@ -91,11 +92,12 @@ class RunLogger:
         }  # what starting waited for, in seconds
 
     def _collapse_alarm(self) -> CollapseAlarm | None:
-        """Return the alarm of a run with teachers, of a resumed one as it was."""
-        if not self._plan.teachers:
+        """Return the alarm of a run that samples, after the steps that a resumed run has behind it."""
+        if not self._plan.rollout:
             return None
         student = self._plan.student.model
-        alarm = CollapseAlarm(is_itself=any(t.worker.model.path == student.path for t in self._plan.teachers))
+        is_itself = any(teacher.worker.model.path == student.path for teacher in self._plan.teachers)
+        alarm = CollapseAlarm(is_itself=is_itself, remedies=remedies(self._plan))
         for row in read_jsonl(self._run.metrics_file) if self._done else ():
             if row["step"]:
                 alarm.after(row)

@@ -1,108 +1,207 @@
-"""Alarms of a distillation that collapses: one warning each, with the numbers and what to do.
+"""Alarms of a run that degrades: one warning each, with the numbers and what to do.
 
-A student that becomes sure of itself, writes shorter or agrees with its teacher may simply have learned. What gives a
-collapse away is that it gains nothing by it. Self-distillation is known for it, after 100 to 200 steps
-(siyan-zhao/OPSD, issue 20).
+A student that becomes sure of itself, writes shorter or agrees with its teacher may simply have learned. A collapse
+gains nothing by it. Self-distillation is known for it, after 100 to 200 steps (siyan-zhao/OPSD, issue 20). Answers that
+grow until the length limit cuts them off are the other known end of on-policy distillation (arXiv 2604.08527).
+
+Every alarm is a test: the change has to be large, significant beside the noise between steps (`change_tests`), and
+sustained over both halves of the last window.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from roll_opd.tracking.change_tests import Shift, is_due, lost_gain, shift, threshold
+
 WINDOW = 5  # steps: the first so many are compared with the last so many
+LONG_WINDOW = 10  # of what is noisy: the share of answers that are cut off
+WINDOW_SHARE = 10  # windows of longer runs are this part of the steps so far, at most `LONGEST`
+LONGEST = 40
 ENTROPY_LEFT = 0.2  # share of the first entropy, below which a student hardly has a choice left
 SHORTER, LONGER = 0.5, 2.0  # times the first length
 DISAGREEMENT_LEFT = 0.2  # share of the first disagreement, below which a teacher has nothing left to say
-GAIN = 0.05  # of rewards from 0 to 1: less is no gain
-LOST = 0.5  # share of a gain
+RISEN = 1.0  # standard errors: a reward that has risen by more may have been learned
+CUT_OFF_MORE = 0.1  # of all answers, on top of the share that was cut off before
+CUT_OFF_TIMES = 1.5  # that share
+GROWN = 1.1  # times the length before, of answers that are cut off ever more
 
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
-READ = (ENTROPY, AGREEMENT, LENGTH, REWARD)
+CUT_OFF = "rollout/finish_length_rate"
+READ = (ENTROPY, AGREEMENT, LENGTH, REWARD, CUT_OFF)
+STDERR = "critic/score/stderr"
 
-_SLOWER = (
-    "go on from a checkpoint before it with a lower learning_rate, a teacher that changes less (follows_student.decay"
-    " nearer to 1, a larger every, or neither) or a hint that says more"
-)
+
+@dataclass(frozen=True)
+class Remedies:
+    """What a configuration offers against an alarm, as clauses that name its keys; empty: it has none of it."""
+
+    slower: Sequence[str] = ()  # besides a lower learning rate
+    shorter: Sequence[str] = ()  # against answers that are cut off
+
+    def against_collapse(self) -> str:
+        """Return what to do about a student that loses what it learned."""
+        return f"go on from a checkpoint before it with {_listed(['a lower learning_rate', *self.slower])}"
+
+    def against_length(self) -> str:
+        """Return what to do about answers that are cut off."""
+        return _listed(["raise response_length", *self.shorter, "lower learning_rate"])
+
+
+@dataclass
+class _Series:
+    """The steps that have all of some metrics."""
+
+    names: tuple[str, ...]
+    rows: list[list[float]] = field(default_factory=list)
+
+    def add(self, metrics: Mapping[str, float | None]) -> bool:
+        """Append the values of a step that has every metric; return whether it has."""
+        values = [_finite(metrics.get(name)) for name in self.names]
+        given = [value for value in values if value is not None]
+        if len(given) < len(self.names):
+            return False
+        self.rows.append(given)
+        return True
+
+    def values(self) -> np.ndarray:
+        """Return f64 [metrics, steps]."""
+        return np.array(self.rows).T
 
 
 class CollapseAlarm:
-    """Compares the last steps of a run with its first ones. Each alarm sounds once."""
+    """Compares the last steps of a run with its earlier ones. Each alarm sounds once."""
 
-    def __init__(self, *, is_itself: bool) -> None:
+    def __init__(self, *, is_itself: bool, remedies: Remedies | None = None) -> None:
         """`is_itself`: a teacher has the student's own weights, so that agreement with it is no end in itself."""
-        self._is_itself = is_itself
-        self._first: list[Mapping[str, float]] = []
-        self._last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
-        self._steps = 0
-        self._best = -np.inf  # of the reward's means over so many steps
+        self._is_itself, self._remedies = is_itself, remedies or Remedies()
+        self._series = {name: _Series((name,)) for name in (ENTROPY, AGREEMENT, LENGTH)}
+        self._rewards, self._cut_off = _Series((REWARD,)), _Series((CUT_OFF, LENGTH))
+        self._stderr2: list[float] = []  # of each reward; 0 where it is not on record
         self._sounded: set[str] = set()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return the warnings that the metrics of one more step give rise to. What is not finite is None on record."""
-        measured = {name: metrics.get(name) for name in READ}
-        read = {name: value for name, value in measured.items() if value is not None and np.isfinite(value)}
-        self._steps += 1
-        self._last.append(read)
-        if len(self._first) < WINDOW:
-            self._first.append(read)
-        if self._steps < 2 * WINDOW:
-            return []
-        first, last = _means(self._first), _means(self._last)
-        self._best = max(self._best, last.get(REWARD, -np.inf))
-        found = dict(alarms(first, last, is_itself=self._is_itself, best=self._best))
-        new = [text for name, text in found.items() if name not in self._sounded]
-        self._sounded |= found.keys()
-        return new
+        measured = {name for name, series in self._series.items() if series.add(metrics)}
+        if self._rewards.add(metrics):
+            measured.add(REWARD)
+            self._stderr2.append((_finite(metrics.get(STDERR)) or 0.0) ** 2)
+        if self._cut_off.add(metrics):
+            measured.add(CUT_OFF)
+        new = dict(self._found(measured - self._sounded))
+        self._sounded |= new.keys()
+        return list(new.values())
 
-
-def alarms(
-    first: Mapping[str, float], last: Mapping[str, float], *, is_itself: bool, best: float = -np.inf
-) -> Iterator[tuple[str, str]]:
-    """Yield (name, sentence) for what has collapsed from the `first` values of the metrics `READ` to the `last` ones.
-
-    The reward itself has where it has lost half of what it had gained when it was at its `best`. Else nothing has where
-    the reward has risen. Without a reward, only a teacher that `is_itself` the student is suspected:
-    to become as sure, as brief and as the teacher is what one learns from another.
-    """
-    has_reward = REWARD in first and REWARD in last
-    if has_reward and best - first[REWARD] > GAIN and best - last[REWARD] > LOST * (best - first[REWARD]):
-        yield (
-            "reward",
-            f"{REWARD}: the reward has risen from {first[REWARD]:.3g} to {best:.3g} and fallen to {last[REWARD]:.3g}:"
-            f" what was learned is being lost; {_SLOWER}",
+    def _found(self, measured: set[str]) -> Iterator[tuple[str, str]]:
+        if REWARD in measured and (text := self._reward()):
+            yield REWARD, text
+        if CUT_OFF in measured and (text := self._cut_off_more()):
+            yield CUT_OFF, text
+        reward = self._reward_shift()
+        if reward.errors[0] > RISEN if reward else not self._is_itself:
+            return
+        beside = (
+            ""
+            if reward is None
+            else f", and the reward has not risen ({reward.first[0]:.3g}, now {reward.last[0]:.3g})"
         )
-    if last.get(REWARD, 0.0) - first.get(REWARD, 0.0) > GAIN if has_reward else not is_itself:
-        return
-    of_reward = f"the reward has not risen ({first[REWARD]:.3g}, now {last[REWARD]:.3g})" if has_reward else ""
-    beside = f", and {of_reward}" if of_reward else ""
-    if ENTROPY in first and last.get(ENTROPY, np.inf) < ENTROPY_LEFT * first[ENTROPY]:
-        yield (
-            "entropy",
-            f"{ENTROPY}: the student's entropy has fallen from {first[ENTROPY]:.3g} to {last[ENTROPY]:.3g} nats a"
-            f" token{beside}: it has collapsed onto a few answers; {_SLOWER}",
+        for name in (ENTROPY, LENGTH, AGREEMENT):
+            if name in measured and (name != AGREEMENT or self._is_itself):
+                change = _change(self._series[name].values(), WINDOW)
+                if change and _is_significant(change, len(self._series[name].rows)) and _is_collapse(name, change):
+                    yield name, f"{name}: {_COLLAPSED[name](change, beside)}; {self._remedies.against_collapse()}"
+
+    def _reward(self) -> str:
+        """Return the warning where the reward has lost a part of its gain."""
+        values = self._rewards.values()
+        steps = values.shape[1]
+        if not is_due(steps):
+            return ""
+        lost = lost_gain(values, np.array([self._stderr2]))
+        if not lost.errors[0] > threshold(steps):
+            return ""
+        first, best, last = float(lost.first[0]), float(lost.best[0]), float(lost.last[0])
+        return (
+            f"{REWARD}: the reward has risen from {first:.3g} to {best:.3g} and fallen to {last:.3g} (by"
+            f" {lost.errors[0]:.1f} standard errors): what was learned is being lost;"
+            f" {self._remedies.against_collapse()}"
         )
-    if LENGTH in first and LENGTH in last:
-        ratio = last[LENGTH] / first[LENGTH] if first[LENGTH] else 1.0
-        if not SHORTER <= ratio <= LONGER:
-            yield (
-                "length",
-                f"{LENGTH}: responses had {first[LENGTH]:.3g} tokens and have {last[LENGTH]:.3g}{beside}: the style"
-                f" that a hint brings along is learned in place of the task; {_SLOWER}, and look at samples.jsonl",
-            )
-    if is_itself and AGREEMENT in first and AGREEMENT in last:
-        apart = [1 - first[AGREEMENT], 1 - last[AGREEMENT]]
-        if apart[1] < DISAGREEMENT_LEFT * apart[0]:
-            yield (
-                "agreement",
-                f"{AGREEMENT}: student and teacher had {first[AGREEMENT]:.3g} of their probability in common and have"
-                f" {last[AGREEMENT]:.3g}{beside}: the teacher has become what the student is and teaches nothing more;"
-                f" {_SLOWER}",
-            )
+
+    def _cut_off_more(self) -> str:
+        """Return the warning where answers have grown and more of them are cut off, whatever the reward does."""
+        values = self._cut_off.values()
+        steps = values.shape[1]
+        window = max(LONG_WINDOW, min(LONGEST, steps // WINDOW_SHARE))
+        if steps < 2 * window:
+            return ""
+        shares, lengths = values[:1], values[1:]
+        start = _lowest_window(shares[0, :-window], window)
+        cut_off, length = (shift(series, window, start=start) for series in (shares, lengths))
+        first, last = float(cut_off.first[0]), float(cut_off.least[0])
+        enough = last > max(first + CUT_OFF_MORE, CUT_OFF_TIMES * first) and length.least[0] > GROWN * length.first[0]
+        if not (enough and min(cut_off.errors[0], length.errors[0]) > threshold(steps)):
+            return ""
+        return (
+            f"{CUT_OFF}: answers grow and are cut off ever more: {first:.0%} of them ended at response_length around"
+            f" step {start + window // 2 + 1}, now {cut_off.last[0]:.0%}; their mean length went from"
+            f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. A cut answer shows no end to learn, and often"
+            f" repeats itself (look at samples.jsonl); {self._remedies.against_length()}"
+        )
+
+    def _reward_shift(self) -> Shift | None:
+        """Return the change of the reward since the start, over windows of a quarter of the steps; None without one."""
+        values = self._rewards.values() if self._rewards.rows else np.zeros((1, 0))
+        steps = values.shape[1]
+        return _change(values, max(WINDOW, min(LONGEST, steps // 4))) if steps >= 2 * WINDOW else None
 
 
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric that all rows have."""
-    names = [name for name in READ if all(name in row for row in rows)]
-    return {name: float(np.mean([row[name] for row in rows])) for name in names}
+def _is_significant(change: Shift, steps: int) -> bool:
+    return bool(abs(change.errors[0]) > threshold(steps))
+
+
+def _is_collapse(name: str, change: Shift) -> bool:
+    """Return whether a significant change of a metric is as large as a collapse's, in both halves of its window."""
+    first, least = float(change.first[0]), float(change.least[0])
+    if name == ENTROPY:
+        return 0 <= least < ENTROPY_LEFT * first
+    if name == AGREEMENT:
+        return 1 - least < DISAGREEMENT_LEFT * (1 - first)
+    return first > 0 and not SHORTER <= least / first <= LONGER
+
+
+_COLLAPSED = {
+    ENTROPY: lambda change, beside: (
+        f"the student's entropy has fallen from {change.first[0]:.3g} to {change.last[0]:.3g}"
+        f" nats a token{beside}: it has collapsed onto a few answers"
+    ),
+    LENGTH: lambda change, beside: (
+        f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{beside}: the student learns a style"
+        " in place of the task (look at samples.jsonl)"
+    ),
+    AGREEMENT: lambda change, beside: (
+        f"student and teacher had {change.first[0]:.3g} of their probability in common and have"
+        f" {change.last[0]:.3g}{beside}: the teacher has become equal to the student and teaches nothing more"
+    ),
+}
+
+
+def _change(values: np.ndarray, window: int) -> Shift | None:
+    """Return the change from the first window to the last; None of fewer steps."""
+    return shift(values, window) if values.shape[1] >= 2 * window else None
+
+
+def _lowest_window(values: np.ndarray, window: int) -> int:
+    """Return where the window with the lowest mean begins."""
+    return int(np.convolve(values, np.ones(window), "valid").argmin())
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None
+
+
+def _listed(clauses: Sequence[str]) -> str:
+    """Return clauses as a text: `a, b or c`."""
+    *others, last = clauses
+    return f"{', '.join(others)} or {last}" if others else last

@@ -178,8 +178,34 @@ def _groups(prefix: str, names: Sequence[str], reverse_kl: np.ndarray, masks: Se
 
 
 def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
-    rewards = [experience.reward for experience in one_a_run(experiences) if experience.reward is not None]
-    return statistics("critic/score", rewards, ("mean", "max", "min"))
+    by_prompt = _by_prompt(one_a_run(experiences))
+    rewards = [reward for group in by_prompt.values() for reward in group]
+    found = statistics("critic/score", rewards, ("mean", "max", "min"))
+    if rewards:
+        found["critic/score/prompts"] = float(len(by_prompt))
+    if len(by_prompt) > 1:
+        found["critic/score/stderr"] = mean_stderr(list(by_prompt.values()))
+    return found
+
+
+def _by_prompt(experiences: Iterable[Experience]) -> dict[str, list[float]]:
+    """Return the rewards of each prompt's samples, without samples that have none."""
+    found: dict[str, list[float]] = {}
+    for experience in experiences:
+        if experience.reward is not None:
+            found.setdefault(experience.group_id, []).append(experience.reward)
+    return found
+
+
+def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the mean over all values of two groups or more, which are the independent units.
+
+    Rewards of one prompt's samples are correlated, so that a step has as many observations as prompts (Cochran,
+    Sampling Techniques, eq. 11.29: cluster sampling, ratio estimate).
+    """
+    sums, counts = (np.array([measure(group) for group in groups], dtype=np.float64) for measure in (sum, len))
+    residuals = sums - counts * (sums.sum() / counts.sum())
+    return float(np.sqrt((residuals**2).sum() * len(groups) / (len(groups) - 1)) / counts.sum())
 
 
 def _lengths(experiences: Sequence[Experience]) -> dict[str, float]:
@@ -212,10 +238,10 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
     Samples of a prompt share a `group_id`; those without a reward do not count. A run of several steps is one sample,
     of which the reward is the mean of its steps', or their sum where each has one of its own, as in a game.
 
-    `val_correct/<tag>/mean` is the mean reward, which is the accuracy where every reward is 0 or 1; where one is not,
-    there are `val/reward/{max,min}` (`GRADED`). With k > 1, over prompts with k rewards: `avg@k`, the mean share of
-    right answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k: the chance that j of a prompt's answers,
-    drawn without replacement, hold a right one.
+    `val_correct/<tag>/mean` is the mean reward, `stderr` its standard error over prompts. It is the accuracy where
+    every reward is 0 or 1; where one is not, there are `val/reward/{max,min}` (`GRADED`). With k > 1, over prompts with
+    k rewards: `avg@k`, the mean share of right answers (`RIGHT`), and `pass@j` for j in 1, 2, 4, ... and k: the chance
+    that j of a prompt's answers, drawn without replacement, hold a right one.
     """
     rewards: dict[str, dict[str, list[float]]] = {}
     runs = one_a_run(experiences, returns=True)
@@ -227,6 +253,8 @@ def validation_metrics(experiences: Sequence[Experience], samples: int) -> dict[
     for tag, groups in rewards.items():
         flat = [reward for group in groups.values() for reward in group]
         metrics[f"val_correct/{tag}/mean"] = float(np.mean(flat))
+        if len(groups) > 1:
+            metrics[f"val_correct/{tag}/stderr"] = mean_stderr(list(groups.values()))
         right = [sum(reward >= RIGHT for reward in group) for group in groups.values() if len(group) == samples]
         if samples > 1 and right:
             metrics[f"val_correct/{tag}/avg@{samples}"] = float(np.mean(right)) / samples

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roll_opd.data.experience import Experience
-from roll_opd.tracking.metrics import LOG_RATIO_LIMIT, Metrics, opd_metrics
+from roll_opd.tracking.metrics import LOG_RATIO_LIMIT, Metrics, mean_stderr, opd_metrics
 
 
 def experience(rng: np.random.Generator, number: int, teachers: tuple[str, ...], tag: str) -> Experience:
@@ -119,6 +119,7 @@ def test_rewards_and_lengths(batch: list[Experience]) -> None:
     assert len(rewards) == len(batch) - 1
     assert metrics["critic/score/mean"] == sum(rewards) / len(rewards)
     assert (metrics["critic/score/max"], metrics["critic/score/min"]) == (1.0, 0.0)
+    assert metrics["critic/score/prompts"] == len({item.group_id for item in batch})
     lengths = [sum(map(bool, item.action_mask)) for item in batch]
     whole = [len(item.tokens) - item.prompt_length for item in batch]
     assert metrics["tokens/non_prompt_length/mean"] == pytest.approx(sum(whole) / len(whole))
@@ -166,3 +167,15 @@ def test_the_collector_reduces_each_name_its_own_way() -> None:
         metrics.add("tokens", 1.0)
     with pytest.raises(ValueError, match="'avg' is not one of"):
         metrics.add("x@avg", 1.0)
+
+
+def test_the_standard_error_of_a_mean_is_over_prompts() -> None:
+    """Against drawing the same kind of step very often: groups of several sizes, samples of a prompt correlated."""
+    rng = np.random.default_rng(0)
+    sizes = [4, 4, 2, 6, 4, 4, 1, 3, 4, 4, 5, 4, 4, 4, 4, 4]
+    draws = [[(rng.random(size) < rng.beta(0.3, 0.7)).astype(float) for size in sizes] for _ in range(3000)]
+    means = [np.concatenate(groups).mean() for groups in draws]
+    squared = np.mean([mean_stderr(groups) ** 2 for groups in draws])
+    assert np.sqrt(squared) == pytest.approx(np.std(means), rel=0.05)
+    naive = np.mean([np.concatenate(groups).var() / sum(sizes) for groups in draws])
+    assert squared > 2 * naive

@@ -61,6 +61,8 @@ def test_validation_by_tag_equals_a_loop_over_prompts(samples: int, kinds: tuple
     for tag in ("all", "math", "code"):
         own = [rewards for of, rewards in prompts.values() if tag in ("all", of)]
         expected[f"val_correct/{tag}/mean"] = np.mean(own)
+        means = [np.mean(rewards) for rewards in own]  # of as many samples each
+        expected[f"val_correct/{tag}/stderr"] = np.std(means, ddof=1) / np.sqrt(len(means))
         expected[f"val_correct/{tag}/avg@{samples}"] = np.mean([[reward >= 1 for reward in rewards] for rewards in own])
         for draws in kinds:
             expected[f"val_correct/{tag}/pass@{draws}"] = np.mean([drawn(draws, rewards) for rewards in own])
@@ -70,7 +72,8 @@ def test_validation_by_tag_equals_a_loop_over_prompts(samples: int, kinds: tuple
 
 def test_one_sample_a_prompt_has_a_mean_only() -> None:
     metrics = validation_metrics([answer("a", "x", 1.0), answer("b", "x", 0.0), answer("c", "y", None)], 1)
-    assert metrics == {"val_correct/all/mean": 0.5, "val_correct/x/mean": 0.5, "val/response_length/mean": 2.0}
+    means = {"val_correct/all/mean": 0.5, "val_correct/x/mean": 0.5, "val/response_length/mean": 2.0}
+    assert metrics == means | {"val_correct/all/stderr": 0.5, "val_correct/x/stderr": 0.5}
     assert validation_metrics([], 4) == {}
 
 

@@ -1,0 +1,42 @@
+"""Keys of a configuration that help against an alarm: only those that have an effect in this run."""
+
+from roll_opd.plan import FollowingPlan, RunPlan
+from roll_opd.tracking.collapse import Remedies
+
+LENGTH_PENALTY = "length_penalty"
+
+
+def remedies(plan: RunPlan) -> Remedies:
+    """Return the clauses of the alarms' advice for `plan`."""
+    return Remedies(slower=tuple(_slower(plan)), shorter=tuple(_shorter(plan)))
+
+
+def _slower(plan: RunPlan) -> list[str]:
+    found = []
+    if any(isinstance(teacher.worker, FollowingPlan) for teacher in plan.teachers):
+        found.append(
+            "a teacher that changes less (follows_student.decay nearer to 1, a larger follows_student.every,"
+            " or neither)"
+        )
+    if any(teacher.context and teacher.context.hint for teacher in plan.teachers):
+        found.append("a hint that says more")
+    if plan.mode != "pure":
+        found.append(_reference(plan))
+    return found
+
+
+def _shorter(plan: RunPlan) -> list[str]:
+    found = []
+    if not plan.objective.max_len_mask:
+        found.append("leave cut answers out of the loss (max_len_mask: true)")
+    if plan.mode != "pure":
+        if plan.rewards and not any(term.worker == LENGTH_PENALTY for reward in plan.rewards for term in reward.terms):
+            found.append(f"add a {LENGTH_PENALTY} to the reward")
+        found.append(_reference(plan))
+    return found
+
+
+def _reference(plan: RunPlan) -> str:
+    if plan.objective.kl_loss_coef:
+        return "a larger kl_loss_coef"
+    return "a KL to the reference policy in the loss (use_kl_loss: true, kl_loss_coef above 0)"

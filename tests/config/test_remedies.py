@@ -1,0 +1,37 @@
+"""The alarms' advice names keys that have an effect in the run, and no others."""
+
+import pytest
+
+from roll_opd.config.build import load_plan
+from roll_opd.pipelines.remedies import remedies
+from roll_opd.tracking.collapse import Remedies
+
+FOLLOWS, HINT, REFERENCE = "follows_student.decay", "a hint", "use_kl_loss"
+
+
+def texts(found: Remedies) -> tuple[str, str]:
+    return found.against_collapse(), found.against_length()
+
+
+@pytest.mark.parametrize(
+    ("config", "pure", "overrides", "slower", "shorter"),
+    [
+        ("onpolicy_distill", True, (), set(), {"max_len_mask"}),
+        ("onpolicy_distill", True, ("+max_len_mask=true",), set(), set()),
+        ("hints", True, (), {HINT}, {"max_len_mask"}),
+        ("hints", True, ("+teacher.follows_student={decay: 0.9}",), {HINT, FOLLOWS}, {"max_len_mask"}),
+        (
+            "rlvr_opd",
+            False,
+            (),
+            {REFERENCE, "kl_loss_coef"},
+            {REFERENCE, "kl_loss_coef", "max_len_mask", "length_penalty"},
+        ),
+    ],
+)
+def test_advice_for_the_demo(config: str, pure: bool, overrides: tuple, slower: set, shorter: set) -> None:
+    collapse, length = texts(remedies(load_plan("demo", config, overrides, pure=pure)))
+    words = (FOLLOWS, HINT, REFERENCE, "kl_loss_coef", "max_len_mask", "length_penalty")
+    assert {word for word in words if word in collapse} == slower
+    assert {word for word in words if word in length} == shorter
+    assert "learning_rate" in collapse and "response_length" in length
