@@ -42,7 +42,15 @@ from roll_opd.tracking.run_directory import (
     RunDirectory,
     read_jsonl,
 )
-from roll_opd.tracking.summary import ACCURACY, STEP_TOKENS, TEACHER_ACCURACY, summarize, write_summary
+from roll_opd.tracking.summary import (
+    ACCURACY,
+    ACCURACY_STDERR,
+    STEP_TOKENS,
+    TEACHER_ACCURACY,
+    TEACHER_STDERR,
+    summarize,
+    write_summary,
+)
 from roll_opd.tracking.system import memory_metrics, throughput_metrics
 from roll_opd.tracking.trackers import Trackers
 
@@ -84,21 +92,24 @@ class RunLogger:
         self._plan, self._run, self._trackers, self._tokenizer = plan, run, trackers, tokenizer
         self._source, self._recording, self._history = source, recording, history
         self._console = Console(plan.max_steps, frozen=_word_for_frozen_models(plan))
-        self._teachers: dict[str, float] = {}
+        self._teachers: dict[str, Mapping[str, float]] = {}
         self._startup: dict[str, float] = {}
-        self._alarm = self._collapse_alarm()
+        earlier = read_jsonl(self._run.metrics_file) if done else []
+        for metrics in earlier:
+            self._console.with_grading(metrics)
+        self._alarm = self._collapse_alarm(earlier)
         self.startup_parts = {
             PLAN_AND_DATA: time.perf_counter() - recording.began
         }  # what starting waited for, in seconds
 
-    def _collapse_alarm(self) -> CollapseAlarm | None:
-        """Return the alarm of a run that samples, after the steps that a resumed run has behind it."""
+    def _collapse_alarm(self, earlier: Sequence[Mapping[str, Any]]) -> CollapseAlarm | None:
+        """Return the alarm of a run that samples, after the `earlier` rows of a resumed run."""
         if not self._plan.rollout:
             return None
         student = self._plan.student.model
         is_itself = any(teacher.worker.model.path == student.path for teacher in self._plan.teachers)
         alarm = CollapseAlarm(is_itself=is_itself, remedies=remedies(self._plan))
-        for row in read_jsonl(self._run.metrics_file) if self._done else ():
+        for row in earlier:
             if row["step"]:
                 alarm.after(row)
         return alarm
@@ -110,8 +121,8 @@ class RunLogger:
     def teacher_accuracy(self, name: str, metrics: Mapping[str, float]) -> None:
         """Remember how well a teacher answers; with several, the best one counts as the teacher's accuracy."""
         if ACCURACY in metrics:
-            self._teachers[name] = metrics[ACCURACY]
-            self.note(f"Teacher {name}: {validation(metrics)}")
+            self._teachers[name] = metrics
+            self.note(f"Teacher {name}: {validation(self._console.with_grading(metrics))}")
 
     def teacher_preflight(self, name: str, rows: Sequence[Check]) -> None:
         """Print what the preflight of a teacher found, and keep it for the summary."""
@@ -120,11 +131,14 @@ class RunLogger:
 
     def start(self, metrics: Mapping[str, float]) -> None:
         """Log the state before the first step, as step 0."""
-        row = {**metrics, **{f"val_correct/teacher/{name}": value for name, value in self._teachers.items()}}
+        row = {**metrics, **{f"val_correct/teacher/{name}": of[ACCURACY] for name, of in self._teachers.items()}}
         if self._teachers:
-            row[TEACHER_ACCURACY] = max(self._teachers.values())
+            best = max(self._teachers.values(), key=lambda of: of[ACCURACY])
+            row[TEACHER_ACCURACY] = best[ACCURACY]
+            if ACCURACY_STDERR in best:
+                row[TEACHER_STDERR] = best[ACCURACY_STDERR]
         if ACCURACY in metrics:
-            self.note(f"Student before training: {validation(metrics)}")
+            self.note(f"Student before training: {validation(self._console.with_grading(metrics))}")
         self.restart()
         row |= self._startup
         self._startup = {}

@@ -19,7 +19,7 @@ from roll_opd.report.read import RunRecord, find_run, number, read_run
 from roll_opd.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.run_directory import write_atomic
-from roll_opd.tracking.summary import GENERATED_TOKENS, STEP_SECONDS
+from roll_opd.tracking.summary import summarize
 
 REPORT = "report.html"
 SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
@@ -107,9 +107,14 @@ def _state(run: RunRecord) -> dict[str, str]:
 
 
 def _figures(run: RunRecord) -> dict[str, float]:
-    tokens = sum(row.get(GENERATED_TOKENS, 0.0) for row in run.metrics)
-    seconds = sum(row.get(STEP_SECONDS, 0.0) for row in run.metrics)
-    return {"steps": run.last_step, "tokens": rounded(tokens, 12), "seconds": rounded(seconds, 9)}
+    """Return the totals of the console's last table: of the summary, before it is written of the steps so far."""
+    totals = {**summarize(run.metrics), **run.summary}
+    found = {name: number(totals.get(name)) or 0.0 for name in ("steps", "generated_tokens", "wall_seconds")}
+    return {
+        "steps": int(found["steps"]),
+        "tokens": rounded(found["generated_tokens"], 12),
+        "seconds": rounded(found["wall_seconds"], 9),
+    }
 
 
 def _time(run: RunRecord) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Which curves a report shows first, and the table of before and after: what matters in each mode."""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.report.curves import downsample, ends, points, trend
 from roll_opd.report.read import RunRecord
 from roll_opd.report.text import limited, rounded
-from roll_opd.tracking.summary import ACCURACY, LOSS, REVERSE_KL, TEACHER_ACCURACY
+from roll_opd.tracking.metrics import GRADED
+from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_KL, TEACHER_ACCURACY, within_noise
 
 DIGITS = 6
 STUDENT_LOGPROB = "opd/student_logprob"
@@ -35,6 +38,7 @@ class Panel:
     modes: tuple[str, ...] = ()  # shown in these alone; none: in all
 
 
+LEAST_STEPS = 5  # from which noise between steps is estimated
 PANELS = (
     Panel(
         "Reverse KL to the teacher",
@@ -42,7 +46,7 @@ PANELS = (
         ((REVERSE_KL, "student"),),
         "down",
     ),
-    Panel("Validation accuracy", "Mean reward of held-out prompts.", ((ACCURACY, "student"),), "up"),
+    Panel("Validation accuracy", "Share of right answers to held-out prompts.", ((ACCURACY, "student"),), "up"),
     Panel("Reward", "Mean external reward of the step's samples.", (("critic/score/mean", "samples"),), "up"),
     Panel(
         "Loss",
@@ -147,18 +151,49 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[st
             held_out = metric.startswith("val")
             before, after = (values[0], values[-1]) if held_out else ends(values)
             label = panel.title if len(panel.lines) == 1 else f"{panel.title}, {name}"
-            row = {"name": label, "before": before, "after": after, "better": panel.better, "held_out": held_out}
+            row = {
+                "name": label,
+                "before": before,
+                "after": after,
+                "better": panel.better,
+                "held_out": held_out,
+                "noise": _is_noise(rows, metric, values, after - before),
+            }
             if metric == ACCURACY and (teacher := _teacher(rows)) is not None:
                 row["teacher"] = teacher
             table.append(row)
     return table
 
 
+def _as_reward(panel: Panel) -> Panel:
+    """Return the panel of the validation accuracy for rewards of which some are neither 0 nor 1."""
+    return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
+
+
+def _is_noise(
+    rows: Sequence[Mapping[str, float]], metric: str, values: Sequence[float], difference: float
+) -> bool | None:
+    """Return whether a difference between before and after may be chance; None where that is not known.
+
+    Validation has standard errors over prompts on record. Of what every step measures, the noise is that between
+    neighbouring steps.
+    """
+    if metric == ACCURACY:
+        stderrs = [value for _, value in points(rows, ACCURACY_STDERR)]
+        return within_noise(difference, stderrs[0], stderrs[-1]) if len(stderrs) > 1 else None
+    if metric.startswith("val") or len(values) < LEAST_STEPS:
+        return None
+    tenth = math.ceil(len(values) / 10)
+    stderr = math.sqrt(sum((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2 / (len(values) - 1) / tenth)
+    return within_noise(difference, stderr, stderr)
+
+
 def _panels(rows: Sequence[Mapping[str, float]], mode: str) -> list[Panel]:
+    graded = any(GRADED in row for row in rows)
     nonzero = {name for row in rows for name, value in row.items() if value}
     measured = {name for row in rows for name in row}
     return [
-        panel
+        _as_reward(panel) if graded and panel.lines[0][0] == ACCURACY else panel
         for panel in PANELS
         if (not panel.modes or mode in panel.modes)
         and any(metric in (nonzero if panel.unless_zero else measured) for metric, _ in panel.lines)

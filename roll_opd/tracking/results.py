@@ -1,6 +1,7 @@
 """What a run ends with: its table, where the time went, and the lines that load its model."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
             last = None
         of_teacher = teacher if base == "teacher" else None
         compared = {"teacher": of_teacher, "first": first}.get(base)
-        rows.append((label, first, last, of_teacher, _ratio(last, compared, f"of {base}")))
+        stderrs = summary.get("val_stderr_last"), summary.get("teacher_val_stderr")
+        error = _ratio_stderr(last, compared, *stderrs) if base == "teacher" else None
+        rows.append((label, first, last, of_teacher, _ratio(last, compared, f"of {base}", error)))
     if not rows:
         return ""
     has_teacher, has_ratio = (any(row[column] not in (None, "") for row in rows) for column in (3, 4))
@@ -154,5 +157,18 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _ratio(value: float | None, base: float | None, of: str) -> str:
-    return "" if value is None or not base else f"{value / base:.2f} {of}"
+def _ratio(value: float | None, base: float | None, of: str, stderr: float | None = None) -> str:
+    """Return `0.95 of teacher`, with two standard errors where they are known: `0.95±.03 of teacher`."""
+    if value is None or not base:
+        return ""
+    bounds = f"±{f'{2 * stderr:.2f}'.lstrip('0')}" if stderr else ""
+    return f"{value / base:.2f}{bounds} {of}"
+
+
+def _ratio_stderr(
+    value: float | None, base: float | None, stderr: float | None, base_stderr: float | None
+) -> float | None:
+    """Return the standard error of value / base, to first order; None where none is known."""
+    if value is None or not base or (stderr is None and base_stderr is None):
+        return None
+    return math.hypot(stderr or 0.0, (base_stderr or 0.0) * value / base) / abs(base)

@@ -16,7 +16,9 @@ from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.run_directory import RunDirectory, read_jsonl, write_atomic
 
 ACCURACY = "val_correct/all/mean"
+ACCURACY_STDERR = "val_correct/all/stderr"
 TEACHER_ACCURACY = "val_correct/teacher/mean"
+TEACHER_STDERR = "val_correct/teacher/stderr"
 LOSS = "val/loss"
 REVERSE_KL = "opd/reverse_kl/mean"
 REWARD = "critic/score/mean"
@@ -24,6 +26,8 @@ GENERATED_TOKENS = "rollout/generated_tokens"
 STEP_TOKENS = "tokens/step"  # of whole sequences, prompts and observed tokens included
 LEARNED_TOKENS = "tokens/learned"  # action tokens in the loss
 STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
+
+NOISE = 2.0  # standard errors: a difference that is smaller may be chance
 
 # what validation measures before the first step and after some, beside rewards; and what every step measures
 OF_VALIDATION = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
@@ -90,6 +94,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     learned = _column(rows, LEARNED_TOKENS)
     return {
         **{f"{name}_{end}": value for name, pair in pairs.items() for end, value in zip(ENDS, pair, strict=True)},
+        **_stderrs(rows),
         "teacher_val_accuracy": None if graded else teacher,
         **({"teacher_val_reward": teacher} if graded and teacher is not None else {}),
         "steps": max((row["step"] for row in rows), default=0),
@@ -102,6 +107,26 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 ENDS = ("first", "last")
+
+
+def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the standard errors on record of what validation measured first and last, and of the teacher's."""
+    first, last = _before_and_after(rows, ACCURACY_STDERR)
+    found = {
+        "val_stderr_first": first,
+        "val_stderr_last": last,
+        "teacher_val_stderr": _last(_column(rows, TEACHER_STDERR)),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def within_noise(difference: float, *stderrs: float | None) -> bool:
+    """Return whether a difference of independent means is below `NOISE` of its standard errors.
+
+    Without any standard error on record nothing is known, and it is not called noise.
+    """
+    known = [value for value in stderrs if value is not None]
+    return bool(known) and abs(difference) < NOISE * math.hypot(*known)
 
 
 def versions() -> dict[str, str | None]:

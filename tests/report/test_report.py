@@ -17,14 +17,53 @@ from report_assets import Page, metrics_row, sample_row, write_run
 
 from roll_opd.cli import main
 from roll_opd.report.page import contents, page, write_report
+from roll_opd.report.panels import before_after, charts
 from roll_opd.report.read import find_run, read_run
 from roll_opd.report.samples import agreement, shaped
 from roll_opd.report.text import script_json, visible
+from roll_opd.tracking.results import duration, totals
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, RunDirectory, read_jsonl
+from roll_opd.tracking.summary import summarize, write_summary
 
 
 def of(run: Path) -> Page:
     return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+def test_only_a_difference_beyond_noise_is_judged(tmp_path: Path) -> None:
+    """Of validation by the standard errors on record, of steps by the noise between them; unknown: no verdict."""
+    rng = np.random.default_rng(0)
+    for stderr, noise in ((0.02, False), (0.2, True), (None, None)):
+        known = {} if stderr is None else {"val_correct/all/stderr": stderr}
+        rows = [{"step": 0, "val_correct/all/mean": 0.5, **known}]
+        rows += [{"step": n, "critic/score/mean": 0.3 + 0.1 * rng.normal(), "sft/loss": 9.0 - n} for n in range(1, 40)]
+        rows.append({"step": 40, "val_correct/all/mean": 0.65, **known})
+        table = {row["name"]: row["noise"] for row in before_after(rows, "pure")}
+        assert table == {"Validation accuracy": noise, "Reward": True, "Loss, training": False}
+
+
+def test_a_mean_reward_is_not_called_an_accuracy() -> None:
+    rows = [{"step": 0, "val_correct/all/mean": 0.0}, {"step": 2, "val_correct/all/mean": 0.4, "val/reward/max": 0.9}]
+    assert [row["name"] for row in before_after(rows, "rl")] == ["Validation reward"]
+    assert [chart["title"] for chart in charts(rows, "rl")] == ["Validation reward"]
+
+
+def test_console_summary_and_report_have_one_set_of_totals(tmp_path: Path) -> None:
+    """Of a run in two parts, while it is going on and when it has ended."""
+    run = write_run(tmp_path / "exp" / "run", steps=4)
+    run.summary_file.unlink()
+    run.append_jsonl(METRICS, [metrics_row(step, 6) | {"time/startup": 7.0 * (step == 5)} for step in (5, 6)])
+    rows = read_jsonl(run.metrics_file)
+    seconds = 12.5 + 7.0 + sum(row["time/step"] for row in rows[1:])
+    for end in (0.0, 3.5):
+        if end:
+            write_summary(run, seed=0, end_seconds=end)
+        summary = json.loads(run.summary_file.read_text()) if end else summarize(rows)
+        figures = of(run.path).data["figures"]
+        assert figures["steps"] == summary["steps"] == 6
+        assert figures["tokens"] == summary["generated_tokens"] == 6000
+        assert figures["seconds"] == pytest.approx(summary["wall_seconds"]) == pytest.approx(seconds + end)
+        assert totals(summary).startswith(f"6 steps, 6.0k generated tokens, {duration(figures['seconds'])} wall time")
 
 
 def test_the_data_are_the_runs(tmp_path: Path) -> None:

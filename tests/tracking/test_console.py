@@ -4,11 +4,12 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roll_opd.tracking.console import Console, progress_line, validation
 from roll_opd.tracking.results import before_after_table, duration, loading, totals
-from roll_opd.tracking.summary import summarize
+from roll_opd.tracking.summary import summarize, within_noise
 
 METRICS = {
     "val_correct/all/mean": 0.445,
@@ -151,6 +152,33 @@ def test_only_accuracy_is_called_accuracy() -> None:
     assert "val reward -0.250" in line_of(graded) and "acc" not in line_of(graded)
     assert validation(graded) == "mean validation reward -0.250"
     assert validation(rows[0]) == "validation accuracy 0.000"
+
+
+def test_a_mean_reward_keeps_its_name_where_a_steps_rewards_happen_to_be_0_or_1() -> None:
+    stream = io.StringIO()
+    console = Console(total_steps=2, stream=stream)
+    console.with_grading({"val_correct/all/mean": 0.5, "val/reward/max": 0.7})  # a teacher's
+    console.step(1, {"val_correct/all/mean": 0.0})
+    assert "val reward 0.000" in stream.getvalue() and "acc" not in stream.getvalue()
+
+
+def test_the_ratio_to_the_teacher_has_its_uncertainty() -> None:
+    """Two standard errors of a ratio of independent means, against drawing both very often."""
+    rows = [
+        {"step": 0, "val_correct/all/mean": 0.1, "val_correct/all/stderr": 0.02}
+        | {"val_correct/teacher/mean": 0.8, "val_correct/teacher/stderr": 0.04},
+        {"step": 4, "val_correct/all/mean": 0.6, "val_correct/all/stderr": 0.05},
+    ]
+    rng = np.random.default_rng(0)
+    ratios = rng.normal(0.6, 0.05, 100_000) / rng.normal(0.8, 0.04, 100_000)
+    ratio, *words = table_of(*rows)["validation accuracy"][3:]
+    assert words == ["of", "teacher"]
+    value, error = map(float, ratio.split("±"))
+    assert value == 0.75 and error == pytest.approx(2 * ratios.std(), abs=0.01)
+    summary = summarize(rows)
+    assert (summary["val_stderr_first"], summary["val_stderr_last"]) == (0.02, 0.05)
+    assert summary["teacher_val_stderr"] == 0.04
+    assert within_noise(0.12, 0.05, 0.04) and not within_noise(0.14, 0.05, 0.04) and not within_noise(0.0, None, None)
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

@@ -15,7 +15,7 @@ const line = (name, ...cells) => el("tr", {}, el("th", { scope: "row" }, name), 
 
 function head() {
   const figures = [];
-  const main = DATA.table.filter((row) => ["Validation accuracy", "Reverse KL to the teacher", "Reward"].includes(row.name)
+  const main = DATA.table.filter((row) => ["Validation accuracy", "Validation reward", "Reverse KL to the teacher", "Reward"].includes(row.name)
     || /^(Loss, validation|Pairs in the right order, validation)$/.test(row.name)).slice(0, 3);
   for (const row of main)
     figures.push(el("div", { class: "figure" }, el("dt", {}, row.name),
@@ -44,14 +44,14 @@ function beforeAfter() {
   if (!DATA.table.length) return null;
   const teacher = DATA.table.some((row) => row.teacher !== undefined);
   const rows = DATA.table.map((row) => {
-    const gain = row.after - row.before, good = row.better && gain !== 0 ? (gain > 0) === (row.better === "up") : null;
+    const gain = row.after - row.before, good = row.better && gain !== 0 && row.noise === false ? (gain > 0) === (row.better === "up") : null;
     return line(row.name, number(row.before), number(row.after),
-      el("span", { class: good === null ? "" : good ? "good" : "bad" }, `${gain > 0 ? "+" : ""}${number(gain)}${good === null ? "" : good ? " better" : " worse"}`),
+      el("span", { class: good === null ? "" : good ? "good" : "bad" }, `${gain > 0 ? "+" : ""}${number(gain)}${good === null ? row.noise && row.better ? " within noise" : "" : good ? " better" : " worse"}`),
       ...(teacher ? [row.teacher === undefined ? "" : number(row.teacher)] : []));
   });
   return section("table", "Before and after",
     table(["", "before", "after", "change", ...(teacher ? ["teacher"] : [])], rows, "Before and after"),
-    note("Of held-out rows the first and the last validation; of everything else means over the first and the last tenth of the steps."));
+    note("Of held-out rows the first and the last validation; of everything else means over the first and the last tenth of the steps. Better and worse are more than two standard errors apart, over prompts in validation and by the noise between steps elsewhere."));
 }
 
 function time() {
