@@ -11,4 +11,4 @@ if __name__ == "__main__":
     use_project_environment()
     from roll_opd.pipelines.launch import main
 
-    sys.exit(main(__doc__.splitlines()[0], pure=None, pipeline=None))
+    sys.exit(main(__doc__.splitlines()[0], pipeline="agentic"))

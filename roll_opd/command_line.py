@@ -15,7 +15,11 @@ DONE, FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 YAML = (".yaml", ".yml")
 WANTED = "give a YAML file, or --config_path DIR --config_name NAME"
 # of pipelines that roll out, the arguments of `load_plan`; others are known to the configuration by their name
-ENTRIES: dict[str, dict[str, Any]] = {"distill": {"pure": True}, "rlvr": {"pure": False}, "agentic": {"pure": None}}
+ENTRIES: dict[str, dict[str, Any]] = {
+    "distill": {"pure": True},
+    "rlvr": {"pure": False},
+    "agentic": {"pipeline": "agentic"},
+}
 # the file into which a run writes where its directory is, for `roll_opd.run`, which starts it
 RUN_DIRECTORY_FILE = "ROLL_OPD_RUN_DIRECTORY_FILE"
 

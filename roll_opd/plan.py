@@ -358,6 +358,7 @@ class WorkflowPlan(WorkflowKeys):
     """What is done with a row, in processes of its own."""
 
     auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
+    is_scored: bool = False  # `rewards` score what it leaves unscored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +393,11 @@ class RunPlan(RunKeys, RolloutKeys):
     warnings: tuple[str, ...] = ()
     memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> of each stage {part: estimated bytes a rank}
     config_yaml: str = ""  # the composed configuration, for the run directory
+
+    @property
+    def kind(self) -> str:
+        """How a row becomes what is learned from: rlvr, agentic or workflow; of other pipelines, their name."""
+        return "agentic" if self.is_agentic else "workflow" if self.workflow else self.pipeline
 
     @property
     def is_agentic(self) -> bool:

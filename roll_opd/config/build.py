@@ -27,12 +27,11 @@ from roll_opd.config import (
 )
 from roll_opd.config.correction import check_quantised
 from roll_opd.config.expand import expand, pipeline_problem
+from roll_opd.config.pairing import pairing_problem, written_for
 from roll_opd.config.read import Sections, read_sections
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode
 from roll_opd.config.schema import (
-    MIXED_ROLES,
-    PURE_ROLES,
     SUPERVISED,
     CheckpointKeys,
     CriticKeys,
@@ -73,7 +72,7 @@ from roll_opd.roll.pipelines import off_policy_problem, rollout_only_problem, vi
 from roll_opd.tracking.registry import lacking
 from roll_opd.tracking.secrets import without_secrets
 from roll_opd.trinity.load import load_any
-from roll_opd.user_modules import search_modules_in, users_module
+from roll_opd.user_modules import dotted_path, search_modules_in, users_module
 from roll_opd.workflows.check import argument_problems, name_problem
 
 TITLES = {
@@ -98,7 +97,8 @@ def load_plan(
 
     `config_path` is a directory, looked for in `load.config_places`, `config_name` a YAML file in it.
     `pure` True: pure distillation (start_onpolicy_distill_pipeline.py runs it); False: the RLVR entry, where `use_opd`
-    decides. `pipeline`: a supervised one, as start_sft_pipeline.py and start_dpo_pipeline.py run, or a dotted path.
+    decides. `pipeline`: agentic, a supervised one, as start_sft_pipeline.py and start_dpo_pipeline.py run, or a dotted
+    path. ConfigError alone, with the right launcher, for a configuration that is written for another pipeline.
     Where both are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in
     `warnings`. A configuration of Trinity-RFT tells for itself, whatever is asked for; `say` is given the list of how
     it was read.
@@ -123,7 +123,10 @@ def plan_config(
     diagnostics = Diagnostics(loaded.origins)
     if hopeless := vision_problem(loaded.values) or off_policy_problem(loaded.values):
         raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
-    keys = _supervised_pipeline(loaded.values, pure, pipeline)
+    asked = pipeline or {True: "distill", False: "rlvr"}.get(pure)
+    if asked and (problem := pairing_problem(loaded.values, asked, diagnostics)):
+        raise ConfigError([problem])  # of its keys, read as another pipeline's, much would be wrong
+    keys = _supervised_pipeline(loaded.values, pure, None if pipeline == "agentic" else pipeline)
     plan = _supervised(loaded, keys, diagnostics) if keys else _rolled_out(loaded, pure, diagnostics)
     if plan is None or diagnostics.problems:
         found = [*diagnostics.problems, *(diagnostics.blockers if runnable else ())]
@@ -148,16 +151,8 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
             return SUPERVISED[pipeline]
         except (ImportError, KeyError) as error:
             raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
-    if pure is not None:
-        return None
-    own_roles = values.keys() - {*PURE_ROLES, *MIXED_ROLES}
-    by_role = [keys for keys in SUPERVISED.values() if keys.role in own_roles]
-    by_keys = [
-        keys
-        for keys in SUPERVISED.values()
-        if values.get("algorithm_type") == keys.algorithm or not keys.own_keys.isdisjoint(values)
-    ]
-    return next(iter(by_role + by_keys), None)
+    found = written_for(values) if pure is None else None
+    return SUPERVISED.get(found[0]) if found else None
 
 
 def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> RunPlan | None:
@@ -214,7 +209,8 @@ def _rolled_out(loaded: LoadedConfig, pure: bool | None, tell: Diagnostics) -> R
     engines = {domain: parts.judge_plan(role, top, sizes.response or 0) for domain, role in roles.judges.items()}
     plan = replace(plan, rewards=tuple(replace(reward, engine=engines.get(reward.domain)) for reward in rewards))
     if plan.workflow:
-        plan = replace(plan, workflow=_with_auxiliaries(plan.workflow, sections, roles, top, sizes.response or 0))
+        asked = _with_auxiliaries(plan.workflow, sections, roles, top, sizes.response or 0)
+        plan = replace(plan, workflow=replace(asked, is_scored=bool(plan.rewards)))
     _check_engines(plan, roles)
     return _finished(plan, loaded, top, roles, top.prompt_length + (sizes.response or 0))
 
@@ -257,7 +253,8 @@ def _assembled(
         **shared(RolloutKeys, top),
         mode=roles.mode,
         pipeline="rlvr",
-        title=TITLES[roles.mode],
+        title=TITLES[roles.mode]
+        + (" in environments" if data.environments else " by workflow" if top.workflow else ""),
         max_steps=top.max_steps,
         student=parts.train_plan(roles.train, top, sizes.mini_batch, updates * steps),
         rollout=parts.rollout_plan(roles.infer, top, sizes.n, sizes.response, sizes.held_out or 0),
@@ -284,12 +281,20 @@ def _workflow(top: Top) -> WorkflowPlan | None:
             values["plugin_dir"] = str(find_path(top.plugin_dir) or top.plugin_dir)
     if top.workflow_reward is None:
         top.tell.ignore(*{"workflow_reward_args"} & top.written)
+    for key in ("workflow", "workflow_reward"):
+        if values[key] is not None:
+            with top.tell.about(key, PathError):
+                values[key] = dotted_path(values[key])
+    given = dict(top.workflow_args)
+    if isinstance(given.get("agent"), str):
+        with top.tell.about("workflow_args.agent", PathError):
+            given["agent"] = dotted_path(given["agent"])
     if problem := name_problem(top.workflow, values["plugin_dir"]):
         top.tell.problem("workflow", problem)
     if not top.plugin_dir:  # whose modules may take the name of a built-in one
         for argument, problem in argument_problems(top.workflow, top.workflow_args, top.workflow_reward):
             top.tell.problem(f"workflow_args.{argument}", problem)
-    arguments = {key: FrozenDict(getattr(top, key)) for key in ("workflow_args", "workflow_reward_args")}
+    arguments = {"workflow_args": FrozenDict(given), "workflow_reward_args": FrozenDict(top.workflow_reward_args)}
     return WorkflowPlan(**{**values, **arguments})
 
 

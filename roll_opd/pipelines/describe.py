@@ -53,7 +53,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     """
     return {
         "mode": plan.mode,
-        "pipeline": plan.pipeline,
+        "pipeline": plan.kind,
         "exp_name": plan.exp_name,
         "num_nodes": plan.num_nodes,
         "num_gpus_per_node": plan.devices_per_node,
@@ -149,7 +149,7 @@ def to_text(plan: RunPlan, width: int | None = None) -> str:
     content = to_json(plan)
     nodes = f"{plan.num_nodes} node(s) x {plan.devices_per_node} devices"
     sections = {
-        f"{plan.exp_name}: {plan.title}, {plan.pipeline} pipeline, {nodes}\n": _role_lines(
+        f"{plan.exp_name}: {plan.title}, {plan.kind} pipeline, {nodes}\n": _role_lines(
             content["roles"], width or sys.maxsize
         ),
         "Devices": _sharing(content["roles"]),

@@ -22,6 +22,7 @@ def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "mode": plan.mode,
+        "pipeline": plan.kind,
         "title": plan.title,
         "models": {
             "student": plan.student.model.path,

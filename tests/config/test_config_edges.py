@@ -15,7 +15,7 @@ RL = {"pure": False}
 
 @pytest.mark.parametrize("key", ["adv_estimator", "policy_loss", "kl_loss_fn", "opd_divergence", "kl_penalty"])
 def test_an_empty_name_is_no_name(problems: Callable[..., list[str]], key: str) -> None:
-    found = problems({key: ""}, **RL)
+    found = problems({"is_pure_opd": False, key: ""}, **RL)
     assert [text for text in found if text.startswith(f"{key}: should be ")], found
     assert not [text for text in found if "needs a sum over" in text]
 
@@ -42,7 +42,8 @@ def test_a_broken_module_is_no_traceback(
 
 
 def test_types_behind_a_signature(problems: Callable[..., list[str]]) -> None:
-    found = problems({"policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range_low": "abc"}}, **RL)
+    changes = {"is_pure_opd": False, "policy_loss_fn": "ppo", "policy_loss_fn_args": {"clip_range_low": "abc"}}
+    found = problems(changes, **RL)
     assert [text for text in found if "policy_loss_fn_args.clip_low" in text and "valid number" in text], found
     found = problems({"rewards.math_rule.args": {"no_such": 1}})
     assert [text for text in found if "no_such" in text], found

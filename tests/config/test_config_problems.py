@@ -104,7 +104,8 @@ ONE_PROBLEM: list[tuple[dict[str, Any], list[str]]] = [
         {"rewards.code.worker_cls": "roll_opd.rewards.builtin.multiple_choice.MultipleChoice"},
         ["rewards.code.tag_included: every tag", "rewards.math_rule"],
     ),
-    ({"use_opd": True}, ["use_opd", "exclude each other"]),
+    ({"use_opd": True, "is_pure_opd": True}, ["use_opd", "exclude each other"]),
+    ({"use_opd": True}, ["use_opd", "start it with examples/start_rlvr_pipeline.py"]),
     (
         {f"student_train.{MEGATRON}.bf16": True},
         ["bf16: true contradicts student_train.model_args.dtype fp32"],

@@ -1,0 +1,49 @@
+"""A configuration that is started as another pipeline than it is written for: one sentence names the right launcher."""
+
+from typing import Any
+
+import pytest
+
+from roll_opd.command_line import ENTRIES
+from roll_opd.config.build import load_plan
+from roll_opd.diagnostics import ConfigError
+from roll_opd.pipelines.describe import to_json, to_text
+
+# example -> the pipelines that run it, what the plan shows, the launcher
+EXAMPLES = {
+    ("demo", "onpolicy_distill"): ({"distill"}, ("pure", "rlvr"), "start_onpolicy_distill_pipeline.py"),
+    ("demo", "rlvr"): ({"rlvr"}, ("rl", "rlvr"), "start_rlvr_pipeline.py"),
+    ("demo", "rlvr_opd"): ({"rlvr"}, ("mixed", "rlvr"), "start_rlvr_pipeline.py"),
+    ("demo", "ppo"): ({"rlvr"}, ("rl", "rlvr"), "start_rlvr_pipeline.py"),
+    ("demo", "sft"): ({"sft"}, ("sft", "sft"), "start_sft_pipeline.py"),
+    ("demo", "dpo"): ({"dpo"}, ("dpo", "dpo"), "start_dpo_pipeline.py"),
+    # as in ROLL, whose launcher of distillation plays environments too
+    ("games", "frozen_lake"): ({"agentic", "distill"}, ("pure", "agentic"), "start_agentic_pipeline.py"),
+    ("games", "frozen_lake_mixed"): ({"agentic"}, ("mixed", "agentic"), "start_agentic_pipeline.py"),
+    ("games", "frozen_lake_reward"): ({"agentic"}, ("rl", "agentic"), "start_agentic_pipeline.py"),
+}
+PIPELINES = ("distill", "rlvr", "agentic", "sft", "dpo")
+
+
+def options(pipeline: str) -> dict[str, Any]:
+    return ENTRIES.get(pipeline, {"pipeline": pipeline})
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids="/".join)
+def test_every_example_with_every_launcher(example: tuple[str, str]) -> None:
+    right, (mode, kind), launcher = EXAMPLES[example]
+    for pipeline in set(PIPELINES) - right:
+        with pytest.raises(ConfigError) as caught:
+            load_plan(*example, **options(pipeline))
+        (problem,) = caught.value.problems
+        assert f"examples/{launcher}" in problem and f"(pipeline {pipeline})" in problem and ".yaml:" in problem
+    plan = load_plan(*example, **options(sorted(right)[0]), runnable=False)
+    assert (to_json(plan)["mode"], to_json(plan)["pipeline"]) == (mode, kind)
+    head = to_text(plan).splitlines()[0]
+    assert f"{kind} pipeline" in head and ("in environments" in head) == (kind == "agentic")
+
+
+def test_a_workflow_is_labelled_so() -> None:
+    plan = load_plan("demo", "onpolicy_distill", ["workflow=simple_workflow", "prompt_key=messages"], pure=True)
+    assert (to_json(plan)["mode"], to_json(plan)["pipeline"]) == ("pure", "workflow")
+    assert plan.title == "pure on-policy distillation by workflow"
