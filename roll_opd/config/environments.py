@@ -23,7 +23,9 @@ from roll_opd.config.schema import (
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.environments import check_declared
 from roll_opd.frozen import FrozenDict
+from roll_opd.paths import PathError
 from roll_opd.plan import DataPlan, ObjectivePlan, ValidationPlan
+from roll_opd.user_modules import dotted_path
 from roll_opd.workflows.managers import makes_steps, manager_problem
 from roll_opd.workflows.told import hides_the_game, template_problems
 
@@ -108,6 +110,8 @@ def expanded(top: Top, args: GeneratingArgs | None) -> Top:
     values |= _lengths(top, args) | _levels(top)
     found = {tag: shared(EnvironmentKeys, _environment(top, tag)) for tag in _tags(top)}
     for tag, environment in found.items():
+        with _environment(top, tag).tell.about("env_type", PathError):
+            environment["env_type"] = dotted_path(environment["env_type"])
         environment["env_config"] |= _tool(top, tag)
         penalties = {"format_penalty": played.format_penalty} if played.format_penalty else {}
         environment["env_config"] = {**penalties, **environment["env_config"]}

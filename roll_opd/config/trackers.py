@@ -8,9 +8,11 @@ from typing import Any
 from roll_opd.config.schema import Run
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.extensions import argument_problems, arguments
+from roll_opd.paths import PathError
 from roll_opd.roll.keys import DOTTED
 from roll_opd.tracking.registry import TRACKERS
 from roll_opd.tracking.secrets import is_secret
+from roll_opd.user_modules import dotted_path
 
 TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and some of ours
 GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from
@@ -18,7 +20,11 @@ GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step 
 
 def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
     """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
-    named = [name for name in dict.fromkeys(top.track_with) if _check_name(top, name)]
+    written = []
+    for name in dict.fromkeys(top.track_with):
+        with top.tell.about("track_with", PathError):
+            written.append(dotted_path(name))
+    named = [name for name in written if _check_name(top, name)]
     found: dict[str, dict[str, Any]] = {name: {} for name in named}
     kwargs, tell = top.tracker_kwargs, top.tell.below("tracker_kwargs")
     if not kwargs or not named:

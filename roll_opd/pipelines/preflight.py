@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd import environments
-from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.cluster import warm_start
 from roll_opd.companions import broken_companions, hide
 from roll_opd.config.check_machine import machine_problems, other_blocks
-from roll_opd.config.trackers import GIVEN_BY_US
 from roll_opd.data.coverage import check_coverage, unmet
 from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.held_out import shared_rows
@@ -28,8 +25,6 @@ from roll_opd.data.run_date import set_date, writes_date
 from roll_opd.data.source import MixedSource, PromptSource, Source
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.diagnostics import ConfigError
-from roll_opd.extensions import argument_problems
-from roll_opd.frozen import thaw
 from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
@@ -46,14 +41,10 @@ from roll_opd.pipelines.checkpoints import (
     instead_of,
 )
 from roll_opd.pipelines.history import History
+from roll_opd.pipelines.named_parts import check_named_parts
 from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
-from roll_opd.tracking import registry as trackers
-from roll_opd.tracking.trackers import JSONL
-from roll_opd.workflows import check
-from roll_opd.workflows.errors import WorkflowError
-from roll_opd.workflows.plugins import find_reward, find_workflow
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
@@ -100,7 +91,7 @@ def preflight(plan: RunPlan) -> Inputs:
     problems += _lost_weights(plan)
     if problems:
         raise ConfigError(problems)
-    _check_named_parts(plan)
+    check_named_parts(plan)
     now = datetime.now()
     began = resumed.began if resumed and resumed.began else now
     set_date(began)
@@ -230,35 +221,6 @@ def _shape_problems(learner: TrainPlan, saved_model: Path, checkpoint: Checkpoin
         f"resume_from_checkpoint: {checkpoint.path} was made from another model than {now.path}"
         f" ({'; '.join(different)}); give that model again, or start afresh with resume_from_checkpoint: false"
     ]
-
-
-def _check_named_parts(plan: RunPlan) -> None:
-    """Find the functions, rewards and trackers that the plan names: a wrong name is told now, not by a worker."""
-    for term in (term for reward in plan.rewards for term in reward.terms):
-        rewards.check(term.worker, dict(term.args))
-    objective = plan.objective
-    policy_loss(objective.policy_loss, objective.policy_loss_args)
-    if plan.rollout and not plan.rewards_are_monitored:
-        advantage(objective.adv_estimator, objective.advantage_args)
-    workflow = plan.workflow
-    if workflow and workflow.workflow:
-        found = find_workflow(workflow.workflow, workflow.plugin_dir)
-        if found.__module__.startswith("roll_opd.workflows.builtin."):
-            given = thaw(workflow.workflow_args)
-            reward = workflow.workflow_reward
-            for argument, problem in check.argument_problems(workflow.workflow, given, reward):
-                raise WorkflowError(f"workflow_args.{argument}: {problem}")
-        if workflow.workflow_reward:
-            find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))
-        for tag, settings in workflow.workflow_args.get("environments", {}).items() if plan.is_agentic else ():
-            problems = environments.check(settings["env_type"], thaw(settings["env_config"]))
-            if problems:
-                raise ConfigError([f"custom_envs.{tag}: {problem}" for problem in problems])
-    for tracker in plan.trackers:
-        if tracker != JSONL:
-            made = trackers.TRACKERS.find(tracker)
-            for name, problem in argument_problems(made, plan.tracker_args.get(tracker, {}), GIVEN_BY_US):
-                raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")
 
 
 def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Source, list[Prompt]]:

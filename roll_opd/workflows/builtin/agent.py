@@ -6,12 +6,13 @@ import inspect
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 from roll_opd.user_modules import users_module
+from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Workflow
 
@@ -35,39 +36,41 @@ class AgentWorkflow(Workflow):
     A reward may be posted, too (`POST {base_url}/reward`); without any, the configuration's rewards score.
     """
 
+    @staticmethod
+    def check_arguments(arguments: Mapping[str, Any]) -> None:
+        """WorkflowError for `workflow_args` that no run could use: an agent that is no function of three arguments."""
+        try:
+            agent, _ = _agent(arguments)
+        except (ValueError, ImportError) as error:
+            raise WorkflowError(f"workflow_args: {error}") from error
+        if agent is not None:
+            try:
+                inspect.signature(agent).bind({}, "", "")
+            except TypeError as error:
+                raise WorkflowError(
+                    f"workflow_args.agent: {arguments['agent']} is called with row, base_url and api_key: {error}"
+                ) from None
+            except ValueError:  # written in C
+                pass
+
     @property
     def is_async(self) -> bool:  # type: ignore[override]  # a plain function has the thread of `run`
         """Whether the agent is awaited."""
-        agent, _ = self._agent()
+        agent, _ = _agent(self.task.workflow_args)
         return agent is None or inspect.iscoroutinefunction(agent)
 
     def run(self) -> list[Experience]:
         """Return what the requests of a plain function made."""
-        agent, _ = self._agent()
+        agent, _ = _agent(self.task.workflow_args)
         assert agent is not None
         return self._made(_reward(agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
 
     async def run_async(self) -> list[Experience]:
         """Return what the requests of a coroutine function or a command made."""
-        agent, command = self._agent()
+        agent, command = _agent(self.task.workflow_args)
         if agent is None:
             return self._made(await self._started(command))
         return self._made(_reward(await agent(self.task.raw_task, self.model.base_url, self.model.api_key)))
-
-    def _agent(self) -> tuple[Any, list[str]]:
-        """Return the function, or None and the command. ValueError for arguments that are neither."""
-        given = dict(self.task.workflow_args)
-        path, command, kind = given.pop("agent", None), given.pop("command", None), given.pop("experiences", BRANCH)
-        is_list = isinstance(command, list | tuple) and len(command) > 0
-        if given or (isinstance(path, str), is_list) not in ((True, False), (False, True)) or kind not in KINDS:
-            raise ValueError(
-                f"workflow_args of agent_workflow are {dict(self.task.workflow_args)}; expected agent (a dotted path)"
-                f" or command (a list of words), and maybe experiences: {' or '.join(KINDS)}"
-            )
-        if not isinstance(path, str):
-            return None, [str(word) for word in command]
-        module, _, name = path.rpartition(".")
-        return getattr(users_module(module), name), []
 
     def _made(self, reward: float | None) -> list[Experience]:
         by_branch = self.task.workflow_args.get("experiences", BRANCH) == BRANCH
@@ -109,6 +112,27 @@ class AgentWorkflow(Workflow):
         if isinstance(said, int | float) or (isinstance(said, dict) and "reward" in said):
             self.model.take_reward(last)
         return self.model.reward
+
+
+def _agent(arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the function, or None and the command. ValueError for arguments that are neither, ImportError likewise."""
+    given = dict(arguments)
+    path, command, kind = given.pop("agent", None), given.pop("command", None), given.pop("experiences", BRANCH)
+    is_list = isinstance(command, list | tuple) and len(command) > 0
+    if given or (isinstance(path, str), is_list) not in ((True, False), (False, True)) or kind not in KINDS:
+        raise ValueError(
+            f"workflow_args of agent_workflow are {dict(arguments)}; expected agent (a dotted path)"
+            f" or command (a list of words), and maybe experiences: {' or '.join(KINDS)}"
+        )
+    if not isinstance(path, str):
+        return None, [str(word) for word in command]
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"agent {path!r} is no dotted path; write module.function, or path/to/file.py:function")
+    agent = getattr(users_module(module), name, None)
+    if not callable(agent):
+        raise ValueError(f"agent {path}: {module} has no function named {name}; correct the name")
+    return agent, []
 
 
 def _reward(value: Any) -> float | None:

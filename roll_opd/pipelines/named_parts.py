@@ -1,0 +1,49 @@
+"""The user's parts that a plan names: found and checked before a run, and in `roll-opd plan`."""
+
+from roll_opd import environments
+from roll_opd.algorithms.registry import advantage, policy_loss
+from roll_opd.config.trackers import GIVEN_BY_US
+from roll_opd.diagnostics import ConfigError
+from roll_opd.extensions import argument_problems
+from roll_opd.frozen import thaw
+from roll_opd.plan import RunPlan
+from roll_opd.rewards import registry as rewards
+from roll_opd.tracking import registry as trackers
+from roll_opd.tracking.trackers import JSONL
+from roll_opd.workflows import check
+from roll_opd.workflows.errors import WorkflowError
+from roll_opd.workflows.plugins import find_reward, find_workflow
+
+
+def check_named_parts(plan: RunPlan) -> None:
+    """Find every function and class that the plan names, and check its arguments, before a worker would.
+
+    Raises AlgorithmError, ConfigError, RewardError, TrackerError or WorkflowError.
+    """
+    for term in (term for reward in plan.rewards for term in reward.terms):
+        rewards.check(term.worker, dict(term.args))
+    objective = plan.objective
+    policy_loss(objective.policy_loss, objective.policy_loss_args)
+    if plan.rollout and not plan.rewards_are_monitored:
+        advantage(objective.adv_estimator, objective.advantage_args)
+    workflow = plan.workflow
+    if workflow and workflow.workflow:
+        found = find_workflow(workflow.workflow, workflow.plugin_dir)
+        if found.__module__.startswith("roll_opd.workflows.builtin."):
+            given = thaw(workflow.workflow_args)
+            reward = workflow.workflow_reward
+            for argument, problem in check.argument_problems(workflow.workflow, given, reward):
+                raise WorkflowError(f"workflow_args.{argument}: {problem}")
+        if check_arguments := getattr(found, "check_arguments", None):
+            check_arguments(thaw(workflow.workflow_args))
+        if workflow.workflow_reward:
+            find_reward(workflow.workflow_reward, workflow.plugin_dir, thaw(workflow.workflow_reward_args))
+        for tag, settings in workflow.workflow_args.get("environments", {}).items() if plan.is_agentic else ():
+            problems = environments.check(settings["env_type"], thaw(settings["env_config"]))
+            if problems:
+                raise ConfigError([f"custom_envs.{tag}: {problem}" for problem in problems])
+    for tracker in plan.trackers:
+        if tracker != JSONL:
+            made = trackers.TRACKERS.find(tracker)
+            for name, problem in argument_problems(made, plan.tracker_args.get(tracker, {}), GIVEN_BY_US):
+                raise trackers.TrackerError(f"tracker {tracker}: {name}: {problem.partition(', got ')[0]}")

@@ -1,0 +1,26 @@
+"""Whether a plan names code of the user's own, which is imported to be checked."""
+
+from roll_opd.declared import declarations
+from roll_opd.plan import RunPlan
+
+BUILTIN = "roll_opd.workflows.builtin"
+
+
+def names_users_parts(plan: RunPlan) -> bool:
+    """Whether a plan names a module of the user's: by a directory of plugins, a dotted path, or a registered name."""
+    workflow = plan.workflow
+    names = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
+    names += [term.worker for reward in plan.rewards for term in reward.terms]
+    if workflow:
+        games = workflow.workflow_args.get("environments", {}) if plan.is_agentic else {}
+        names += [settings["env_type"] for settings in games.values()]
+        names.append(workflow.workflow_args.get("agent"))
+        registered = {
+            "WORKFLOWS.register_module": workflow.workflow,
+            "REWARD_FUNCTIONS.register_module": workflow.workflow_reward,
+        }
+        if workflow.plugin_dir or any(
+            name and name not in declarations(BUILTIN, decorator) for decorator, name in registered.items()
+        ):
+            return True
+    return any("." in str(name or "") for name in names)
