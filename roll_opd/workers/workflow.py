@@ -293,6 +293,8 @@ class WorkflowWorker:
         if flag(workflow, "resettable"):
             self._ready.append(workflow)
         RUN.get().returned = True
+        if experiences_of := getattr(workflow, "experiences_of", None):
+            found = experiences_of(found)
         if isinstance(found, Sequence) and not isinstance(found, str):
             return list(found)
         raise TypeError(f"a run returned {type(found).__name__} where a list of Experience was expected")
@@ -330,6 +332,8 @@ class WorkflowWorker:
             repeat_times=len(job.runs),
             is_eval=job.is_eval,
             task_id=job.prompt.id,
+            run_id=job.runs[0],
+            is_scored=plan.is_scored,
         )
         try:
             workflow = self._ready.pop()
@@ -349,6 +353,8 @@ class WorkflowWorker:
             workflow.reset(task)
         if flag(workflow, "can_repeat"):
             workflow.set_repeat_times(len(job.runs), job.runs[0])
+        elif hasattr(workflow, "set_single_run_context"):
+            workflow.set_single_run_context(job.runs[0])
         return workflow
 
     def _watch_memory(self) -> None:

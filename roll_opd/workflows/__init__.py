@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
     from roll_opd.workflows.model import ModelWrapper
     from roll_opd.workflows.multi_turn import MultiTurnWorkflow
+    from roll_opd.workflows.recorded import WorkflowWithRecording
     from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
     from roll_opd.workflows.step_wise import (
         AsyncRewardPropagationWorkflow,
@@ -59,6 +60,7 @@ __all__ = [
     "MathBoxedWorkflow",
     "MathRewardFn",
     "MathWorkflow",
+    "Metrics",
     "ModelWrapper",
     "MultiTurnWorkflow",
     "OnPolicyDistillMathWorkflow",
@@ -70,6 +72,7 @@ __all__ = [
     "Task",
     "Workflow",
     "WorkflowError",
+    "WorkflowWithRecording",
     "get_logger",
 ]
 _HOMES = {
@@ -87,12 +90,20 @@ _HOMES = {
     "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     "model": ("ModelWrapper",),
     "multi_turn": ("MultiTurnWorkflow",),
+    "recorded": ("WorkflowWithRecording",),
     "reward_fn": ("REWARD_FUNCTIONS", "RewardFn"),
     "step_wise": (
         *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),
         *("RewardPropagationWorkflow", "StepWiseRewardWorkflow"),
     ),
 }
+_NOT_HERE = {
+    "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent behind an OpenAI address",
+    "Status": "a run returns its experiences, and a WorkflowWithRecording its metrics",
+    "CustomField": "no loss reads further fields; write what is to be logged into Experience.metrics",
+    "RMGalleryFn": "write a RewardFn, or a reward of the configuration (docs/rewards)",
+}
+Metrics = dict[str, float]
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
@@ -105,4 +116,9 @@ def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if instead := _NOT_HERE.get(name):
+        # `from ... import` would replace the message of an AttributeError
+        raise ImportError(f"{name} of Trinity-RFT does not exist here: {instead}")
+    if place := importlib.import_module(f"{__name__}.trinitys").place_of_class(name):
+        raise ImportError(place)
     raise AttributeError(f"module {__name__} has no attribute {name!r}")

@@ -4,9 +4,10 @@ Legend: T tokens in all, P prompt tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ from roll_opd.data.source import Prompt
 TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
 TURN_REWARDS = "turn_rewards"  # in `info`: a number for each turn of a trajectory, for records
 STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
+# fields of Trinity-RFT's Experience that training here would not read, and what a workflow gives instead
+UNREAD = {
+    "token_level_reward": "give one number as `reward`",
+    **dict.fromkeys(("advantages", "returns"), "they follow from `reward` and the algorithm of the configuration"),
+    **dict.fromkeys(("chosen", "rejected", "chosen_messages", "rejected_messages"), "pairs are trained on by DPO"),
+    "multi_modal_inputs": "only text models are trained",
+    "routed_experts": "the engines record routes themselves, with router_replay",
+    "custom_fields": "no loss reads further fields; write what is to be logged into `metrics`",
+}
 
 
 @dataclass
@@ -31,6 +41,27 @@ class EID:
     task: int | str = ""
     run: int = 0
     step: int = 0
+    suffix: str = field(default_factory=lambda: uuid4().hex[:6])
+
+    @property
+    def uid(self) -> str:
+        """Name of the experience."""
+        return f"{self.rid}/{self.step}/{self.suffix}"
+
+    @property
+    def tid(self) -> str:
+        """Name of its task."""
+        return f"{self.batch}/{self.task}"
+
+    @property
+    def rid(self) -> str:
+        """Name of its run at the task."""
+        return f"{self.tid}/{self.run}"
+
+    @property
+    def sid(self) -> str:
+        """Name of its step, over all runs at the task."""
+        return f"{self.tid}/{self.step}"
 
 
 class Experience:
@@ -92,11 +123,11 @@ class Experience:
     @property
     def teacher_logprobs(self) -> Any:
         """Log-probs of a teacher that the workflow has asked itself, f32 [T-P]: those in `info`."""
-        return self.info.get(TEACHER)
+        return (self.info or {}).get(TEACHER)
 
     @teacher_logprobs.setter
     def teacher_logprobs(self, logprobs: Any) -> None:
-        self.info[TEACHER] = logprobs
+        self.info = {**(self.info or {}), TEACHER: logprobs}
 
     @property
     def response_text(self) -> str | None:
@@ -155,6 +186,10 @@ def trained(
 
     Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
     """
+    info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # Trinity-RFT's may be None
+    for name, instead in UNREAD.items():
+        if vars(made).get(name, info.get(name)) is not None:
+            raise ValueError(f"Experience.{name} is not learned from here: {instead}")
     tokens = made.tokens.cpu().numpy()
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TypeError(f"tokens should be whole numbers [T], not {tokens.dtype} {list(tokens.shape)}")
@@ -168,7 +203,7 @@ def trained(
     logprobs = _column(made.logprobs, "logprobs", length)
     given = _column(made._action_mask, "action_mask", length)
     mask = np.ones(length, bool) if given is None else given.astype(bool)
-    teacher = _column(made.info.get(TEACHER), f"info[{TEACHER!r}]", length)
+    teacher = _column(info.get(TEACHER), f"info[{TEACHER!r}]", length)
     if mask.any() and logprobs is None:
         raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
     if logprobs is not None and not np.isfinite(logprobs[mask]).all():
@@ -178,7 +213,7 @@ def trained(
     reward = None if made.reward is None else float(made.reward)
     if reward is not None and not np.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
-    state = made.info.get(STATE)
+    state = info.get(STATE)
     if state is not None and not isinstance(state, str):
         raise TypeError(f"info[{STATE!r}] should be a text, not {type(state).__name__}")
     turn_rewards = tuple(float(one) for one in made.info.get(TURN_REWARDS, ()))
@@ -201,7 +236,7 @@ def trained(
         reward=reward,
         turn_rewards=turn_rewards,
         teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
-        metrics=_numbers(made.metrics),
+        metrics=_numbers(metrics),
     )
 
 
@@ -223,4 +258,10 @@ def _column(values: Any, name: str, length: int) -> np.ndarray | None:
 def _numbers(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics should be numbers by name, not {type(metrics).__name__}")
-    return {str(name): float(value) for name, value in metrics.items()}
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"metrics[{name!r}] is {str(value)[:40]!r}, expected a number") from None
+    return numbers

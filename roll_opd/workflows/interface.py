@@ -24,6 +24,8 @@ class FormatConfig:
     response_key: str = "ground_truth"
     system_prompt: str | None = None
     reply_prefix: str | None = None
+    messages_key: str = "messages"
+    tools_key: str = "tools"
 
 
 @dataclass
@@ -52,7 +54,9 @@ class Task:
     is_eval: bool = False
     batch_id: int | str = ""
     task_id: int | str = ""
+    run_id: int = 0  # of the first run that the call makes
     index: dict[str, Any] = field(default_factory=dict)
+    is_scored: bool = False  # the configuration's `rewards` score what the workflow leaves unscored
 
     @property
     def task_desc(self) -> Any:
@@ -126,6 +130,10 @@ class Workflow:
         """Have the next call make `repeat_times` runs, numbered from `run_id_base`."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
+    def set_single_run_context(self, run_id_base: int) -> None:
+        """Have the next call make one run, of that number; called where the class does not repeat."""
+        self.repeat_times, self.run_id_base = 1, run_id_base
+
     def run(self) -> list[Experience]:
         """Return what is to be learned from. Called in a thread of its own: it may wait."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run`")
@@ -133,6 +141,10 @@ class Workflow:
     async def run_async(self) -> list[Experience]:
         """Return what is to be learned from, of a workflow with `is_async`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
+
+    def experiences_of(self, returned: Any) -> Any:
+        """Return the experiences of a call that returned `returned`: mostly that itself."""
+        return returned
 
 
 class Modules(Registry[dict]):

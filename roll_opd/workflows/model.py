@@ -21,7 +21,7 @@ from roll_opd.inference.completion import Completion
 from roll_opd.plan import SamplingPlan
 from roll_opd.workflows.errors import NoRoomError
 from roll_opd.workflows.experience import Experience
-from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
+from roll_opd.workflows.model_facts import NOT_HERE, ModelFacts, generate_kwargs
 from roll_opd.workflows.turns import Call, Turns, experience
 
 Value = TypeVar("Value")
@@ -75,6 +75,7 @@ class RunState:
     texts: dict[bytes, str] = field(default_factory=dict)  # tokens of prompts that were no messages -> those prompts
     reward: float | None = None  # that somebody outside gave, for experiences without one of their own
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
+    notes: dict[str, Any] = field(default_factory=dict)  # the workflow's own, of where it is
     asked_others: int = 0  # calls of auxiliary models
     ended: bool = False  # nothing is to be asked for it any more
     stuck: bool = False  # code of its that cannot be ended is still under way in this process
@@ -247,9 +248,12 @@ class ModelWrapper:
         run.history[:] = [response for response in run.history if response not in lost]
 
     def convert_messages_to_experience(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        temperature: float | None = None,
     ) -> Experience:
-        """Return a conversation that this run has had as one experience.
+        """Return a conversation that this run has had as one experience; its log-probs are those of sampling.
 
         It has the very tokens that were sampled, and those of the turns between them, which are not learned from. What
         comes behind the last response is left out. ValueError where this run has had no such conversation; where the
@@ -265,7 +269,10 @@ class ModelWrapper:
         return made
 
     async def convert_messages_to_experience_async(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        temperature: float | None = None,
     ) -> Experience:
         """Return what `convert_messages_to_experience` does."""
         return self.convert_messages_to_experience(messages, tools)
@@ -375,6 +382,25 @@ class ModelWrapper:
         if clear_history:
             self.history.clear()
         return found
+
+    async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
+        """Note where the workflow is, by name, until the run ends."""
+        self._run().notes.update(state)
+
+    async def get_workflow_state(self) -> dict[str, Any]:
+        """Return what this run has noted."""
+        return dict(self._run().notes)
+
+    async def clean_workflow_state(self) -> None:
+        """Forget what this run has noted, and what its calls answered."""
+        run = self._run()
+        run.notes.clear()
+        run.history.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if instead := NOT_HERE.get(name):
+            raise AttributeError(f"{name} of Trinity-RFT's ModelWrapper does not exist here: {instead}")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     async def _respond(
         self, run: RunState, prompts: Sequence[np.ndarray], options: Mapping[str, Any]

@@ -5,6 +5,16 @@ from typing import Any
 
 from roll_opd.plan import SamplingPlan
 
+_RECORDED = "return the experiences, or derive from WorkflowWithRecording and call its update_reward"
+NOT_HERE = {  # methods of Trinity-RFT's ModelWrapper, and what does their work here
+    "set_api_key": "each run has a key of its own, self.model.api_key",
+    **dict.fromkeys(("overwrite_history_experiences_async", "update_experience_reward_async"), _RECORDED),
+    "clone_with_isolated_history": "each run has a history of its own, self.model.history",
+    **dict.fromkeys(("get_lora_request", "get_lora_request_async"), "the engines have the adapter"),
+    **dict.fromkeys(("get_current_load", "get_available_address_async"), "read api_address; engines are behind it"),
+    **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "the run does this itself"),
+}
+
 
 @dataclass(frozen=True)
 class ModelFacts:

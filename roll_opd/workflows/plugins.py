@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import sys
@@ -12,8 +13,13 @@ from typing import Any
 
 from roll_opd.extensions import argument_problems
 from roll_opd.workflows.errors import WorkflowError
+from roll_opd.workflows.hooks import TWINS, hook_problems
 from roll_opd.workflows.interface import WORKFLOWS, Workflow, flag
+from roll_opd.workflows.recorded import WorkflowWithRecording
 from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS
+
+GIVEN = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # of a workflow's constructor
+SPREAD = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def load_plugins(directory: str) -> None:
@@ -39,6 +45,8 @@ def load_plugins(directory: str) -> None:
             raise
         except BaseException as error:  # a module can fail in any way, and call exit(), too
             advice = ""
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trinity":
+                advice = f"\nWrite `from roll_opd.workflows import ...` for `from {error.name} import ...`"
             if isinstance(error, ImportError) and "relative import" in str(error):
                 advice = (
                     "\nA file of plugin_dir is a module by itself: write `from other import ...` for `from .other"
@@ -54,12 +62,27 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
     found: Any = WORKFLOWS.find(name)
     if not isinstance(found, type):
         raise WorkflowError(f"workflow {name}: expected a class, as roll_opd.workflows.Workflow is")
-    needed = ["run_async" if flag(found, "is_async") else "run", *(["reset"] if flag(found, "can_reset") else [])]
-    for method in needed:
-        own = getattr(found, method, None)
-        if not callable(own) or own is getattr(Workflow, method):
-            raise WorkflowError(f"workflow {name}: expected a class with a method {method}; write it")
+    run = "run_async" if flag(found, "is_async") else "run"
+    for method in [run, *(["reset"] if flag(found, "can_reset") else [])]:
+        if not _has(found, method):
+            twin = TWINS.get(method, "")
+            flagged = f", or is_async = {not flag(found, 'is_async')} for its {twin}" if _has(found, twin) else ""
+            raise WorkflowError(f"workflow {name}: expected a class with a method {method}; write it{flagged}")
+    for parameter in inspect.signature(found).parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in GIVEN and parameter.kind not in SPREAD:
+            raise WorkflowError(
+                f"workflow {name}: its __init__ takes {parameter.name}, which it is not given; known are"
+                f" {', '.join(GIVEN)}. What a configuration says is in task.workflow_args"
+            )
+    for method, problem in hook_problems(found):
+        raise WorkflowError(f"workflow {name}: {method} {problem}")
     return found
+
+
+def _has(kind: type, method: str) -> bool:
+    """Whether a class has a method that is not the empty one of the interface."""
+    own = getattr(kind, method, None)
+    return callable(own) and own not in (getattr(Workflow, method), getattr(WorkflowWithRecording, method))
 
 
 def find_reward(name: str, plugin_dir: str | None, arguments: Mapping[str, Any]) -> Any:

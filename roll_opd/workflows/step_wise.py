@@ -17,6 +17,8 @@ STEPS = "actual_env_steps"  # the metric of a run's steps, under Trinity-RFT's n
 class _Steps(Workflow):
     """What workflows of several steps share."""
 
+    _own_client: Any = None
+
     def __init__(
         self,
         *,
@@ -31,12 +33,18 @@ class _Steps(Workflow):
     @property
     def client(self) -> Any:
         """An OpenAI client of this run, asynchronous where it is, made when asked for; None where none is wanted."""
+        if self._own_client is not None:
+            return self._own_client
         run = (self.model.base_url, self.model.api_key) if self._uses_client else ("", "")
         if run != self._client[0]:  # an instance that can be reset serves one run after another
             is_async = flag(self, "is_async")
             client = self.model.get_openai_async_client() if is_async else self.model.get_openai_client()
             self._client = (run, client)
         return self._client[1]
+
+    @client.setter
+    def client(self, client: Any) -> None:
+        self._own_client = client
 
     @property
     def max_step_num(self) -> int:

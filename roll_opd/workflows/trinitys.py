@@ -42,7 +42,16 @@ def advice(name: str) -> str | None:
     """Say how a workflow of Trinity-RFT's own is had here; None for another name."""
     if name not in _PLACES:
         return None
-    module, kind = _PLACES[name]
+    return _advice(name, *_PLACES[name])
+
+
+def place_of_class(kind: str) -> str | None:
+    """Say how a class of Trinity-RFT's own workflows is had here; None for another class."""
+    module = next((module for module, known in _PLACES.values() if known == kind), None)
+    return _advice(kind, module, kind) if module else None
+
+
+def _advice(name: str, module: str, kind: str) -> str:
     file = f"trinity/common/workflows/{module.replace('.', '/')}.py"
     return (
         f"{name} is one of Trinity-RFT's own, and does not come with this package; copy {file} and what it imports into"

@@ -1,5 +1,6 @@
 """Runs whose rows are worked on by workflows: a user's own, in Trinity-RFT's forms, and those of the package."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ GUIDE = """
 import asyncio
 from typing import List
 
-from roll_opd.workflows import WORKFLOWS, Experience, ModelWrapper, Task, Workflow
+import openai
+from roll_opd.workflows import WORKFLOWS, Experience, ModelWrapper, OnPolicyDistillMathWorkflow, Task, Workflow
+from roll_opd.workflows import WorkflowWithRecording
 
 
 def exact(response: str, truth: str) -> float:
@@ -169,6 +172,42 @@ class Clients(Workflow):
             return await client.chat.completions.create(**options)
 
 
+# subclasses of Trinity-RFT's own bases, by its pages: hooks that a base's run calls, and an agent that is recorded
+class Asking(OnPolicyDistillMathWorkflow):
+    def format_messages(self):
+        return [{"role": "user", "content": self.task_desc}]
+
+
+@WORKFLOWS.register_module("unrewarded")
+class Unrewarded(Asking):
+    def compute_reward(self, response):
+        return None
+
+
+@WORKFLOWS.register_module("rewarded")
+class Rewarded(Asking):
+    def compute_reward(self, response) -> float:
+        accuracy = exact(response.response_text, self.truth)
+        if response.metrics is None:
+            response.metrics = {}
+        response.metrics["accuracy"] = accuracy
+        return accuracy
+
+
+@WORKFLOWS.register_module("recorded")
+class Recorded(WorkflowWithRecording):
+    def __init__(self, *, task, model, auxiliary_models=None):
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.client = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key)
+
+    async def run_async(self):
+        asked = [{"role": "user", "content": self.task.raw_task["question"]}]
+        done = await self.client.chat.completions.create(model=self.model_name, messages=asked)
+        reward = exact(done.choices[0].message.content, self.task.raw_task["answer"])
+        await self.update_reward(reward)
+        return {"example/reward": reward}
+
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 """
 
@@ -314,6 +353,40 @@ def test_pure_distillation_by_workflow_is_that_of_the_launcher(stage: Stage) -> 
     assert texts[0] == texts[1] == texts[2]
     weights = [load_file(run.path / "checkpoints/step_1/hf/model.safetensors") for run in (one, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_pure_distillation_records_the_rewards_of_a_hook_and_does_not_learn_from_them(
+    stage: Stage, mine: tuple[str, ...]
+) -> None:
+    def pure(name: str) -> Run:
+        *settings, rows = mine
+        file = f"student_train.data_args.file_name={rows.partition('=')[2]}"
+        settings += [*SHORT, *optimizer_of("student_train"), f"workflow={name}", "prompt_key=question", file]
+        return stage.run(*settings, "max_steps=1", "teacher_preflight=false", "rewards=null", config=PURE)
+
+    with_reward, without = pure("rewarded"), pure("unrewarded")
+    assert with_reward.code == without.code == 0
+    (row,), (other,) = (run.rows("metrics.jsonl")[1:] for run in (with_reward, without))
+    samples = with_reward.rows("samples.jsonl")
+    right = [float(s["response"].removesuffix("<|end|>").split()[-1:] == [s["ground_truth"]]) for s in samples]
+    assert [sample["reward"] for sample in samples] == right and 0 < sum(right) < len(right)
+    assert row["critic/score/mean"] == pytest.approx(row["workflow/own/accuracy"]) == pytest.approx(np.mean(right))
+    assert "critic/score/mean" not in other and "workflow/own/accuracy" not in other
+    weights = [load_file(run.path / "checkpoints/step_1/hf/model.safetensors") for run in (with_reward, without)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert json.loads((with_reward.path / "run.json").read_text())["pipeline"] == "workflow"
+
+
+@pytest.mark.parametrize(("name", "metric"), [("rewarded", "workflow/own/accuracy"), ("recorded", "example/reward")])
+def test_rewards_of_trinitys_hooks_are_learned_from(
+    stage: Stage, mine: tuple[str, ...], name: str, metric: str
+) -> None:
+    run = reinforced(stage, mine, name, "prompt_key=question", "max_steps=1")
+    assert run.code == 0
+    (row,) = run.rows("metrics.jsonl")[1:]
+    assert row["workflow/runs"] == 16 * 4 and not any(key.startswith("workflow/failed") for key in row)
+    assert row["critic/score/mean"] == pytest.approx(row[metric]) and 0 < row[metric] < 1
+    assert row["actor/grad_norm"] > 0 and row["rollout/mismatch/logprob_diff_max"] < 1e-3
 
 
 def test_a_workflow_that_never_works_ends_the_run(stage: Stage, mine: tuple[str, ...], capfd) -> None:

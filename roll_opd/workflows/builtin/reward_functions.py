@@ -29,10 +29,10 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-def accuracy(response: str, truth: str | None) -> float:
+def accuracy(response: str, truth: Any) -> float:
     """Return 1.0 where the response's final answer equals the truth; 0.0 too where the comparison does not end."""
     try:
-        return float(bool(is_right(response, str(truth or ""))))
+        return float(bool(is_right(response, "" if truth is None else str(truth))))
     except (TimedOut, Crashed, Busy):
         return 0.0
 

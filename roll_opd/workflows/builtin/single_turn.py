@@ -5,7 +5,7 @@ from typing import Any
 
 from roll_opd.data.rows import BadRow, parse_messages
 from roll_opd.data.written import left_out
-from roll_opd.workflows.builtin.reward_functions import MathRewardFn
+from roll_opd.workflows.builtin.reward_functions import MathRewardFn, accuracy
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
 from roll_opd.workflows.reward_fn import parts_of
@@ -64,14 +64,18 @@ class BaseSimpleWorkflow(Workflow):
         return messages
 
     def scored(self, responses: list[Experience]) -> list[Experience]:
-        """Return the responses, one a run, with the task's own reward if it has one."""
+        """Return the responses, one a run, each with its reward."""
         for run, response in enumerate(responses, self.run_id_base):
             response.eid.run = run
-            if self.reward_fn is not None:
-                parts = parts_of(self.reward_fn, self.told(response))
-                response.metrics.update(parts)
-                response.reward = sum(parts.values())
+            self.score(response)
         return responses
+
+    def score(self, response: Experience) -> None:
+        """Give a response the reward of the task's own function, if there is one."""
+        if self.reward_fn is not None:
+            parts = parts_of(self.reward_fn, self.told(response))
+            response.metrics.update(parts)
+            response.reward = sum(parts.values())
 
     def told(self, response: Experience) -> dict[str, Any]:
         """Return what a reward function may read of a response."""
@@ -208,9 +212,52 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("on_policy_distill_workflow")
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
-    """The row's prompt, answered, for the configuration's teachers to read."""
+    """The row's prompt, answered, for the configuration's teachers to read.
+
+    A subclass's `compute_reward` gives the reward, as in Trinity-RFT. Pure distillation records it and does not learn
+    from it.
+    """
+
+    def reset(self, task: Task) -> None:
+        """Take the next task."""
+        super().reset(task)
+        self.temperature = task.workflow_args.get("temperature", 1.0)
+
+    @property
+    def teacher_model(self) -> Any:
+        """The first auxiliary model, for a `run_async` that asks the teacher itself."""
+        if not self.auxiliary_model_wrappers:
+            raise ValueError(
+                "teacher_model: no model is in auxiliary_models; the configuration's teachers score the responses, or"
+                " name one there too"
+            )
+        return self.auxiliary_model_wrappers[0]
+
+    def compute_reward(self, response: Experience) -> float:
+        """Return the reward of a response. Overwrite it; not called where no subclass has done so."""
+        return 0.0
+
+    def score(self, response: Experience) -> None:
+        """Give a response the reward that `compute_reward` returns, else that of the task's own function."""
+        written_by = next(kind for kind in type(self).__mro__ if "compute_reward" in vars(kind))
+        is_own = written_by.__module__ != __name__
+        if is_own or (written_by is not OnPolicyDistillWorkflow and not (self.reward_fn or self.task.is_scored)):
+            response.reward = self.compute_reward(response)
+        else:
+            super().score(response)
 
 
 @WORKFLOWS.register_module("on_policy_distill_math_workflow")
-class OnPolicyDistillMathWorkflow(_BoxedInQuestion, AsyncSimpleWorkflow):
-    """A question of mathematics that asks for a box; the configuration's rewards say how often the box is right."""
+class OnPolicyDistillMathWorkflow(_BoxedInQuestion, OnPolicyDistillWorkflow):
+    """A question of mathematics that asks for a box; the reward is whether the box is right.
+
+    The configuration's `rewards` and `workflow_reward` take the place of `compute_reward` where no subclass writes one.
+    """
+
+    def compute_reward(self, response: Experience) -> float:
+        """Return 1.0 for a right final answer, else 0.0, and note it as the metric `accuracy`."""
+        if not response.response_text or self.truth is None:
+            return 0.0
+        right = accuracy(response.response_text, self.truth)
+        response.metrics = {**(response.metrics or {}), "accuracy": right}
+        return right

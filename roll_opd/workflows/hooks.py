@@ -1,0 +1,130 @@
+"""Which methods of a user's workflow its run calls: a hook of Trinity-RFT's that nothing here calls is refused.
+
+The calls are read from the code: a name that a method mentions is a method that it may call. A hook counts as called
+where code that a run reaches, or any other code of the user's modules, mentions its name.
+"""
+
+import dis
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+from roll_opd.workflows.interface import Workflow, flag
+
+OURS = "roll_opd."
+RUNNER = "roll_opd.workers"  # which calls a class's entries
+TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
+TWINS |= {value: name for name, value in TWINS.items()}
+# methods that Trinity-RFT's classes call, and what to do where nothing here calls them
+HOOKS = {
+    "format_messages": "derive from SimpleWorkflow or OnPolicyDistillWorkflow, whose runs call it",
+    "format_prompt": "derive from MathBoxedWorkflow, whose run calls it with workflow_args use_base",
+    "compute_reward": "derive from OnPolicyDistillWorkflow, whose run calls it, or call it in a run of your own",
+    "calculate_reward": "call it in a run of your own, or name it compute_reward in an OnPolicyDistillWorkflow",
+    "step": "derive from StepWiseRewardWorkflow or RewardPropagationWorkflow, or write step_async",
+    "step_async": "derive from AsyncStepWiseRewardWorkflow or AsyncRewardPropagationWorkflow, or write step",
+    "reward": "derive from StepWiseRewardWorkflow or RewardPropagationWorkflow, or write reward_async",
+    "reward_async": "derive from AsyncStepWiseRewardWorkflow or AsyncRewardPropagationWorkflow, or write reward",
+    "run": "the class is asynchronous (is_async): write run_async, or is_async = False",
+    "run_async": "write is_async = True in the class, or name it run",
+    "execute": "write run or run_async; what they return is collected without it",
+    "set_repeat_times": "write can_repeat = True where one call makes all runs of a row, else remove it",
+}
+
+
+def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield (class and method, what is wrong) for hooks that a user's class writes and that its run does not call."""
+    own = [base for base in kind.__mro__ if not base.__module__.startswith((OURS, "builtins"))]
+    written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
+    if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
+        return
+    by = _mentions(kind)
+    elsewhere = _mentioned_elsewhere(own)
+    for name, instead in HOOKS.items():
+        if name not in written or not isinstance(hook := vars(written[name])[name], FunctionType | staticmethod):
+            continue
+        called = f"{written[name].__name__}.{name}"
+        if name not in by and name not in elsewhere:
+            if TWINS.get(name) not in written:  # a class may have both forms
+                yield called, f"is never called; {instead}"
+        elif any(module.startswith(OURS) for module in by.get(name, ())) and name not in ("run", "execute"):
+            is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
+            if is_awaited and not is_coroutine and name != "run_async":
+                yield called, "is awaited; write `async def`"
+            elif is_coroutine and not is_awaited:
+                other = f" or name it {TWINS[name]} in an asynchronous base" if name in TWINS else ""
+                yield called, f"is called and not awaited; write it without `async`{other}"
+
+
+def _mentions(kind: type) -> dict[str, set[str]]:
+    """Return the names that a run of the class may call, each with the modules whose code mentions it."""
+    both = isinstance(getattr(kind, "is_async", None), property)  # which only an instance can answer
+    entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
+    entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
+    entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]
+    found = {name: {RUNNER} for name in ["__init__", "experiences_of", *entries]}
+    left = list(found)
+    while left:
+        for base, code in _called(kind, left.pop()):
+            own = set(_names(code))
+            if base.__module__.startswith(OURS):  # where `one.eid.run` and `one.reward` are no calls
+                own = (own - TWINS.keys()) | set(_of_self(code))
+            for name in own:
+                if name not in found:
+                    left.append(name)
+                found.setdefault(name, set()).add(base.__module__)
+    return found
+
+
+def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
+    """Yield (class, code) of a method, and of its bases' as long as the code mentions the name, as super() does."""
+    for base in kind.__mro__:
+        codes = list(_codes(vars(base).get(name)))
+        yield from ((base, code) for code in codes)
+        if codes and not any(name in _names(code) for code in codes):
+            return
+
+
+def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
+    """Return the names that functions and other classes of the user's modules mention."""
+    found: set[str] = set()
+    for module in {kind.__module__ for kind in own} & sys.modules.keys():
+        for part in list(vars(sys.modules[module]).values()):
+            if getattr(part, "__module__", None) == module and part not in own:
+                is_class = isinstance(part, type)
+                parts = list(vars(part).values()) if is_class and not issubclass(part, Workflow) else [part]
+                found |= {name for each in parts for code in _codes(each) for name in _names(code)}
+    return found
+
+
+def _codes(part: Any) -> Iterator[CodeType]:
+    """Yield the code of a function, a method or a property, without its decorators."""
+    if isinstance(part, property):
+        parts: list[Any] = [part.fget, part.fset]
+    else:
+        parts = [getattr(part, "__func__", getattr(part, "func", part))]
+    for function in parts:
+        if isinstance(function := inspect.unwrap(function) if callable(function) else None, FunctionType):
+            yield function.__code__
+
+
+def _of_self(code: CodeType) -> Iterator[str]:
+    """Yield the attributes that code reads of `self`, and of its bases by super()."""
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if before in ("self", "super") and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            yield str(instruction.argval)
+        if instruction.opname not in ("PRECALL", "CALL"):
+            before = "super" if instruction.argval == "super" else str(instruction.argval)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that code mentions, its strings too, for `getattr(self, "reward")` may call a method."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
