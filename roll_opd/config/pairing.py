@@ -1,4 +1,4 @@
-"""Which pipeline a configuration is written for, and whether that is the one that was asked for."""
+"""Compare the pipeline that a configuration is written for with the requested one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ LAUNCHERS = {
 
 
 def written_for(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (pipeline, the key that shows it) of a configuration; None where its keys leave it open."""
+    """Return (pipeline, decisive key) of a configuration; None where its keys leave the pipeline open."""
     for name, keys in SUPERVISED.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
             return name, keys.role
@@ -42,7 +42,7 @@ def written_for(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def pairing_problem(values: Mapping[str, Any], asked: str, tell: Diagnostics) -> str | None:
-    """Say that a configuration is written for another pipeline than `asked`; None where the two agree."""
+    """Return a sentence where a configuration is written for another pipeline than `asked`, else None."""
     found = written_for(values)
     if found is None and asked == "agentic" and MIXED_ROLES[1] in values:
         found = "rlvr", MIXED_ROLES[1]

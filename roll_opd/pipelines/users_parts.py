@@ -1,4 +1,4 @@
-"""Whether a plan names code of the user's own, which is imported to be checked."""
+"""Decide whether planning must import code of the user."""
 
 from roll_opd.declared import declarations
 from roll_opd.plan import RunPlan

@@ -1,7 +1,7 @@
-"""Which methods of a user's workflow its run calls: a hook of Trinity-RFT's that nothing here calls is refused.
+"""Check that the run of a user's workflow calls the hooks of Trinity-RFT that the class overrides.
 
-The calls are read from the code: a name that a method mentions is a method that it may call. A hook counts as called
-where code that a run reaches, or any other code of the user's modules, mentions its name.
+Calls are found in the bytecode: a method may call each method whose name it mentions. A hook counts as called if code
+that the run reaches, or any other code of the user's modules, mentions its name.
 """
 
 import dis
@@ -35,7 +35,7 @@ HOOKS = {
 
 
 def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield (class and method, what is wrong) for hooks that a user's class writes and that its run does not call."""
+    """Yield (class and method, problem) for each overridden hook that the run of a user's class does not call."""
     own = [base for base in kind.__mro__ if not base.__module__.startswith((OURS, "builtins"))]
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
     if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
@@ -60,7 +60,7 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
 
 def _mentions(kind: type) -> dict[str, set[str]]:
     """Return the names that a run of the class may call, each with the modules whose code mentions it."""
-    both = isinstance(getattr(kind, "is_async", None), property)  # which only an instance can answer
+    both = isinstance(getattr(kind, "is_async", None), property)  # known of an instance alone
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
     entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]

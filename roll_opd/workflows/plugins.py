@@ -71,8 +71,8 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
     for parameter in inspect.signature(found).parameters.values():
         if parameter.default is parameter.empty and parameter.name not in GIVEN and parameter.kind not in SPREAD:
             raise WorkflowError(
-                f"workflow {name}: its __init__ takes {parameter.name}, which it is not given; known are"
-                f" {', '.join(GIVEN)}. What a configuration says is in task.workflow_args"
+                f"workflow {name}: its __init__ requires {parameter.name}, and the arguments are {', '.join(GIVEN)};"
+                " read other settings from task.workflow_args"
             )
     for method, problem in hook_problems(found):
         raise WorkflowError(f"workflow {name}: {method} {problem}")

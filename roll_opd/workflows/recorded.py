@@ -1,4 +1,4 @@
-"""The base of workflows around an agent that knows an OpenAI address: its requests are recorded and learned from."""
+"""Record and train on the requests of an agent that calls the policy at an OpenAI address."""
 
 import json
 from collections.abc import Mapping, Sequence

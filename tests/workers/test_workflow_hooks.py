@@ -250,7 +250,10 @@ def test_a_base_model_s_prompt_is_called() -> None:
     [
         ("class W(Workflow):\n    is_async = True\n    def run(self): ...", "or is_async = False for its run"),
         ("class W(Workflow):\n    async def run_async(self): ...", "or is_async = True for its run_async"),
-        ("class W(Workflow):\n    def __init__(self, task, model, judge): ...\n    def run(self): ...", "takes judge"),
+        (
+            "class W(Workflow):\n    def __init__(self, task, model, judge): ...\n    def run(self): ...",
+            "requires judge",
+        ),
         ("class W(SimpleWorkflow):\n    def compute_reward(self, response): ...", "W.compute_reward is never called"),
         ("from trinity.common.workflows import Workflow", "`from roll_opd.workflows import ...` for `from trinity"),
         ("from roll_opd.workflows import WorkflowBase", "WorkflowBase of Trinity-RFT does not exist here: derive"),
