@@ -123,7 +123,7 @@ def plan_config(
     diagnostics = Diagnostics(loaded.origins)
     if hopeless := vision_problem(loaded.values) or off_policy_problem(loaded.values):
         raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
-    asked = pipeline or {True: "distill", False: "rlvr"}.get(pure)
+    asked = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     if asked and (problem := pairing_problem(loaded.values, asked, diagnostics)):
         raise ConfigError([problem])  # of its keys, read as another pipeline's, much would be wrong
     keys = _supervised_pipeline(loaded.values, pure, None if pipeline == "agentic" else pipeline)

@@ -9,7 +9,7 @@ BUILTIN = "roll_opd.workflows.builtin"
 def names_users_parts(plan: RunPlan) -> bool:
     """Whether a plan names a module of the user's: by a directory of plugins, a dotted path, or a registered name."""
     workflow = plan.workflow
-    names = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
+    names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
     names += [term.worker for reward in plan.rewards for term in reward.terms]
     if workflow:
         games = workflow.workflow_args.get("environments", {}) if plan.is_agentic else {}
