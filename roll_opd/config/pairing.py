@@ -48,6 +48,8 @@ def pairing_problem(values: Mapping[str, Any], asked: str, tell: Diagnostics) ->
         found = "rlvr", MIXED_ROLES[1]
     if asked not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == asked:
         return None
+    if asked not in SUPERVISED and values.get("algorithm_type") in [keys.algorithm for keys in SUPERVISED.values()]:
+        return None  # reported with the launcher, as of any algorithm that learns from rows
     meant, key = found
     is_played_pure = meant == "agentic" and not values.get("use_opd") and values.get("teacher")
     if asked == "distill" and is_played_pure and values.get("is_pure_opd") is not False:
