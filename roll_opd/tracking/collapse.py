@@ -99,6 +99,8 @@ class CollapseAlarm:
             yield REWARD, text
         if CUT_OFF in measured and (text := self._cut_off_more()):
             yield CUT_OFF, text
+        if measured.isdisjoint(self._series):
+            return
         reward = self._reward_shift()
         if reward.errors[0] > RISEN if reward else not self._is_itself:
             return
