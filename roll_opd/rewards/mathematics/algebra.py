@@ -8,7 +8,21 @@ from typing import cast
 
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import verify
-from sympy import Basic, Derivative, EmptySet, Expr, FiniteSet, I, Intersection, Interval, N, Reals, Set, Union
+from sympy import (
+    Basic,
+    Derivative,
+    EmptySet,
+    Expr,
+    FiniteSet,
+    I,
+    Intersection,
+    Interval,
+    N,
+    Rational,
+    Reals,
+    Set,
+    Union,
+)
 from sympy.logic.boolalg import Boolean
 from sympy.matrices import MatrixBase
 from sympy.simplify.simplify import simplify
@@ -50,6 +64,18 @@ def same_set(gold: str, answer: str) -> bool:
     return bool(
         golds == answers or simplify(golds) == simplify(answers) or golds.symmetric_difference(answers).is_empty
     )
+
+
+def contradict(value: str, rounding: str) -> bool:
+    """Return whether `value` is a real number that `rounding`, a decimal, neither rounds nor cuts off."""
+    number = _read(value)
+    if number.free_symbols or not _is_expression(number):
+        return False
+    measured = N(number, _DIGITS)
+    if not (measured.is_real and measured.is_finite):
+        return False
+    places = len(rounding.partition(".")[2])
+    return bool(abs(measured - N(rounding, _DIGITS)) >= Rational(1, 10**places))
 
 
 def _read(text: str) -> Basic | MatrixBase:

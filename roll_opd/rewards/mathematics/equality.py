@@ -43,6 +43,8 @@ class Algebra(Protocol):
 
     def same_set(self, gold: str, answer: str) -> bool: ...
 
+    def contradict(self, value: str, rounding: str) -> bool: ...
+
 
 def as_number(text: str) -> Fraction | None:
     """Return the exact value of a plain text that is an integer, a decimal or a quotient of two; None for others."""
@@ -127,8 +129,8 @@ def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
     golds, answers = split_outside(gold, _APPROXIMATELY), split_outside(answer, _APPROXIMATELY)
     if (len(golds) > 1) != (len(answers) > 1):  # one of them has an exact value and its rounding
         return (
-            _agree(golds)
-            and _agree(answers)
+            _agree(golds, algebra)
+            and _agree(answers, algebra)
             and any(_same_single(one.strip(), other.strip(), algebra) for one in golds for other in answers)
         )
     gold, answer = _sides(gold, answer)
@@ -209,16 +211,19 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
     return gold, answer
 
 
-def _agree(sides: Sequence[str]) -> bool:
+def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
     """Return whether no side of "a ≈ b" contradicts the next one: where both are numbers, b is a rounding of a."""
     values = [_value(split_outside(side, _EQUALS)) for side in sides]
     for one, other in pairwise(values):
         exact_text, rounded_text = (split_unit(text)[0].rstrip("% ") for text in (one, other))
         value, rounding = as_number(exact_text), as_number(rounded_text)
-        if value is not None and rounding is not None:
-            places = len(rounded_text.partition(".")[2])
-            if abs(value - rounding) > Fraction(1, 10**places):  # cut off or rounded
+        if rounding is None:
+            continue
+        if value is None:
+            if exact_text and algebra.contradict(exact(exact_text), rounded_text):
                 return False
+        elif abs(value - rounding) >= Fraction(1, 10 ** len(rounded_text.partition(".")[2])):
+            return False
     return True
 
 

@@ -32,7 +32,7 @@ READY = "ready"  # a process's first line
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
-Question = Literal["same_expression", "same_set"]
+Question = Literal["same_expression", "same_set", "contradict"]
 
 
 class TimedOut(Exception):
@@ -58,6 +58,9 @@ class Algebra:
 
     def same_set(self, gold: str, answer: str) -> bool:
         return self._ask("same_set", gold, answer)
+
+    def contradict(self, value: str, rounding: str) -> bool:
+        return self._ask("contradict", value, rounding)
 
     def _ask(self, question: Question, gold: str, answer: str) -> bool:
         if self._left <= 0:
