@@ -8,6 +8,7 @@ run, so the largest of several hundred correlated statistics decides. `threshold
 calibrated on simulated runs (`tests/tracking/test_change_tests.py`).
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,9 @@ SHORTEST = 8  # steps of a window: a change that lasts for less is not sustained
 FIRST_STEP = 3 * SHORTEST  # before that, no two windows and a baseline fit into a run
 LONGEST_SHARE, SHORTEST_SHARE = 1 / 3, 1 / 12  # of the steps so far, in one window
 LENGTHS = (5, 8, 12, 18, 27, 40, 60, 90, 135, 200)  # of windows, in steps
-STANDARD_ERRORS = 4.4  # 0.4 % of 1,000 runs without a change reach it, at 30 to 500 steps
+STANDARD_ERRORS = 4.4  # with the two below, 0.3 % of runs without a change reach it, at 30 to 500 steps
 FEW_STEPS = 6.0  # the threshold of a short run is larger by this share over T: its noise is estimated from few steps
+MORE_TESTS, TESTS_FROM = 0.06, 100  # larger by this share with every doubling of the steps from here on: more tests
 GAIN_ERRORS = 2.5  # standard errors of a gain: it is significant
 LOST = 0.25  # share of a gain. A run that has lost half at its end had lost this share for a window by then
 RECOVERED = 2.0  # times the deepest earlier fall that the run has recovered from
@@ -50,7 +52,8 @@ def is_due(steps: int) -> bool:
 
 def threshold(steps: int) -> float:
     """Return the standard errors from which a change in a run of so many steps is significant."""
-    return STANDARD_ERRORS * (1 + FEW_STEPS / steps)
+    longer = MORE_TESTS * math.log2(max(steps / TESTS_FROM, 1.0))
+    return STANDARD_ERRORS * (1 + FEW_STEPS / steps) * (1 + longer)
 
 
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
