@@ -48,7 +48,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from roll_opd.config.check_machine import warnings_here
     from roll_opd.diagnostics import ConfigError
     from roll_opd.pipelines.describe import to_json, to_text
-    from roll_opd.pipelines.users_parts import names_users_parts
+    from roll_opd.pipelines.user_code import uses_user_code
     from roll_opd.terminal import columns, tell
 
     try:
@@ -59,13 +59,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         tell(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
-    if names_users_parts(plan):
+    if uses_user_code(plan):
         # imports torch, as the user's own modules may
+        from roll_opd.pipelines.check_user_code import check_user_code
         from roll_opd.pipelines.launch import exit_code
-        from roll_opd.pipelines.named_parts import check_named_parts
 
         try:
-            check_named_parts(plan)
+            check_user_code(plan)
         except Exception as error:
             return exit_code(error, is_started=False)
     print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)

@@ -18,7 +18,7 @@ from roll_opd.cluster.launched import Host, LaunchError, forget, launched
 from roll_opd.cluster.member import serve
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.start_up import ClusterError
-from roll_opd.cluster.temporaries import own_temporaries
+from roll_opd.cluster.temp_directory import run_temp_directory
 from roll_opd.command_line import DONE, FAILED, INTERRUPTED, USER_ERROR
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.failures import os_sentence
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     command = {"ranks": ranks, "hosts": size, "module": "roll_opd.megatron.score", "arguments": [json.dumps(settings)]}
     if host:
         return _over_hosts(host, command, settings["model"], options.host_seconds)
-    with guarded() as reaper, own_temporaries(reaper):
+    with guarded() as reaper, run_temp_directory(reaper):
         return FAILED if torch_ranks.start(command).wait() else DONE
 
 
@@ -82,7 +82,7 @@ def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float)
         hosts.check([model], None, command["ranks"])
         with socket.create_server(("", 0)) as free:
             command |= {"address": host.address, "port": free.getsockname()[1], "host": 0}
-        with guarded() as reaper, own_temporaries(reaper):
+        with guarded() as reaper, run_temp_directory(reaper):
             hosts.start_ranks(command)
             process = torch_ranks.start({**command, "here": host.own_address()})
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
-from roll_opd.cluster.temporaries import own_temporaries
+from roll_opd.cluster.temp_directory import run_temp_directory
 from roll_opd.cluster.warm_start import warm_server
 from roll_opd.failures import DEBUG
 
@@ -31,7 +31,7 @@ def run(told: dict[str, Any]) -> None:
     with warm_server() as server:
         server.import_for(told["warm"])
         prepare_environment()
-        with guarded() as reaper, own_temporaries(reaper):
+        with guarded() as reaper, run_temp_directory(reaper):
             from roll_opd.cluster.runtime import joined_node, what_has_ended
 
             try:

@@ -20,7 +20,7 @@ from roll_opd.cluster.lean_ray import lean
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
 from roll_opd.cluster.start_up import ClusterError, StartUp
-from roll_opd.cluster.temporaries import own_temporaries
+from roll_opd.cluster.temp_directory import run_temp_directory
 from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
@@ -47,7 +47,7 @@ def ray_cluster(
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common: dict[str, Any] = {"log_to_driver": DEBUG in os.environ, "logging_level": "warning"}
     joins = bool(os.environ.get("RAY_ADDRESS"))
-    with guarded() as reaper, nullcontext() if joins else own_temporaries(reaper):
+    with guarded() as reaper, nullcontext() if joins else run_temp_directory(reaper):
         if joins:
             with starting.waiting_for(f"the Ray cluster at {os.environ['RAY_ADDRESS']}"):
                 _init(**common)

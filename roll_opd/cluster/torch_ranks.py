@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import torch_variables, use_the_network_of
-from roll_opd.cluster.temporaries import own_temporaries
+from roll_opd.cluster.temp_directory import run_temp_directory
 from roll_opd.paths import use_cache_of_compilers
 
 ALONE = "localhost"  # in the place of this host's name, which need not have an address
@@ -43,7 +43,7 @@ def start(told: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess
 
 
 def _serve(told: Mapping[str, Any]) -> None:
-    with guarded() as reaper, own_temporaries(reaper):
+    with guarded() as reaper, run_temp_directory(reaper):
         process = start(told, sys.stderr)  # what they say is no message
 
         def wait() -> None:

@@ -27,7 +27,7 @@ from roll_opd.config import (
 )
 from roll_opd.config.correction import check_quantised
 from roll_opd.config.expand import expand, pipeline_problem
-from roll_opd.config.pairing import pairing_problem, written_for
+from roll_opd.config.pipeline_check import pipeline_of, wrong_pipeline
 from roll_opd.config.read import Sections, read_sections
 from roll_opd.config.rewards import read_rewards
 from roll_opd.config.roles import Role, RoleReader, Roles, choose_mode
@@ -52,7 +52,7 @@ from roll_opd.data.preview import count_rows, first_tags, whole_steps
 from roll_opd.data.rows import DataError
 from roll_opd.diagnostics import ConfigError, Diagnostics
 from roll_opd.frozen import FrozenDict
-from roll_opd.hf.chosen_weights import engine_problem
+from roll_opd.hf.find_weights import engine_problem
 from roll_opd.megatron.memory import estimate_memory
 from roll_opd.megatron.supported import not_yet
 from roll_opd.paths import PathError, find_path, looking_beside
@@ -124,7 +124,7 @@ def plan_config(
     if hopeless := vision_problem(loaded.values) or off_policy_problem(loaded.values):
         raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
     asked = pipeline or (None if pure is None else "distill" if pure else "rlvr")
-    if asked and (problem := pairing_problem(loaded.values, asked, diagnostics)):
+    if asked and (problem := wrong_pipeline(loaded.values, asked, diagnostics)):
         raise ConfigError([problem])  # of its keys, read as another pipeline's, much would be wrong
     keys = _supervised_pipeline(loaded.values, pure, None if pipeline == "agentic" else pipeline)
     plan = _supervised(loaded, keys, diagnostics) if keys else _rolled_out(loaded, pure, diagnostics)
@@ -151,7 +151,7 @@ def _supervised_pipeline(values: Mapping[str, Any], pure: bool | None, pipeline:
             return SUPERVISED[pipeline]
         except (ImportError, KeyError) as error:
             raise ConfigError([problem + (f": {error}" if isinstance(error, ImportError) else "")]) from None
-    found = written_for(values) if pure is None else None
+    found = pipeline_of(values) if pure is None else None
     return SUPERVISED.get(found[0]) if found else None
 
 

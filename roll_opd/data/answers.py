@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_opd.data.marks import mark_of, unread_marks, without_marks
+from roll_opd.data.loss_marks import mark_of, unread_marks, without_marks
 from roll_opd.data.report import NOT_LEARNED
 from roll_opd.data.rows import (
     EMPTY,
@@ -42,7 +42,7 @@ COLUMN_KEYS = {
     "rejected": "rejected_key",
 }
 _ADDED = ("input", "system")  # to an instruction, only where a key names the column
-HISTORY = "history"  # earlier turns beside an instruction, which are not read
+HISTORY = "history"  # Alpaca's earlier turns, which are not supported
 _PROMPT = ("instruction", *_ADDED)  # of a user's turn that the row does not write as messages
 
 Message = FrozenDict  # {"role": str, "content": str, ...}
@@ -99,7 +99,7 @@ def _parsed(value: Any, fallback_id: str, plan: DataPlan) -> Row:
 
 
 def _unread(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns beside a question that hold something and that no key names."""
+    """Return the non-empty columns with parts of the question that no key of the configuration names."""
     if _is_instruction(value, columns):
         names: tuple[str, ...] = tuple(name for name in (*_ADDED, HISTORY) if name not in columns)
     else:
@@ -148,9 +148,9 @@ def _one_answer(value: dict[str, Any], asked: Asked, columns: Mapping[str, str])
 
 
 def _up_to_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return an answered conversation up to the turn that is learned.
+    """Return an answered conversation up to the learned turn.
 
-    That is the last, or an earlier one that is marked to be learned where the last is marked not to be.
+    That is the last turn; if the last one has loss weight 0, the last earlier assistant turn with loss weight 1.
     """
     mark = mark_of(messages[-1])
     if mark is None or mark[1]:
@@ -176,9 +176,9 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
 
 
 def _prompt(asked: Asked, before: tuple[Message, ...], name: str) -> Asked:
-    """Return the prompt of a row that asks `asked` and has the messages `before` an answer in its column `name`.
+    """Return the prompt of a row from its prompt column `asked` and the messages `before` the answer in column `name`.
 
-    An answer's messages may repeat the prompt, or its end, or go on from it: with calls of tools and their results.
+    The messages of an answer may repeat the prompt or its end, or continue it with tool calls and their results.
     """
     if not before or asked is None:
         return before or asked
@@ -192,9 +192,9 @@ def _prompt(asked: Asked, before: tuple[Message, ...], name: str) -> Asked:
             return question
         if goes_on:
             return (*question, *before)
-        raise BadRow(OTHER_PROMPT, f"the prompt and the messages before the answer in {name} differ; leave one out")
+        raise BadRow(OTHER_PROMPT, f"the prompt and the messages before the answer in {name} differ; remove one")
     if goes_on:
-        raise BadRow(WRONG_TYPE, f"{name} goes on from a prompt that is a text; write the prompt as messages")
+        raise BadRow(WRONG_TYPE, f"{name} continues a prompt that is a plain text; write the prompt as messages")
     return before
 
 

@@ -45,7 +45,7 @@ class Experience:
     teacher_targets: dict[str, HeldTargets] = field(default_factory=dict)  # teacher -> more than log-probs
     ref_logprobs: np.ndarray | None = None  # f32 [T-P], of the frozen reference policy
     reward: float | None = None  # external reward, on the last action token
-    turn_rewards: tuple[float, ...] = ()  # what the environment gave for each turn, where it did; for records
+    turn_rewards: tuple[float, ...] = ()  # of each turn, from the environment; recorded only
     reward_parts: dict[str, float] = field(default_factory=dict)  # what it is made of, or was found beside it, by name
     reward_reason: str = ""  # why, in a word or two, where the reward worker says so
     excluded: bool = False  # its reward failed and nobody is to learn from it (`on_error: drop`)
@@ -64,21 +64,21 @@ class Experience:
         return len(self.tokens) - self.prompt_length
 
     def acted(self, values: np.ndarray) -> np.ndarray:
-        """Return the entries of a [T-P, ...] array at action tokens: what means, shares and checks are made of."""
+        """Return the entries of a [T-P, ...] array at action tokens, for means, shares and checks."""
         return values[self.action_mask]
 
     def without_observed(self, values: np.ndarray) -> np.ndarray:
-        """Return a floating [T-P] array with NaN at observed tokens, for records: a mean over all of it is NaN."""
+        """Return a floating [T-P] array with NaN at observed tokens, for records."""
         return values if self.action_mask.all() else np.where(self.action_mask, values, values.dtype.type(np.nan))
 
     @property
     def action_tokens(self) -> int:
-        """Tokens that the student wrote; of a demonstration, those of its answer."""
+        """Number of tokens that the student generated, or of a demonstration's answer."""
         return int(np.count_nonzero(self.action_mask))
 
     @property
     def learned_tokens(self) -> int:
-        """Action tokens that the loss reads."""
+        """Number of action tokens in the loss."""
         if self.excluded:
             return 0
         mask = self.action_mask if self.loss_mask is None else self.action_mask & self.loss_mask

@@ -95,7 +95,7 @@ def _matching(pattern: str) -> list[Path]:
 def open_file(name: str, columns: Collection[str] | None = None) -> RowFile:
     """Open the file called `name`: Parquet, one JSON array, or else JSONL.
 
-    A pass over a Parquet file reads `columns` alone, None: all. Raises `DataError` for a file of another kind.
+    A pass over a Parquet file reads only `columns`; None: all. Raises `DataError` for other file types.
     """
     path = Path(name)
     if told := refusal(path):
@@ -148,7 +148,7 @@ class ParquetFile:
     """The rows of a Parquet file. Reading a row decodes its row group up to the row: small groups are read faster."""
 
     def __init__(self, path: Path, columns: Collection[str] | None = None) -> None:
-        """A pass over the file leaves columns, such as test cases, that are not in `columns` unread."""
+        """A pass over the file skips columns outside `columns`, such as test cases."""
         import pyarrow as pa
 
         self.path = path

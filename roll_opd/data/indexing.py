@@ -26,8 +26,8 @@ from roll_opd.data.report import (
 )
 from roll_opd.data.rows import BadRow, DataError, Row
 from roll_opd.data.teacher_prompts import TeacherPrompts
+from roll_opd.data.template_check import TEXT_WITH_CALLS, drops_text_with_calls
 from roll_opd.data.templates import PromptText, UnusableTemplate, render_answer, render_prompt, tokenize
-from roll_opd.data.written import BESIDE_CALLS, leaves_text_beside_calls
 from roll_opd.frozen import FrozenDict, thaw
 from roll_opd.plan import DataPlan
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # rows are tokenised together, which is several times faster than one by one
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 2**20
-RENDERED_TWICE = 16  # rows of a file: a template that draws at random writes one of them in another way
+RENDERED_TWICE = 16  # rows of a file that are rendered twice, to detect a template with random text
 MOST_DOMAINS = 1000  # kept for each tag; a column with more names of web sites or subjects, not of rewards
 PROGRESS_AFTER = 3.0  # seconds of a pass after which its progress is shown
 
@@ -51,7 +51,7 @@ class Index:
     lines: np.ndarray  # uint32 [N]
     tags: np.ndarray  # int32 [N], into tag_names
     checks: np.ndarray  # uint32 [N], of id, tag, ground truth and tokens: a row that has changed since is found out
-    asked: np.ndarray  # uint64 [N], hashes of what is asked: rows of two data sets with the same prompt have the same
+    prompt_hashes: np.ndarray  # uint64 [N], equal for equal prompts of two data sets
     unanswered: np.ndarray  # bool [N], the row has no ground_truth
     renamed: np.ndarray  # bool [N], an earlier prompt has the same id
     tag_names: tuple[str, ...]
@@ -70,7 +70,7 @@ class _Pending:
     tag: str
     ground_truth: str | None
     domain: Any  # of the row's own `domain` column, unchecked
-    task: bytes | None  # what a workflow reads, without its id; None: what is asked are the prompt's tokens
+    task: bytes | None  # of a workflow, without its id: hashed in place of the prompt's tokens
     texts: tuple[PromptText, ...]  # the prompt's and its answers'
     of_teachers: dict[str, PromptText]  # what teachers read in the prompt's place
 
@@ -82,7 +82,7 @@ class Indexer:
         self._plan, self._tokenizer, self._teachers = plan, tokenizer, teachers
         self._positions, self._lines, self._tags = array("q"), array("I"), array("i")
         self._unanswered = array("b")
-        self._asked = array("Q")
+        self._prompt_hashes = array("Q")
         self._checks, self._ids = array("I"), array("q")  # ids: hashes, which tell ids apart in eight bytes
         self._codes: dict[str, int] = {}  # tag -> number
         self._domains: dict[str, dict[str, str]] = {}  # see Index.domains
@@ -111,7 +111,7 @@ class Indexer:
             lines=np.frombuffer(self._lines, dtype=np.uint32),
             tags=np.frombuffer(self._tags, dtype=np.int32),
             checks=np.frombuffer(self._checks, dtype=np.uint32),
-            asked=np.frombuffer(self._asked, dtype=np.uint64),
+            prompt_hashes=np.frombuffer(self._prompt_hashes, dtype=np.uint64),
             unanswered=np.frombuffer(self._unanswered, dtype=np.bool_),
             renamed=repeated(np.frombuffer(self._ids, dtype=np.int64)),
             tag_names=tuple(self._codes),
@@ -136,10 +136,10 @@ class Indexer:
                 texts = render_row(self._tokenizer, row, self._plan)
                 if report.rows <= RENDERED_TWICE and render_row(self._tokenizer, row, self._plan) != texts:
                     raise UnusableTemplate(
-                        f"{file.path}:{line}: the chat template writes the same row differently each time, and a run"
-                        " reads a row again when it is drawn; take what is random out of the template"
+                        f"{file.path}:{line}: the chat template renders the same row differently each time, and a run"
+                        " renders a row again when it is drawn; remove the random part of the template"
                     )
-                report.unread.update(not_written(row, texts[0].text))
+                report.unread.update(dropped_parts(row, texts[0].text))
                 of_teachers = self._teachers.texts(row, template_of(row, self._plan))
             except BadRow as bad:
                 report.add_bad(bad.kind, line, bad.detail)
@@ -183,7 +183,7 @@ class Indexer:
                 self._lines.append(row.line)
                 self._tags.append(self._codes.setdefault(row.tag, len(self._codes)))
                 self._checks.append(row_check(row.id, row.tag, row.ground_truth, parts))
-                self._asked.append(_hash(tokens.tobytes() if row.task is None else row.task))
+                self._prompt_hashes.append(_hash(tokens.tobytes() if row.task is None else row.task))
                 self._unanswered.append(row.ground_truth is None)
                 self._ids.append(hash(row.id))
                 domains = self._domains.setdefault(row.tag, {})
@@ -206,10 +206,10 @@ def render_row(tokenizer: "PreTrainedTokenizerBase", row: Row, plan: DataPlan) -
     return (prompt, *(render_answer(tokenizer, row, answer, prompt, template) for answer in row.answers))
 
 
-def not_written(row: Row, prompt: str) -> Iterator[str]:
-    """Yield what a prompt lacks of its row and a run goes on without."""
-    if leaves_text_beside_calls(row.messages, prompt):
-        yield BESIDE_CALLS
+def dropped_parts(row: Row, prompt: str) -> Iterator[str]:
+    """Yield the names of row parts that the prompt lacks; they cause a warning, not a bad row."""
+    if drops_text_with_calls(row.messages, prompt):
+        yield TEXT_WITH_CALLS
     if row.prompt is not None and any((tool_name(tool) or "") not in prompt for tool in row.tools):
         yield "tools"
 

@@ -1,13 +1,13 @@
-"""Messages as files and clients write them, in OpenAI's form and its neighbours, made into what chat templates read.
+"""Parse messages of files and of client requests, in OpenAI's and similar forms, for chat templates.
 
-One reader serves both: contents become texts, arguments of tool calls objects, roles those that templates know.
+Contents become texts, arguments of tool calls objects, and roles the names that templates know.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-# roles -> those that chat templates know
+# role -> role in chat templates
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -17,9 +17,9 @@ ROLES = {
     "function": "tool",
 }
 KNOWN_ROLES = tuple(dict.fromkeys(ROLES.values()))
-# other names that can mean only one of them: ShareGPT's speakers
+# unambiguous other names: ShareGPT's speakers
 _ALIASES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
-# names that some templates know, and what to write for a template that does not
+# role names of some templates -> the role to write for other templates
 _ADVICE = {
     **dict.fromkeys(("observation", "function_response", "ipython", "tool_response", "tool_result"), "tool"),
     **dict.fromkeys(("function_call", "ai", "agent", "answer", "response"), "assistant"),
@@ -31,7 +31,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message t
 
 
 class MessageError(ValueError):
-    """A message that cannot be read: `field` is where, `what` says why and what to write."""
+    """A message that cannot be parsed: `field` is the place, `what` the reason and the remedy."""
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
@@ -39,19 +39,19 @@ class MessageError(ValueError):
 
 
 def role_of(written: str) -> str:
-    """Return the role that a written one means, whatever its case; an unknown one is returned as it is."""
+    """Return the normalized role, case-insensitively; an unknown role is returned unchanged."""
     folded = written.strip().casefold()
     return ROLES.get(folded) or _ALIASES.get(folded) or written
 
 
 def role_advice(role: str) -> str:
-    """Return what to write for a role that is unknown."""
+    """Return the remedy for an unknown role."""
     meant = _ADVICE.get(role.strip().casefold())
     return f"write {meant}" if meant else f"write one of {', '.join(KNOWN_ROLES)}"
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without the keys of objects, at every depth, whose value is None: Parquet fills them in."""
+    """Return `value` without null entries of objects, at every depth: Parquet adds them."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -62,7 +62,7 @@ def without_nulls(value: Any) -> Any:
 def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message with a text in `content` and tool calls with arguments as objects; raises `MessageError`.
 
-    Nulls are dropped, text parts joined, and the former `function_call` becomes a tool call. An unknown role is kept.
+    Nulls are dropped, text parts joined, and the deprecated `function_call` becomes a tool call. Unknown roles stay.
     """
     read = without_nulls(message)
     if not isinstance(read.get("role"), str):
@@ -76,9 +76,9 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return the tools in a list of objects, or in a JSON text of one; None for what is no such list.
+    """Return tools from a list of objects, or from JSON text of one; None for anything else.
 
-    `MessageError` for a text that begins as a list and is no JSON.
+    Raises `MessageError` for a text that starts like JSON and is not valid.
     """
     if isinstance(tools, str):
         if not tools.strip():
@@ -97,7 +97,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     read = []
     for tool in tools:
-        if isinstance(tool, str):  # each written as JSON, since their schemas differ
+        if isinstance(tool, str):  # each a JSON text, since their schemas differ
             try:
                 tool = json.loads(tool)
             except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def tool_name(tool: Mapping[str, Any]) -> str | None:
-    """Return the name of a tool or of a call, written with `function` around it or without."""
+    """Return the name of a tool or of a call, with or without the outer `function` object."""
     function = tool.get("function")
     name = (function if isinstance(function, Mapping) else tool).get("name")
     return name if isinstance(name, str) and name else None
@@ -134,12 +134,8 @@ def _part(part: Any, where: str) -> str:
         if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             return part["text"]
         if kind not in _TEXT_PARTS:
-            raise MessageError(
-                where, f"is a part of type {kind!r}; messages with parts other than text are not read, take them out"
-            )
-    raise MessageError(
-        where, "is no text part; write {'type': 'text', 'text': ...}, parts other than text are not read"
-    )
+            raise MessageError(where, f"is a part of type {kind!r}; only text parts are supported, remove it")
+    raise MessageError(where, "is not a text part; write {'type': 'text', 'text': ...}, other parts are not supported")
 
 
 def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -159,7 +155,7 @@ def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object: chat templates write it as JSON themselves."""
+    """Return a tool call with its arguments as an object: chat templates encode them themselves."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         function = {name: call[name] for name in ("name", "arguments") if name in call}

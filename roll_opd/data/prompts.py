@@ -109,9 +109,9 @@ class PromptSet:
         members = [self.members(stream) for stream in self.streams if stream.weight > 0]
         return np.unique(np.concatenate([np.empty(0, np.int64), *members]))
 
-    def asked(self, numbers: np.ndarray) -> np.ndarray:
-        """Return a hash of what each of the prompts with these numbers asks, uint64."""
-        return self._index.asked[numbers]
+    def prompt_hashes(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the hashes of the prompts with these numbers, uint64."""
+        return self._index.prompt_hashes[numbers]
 
     def tags(self, numbers: np.ndarray) -> dict[str, int]:
         """Return tag -> how many of the prompts with these numbers have it."""

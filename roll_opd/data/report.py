@@ -16,7 +16,7 @@ WHOLE_TOO_LONG = "longer than sequence_length"
 TEACHER_TOO_LONG = "longer, as a teacher reads it, than that teacher's prompt_length"
 NOT_ENCODABLE = "refused by the template"
 NO_TOKEN = "without a token"
-NOT_LEARNED = "marked as not to be learned"  # which is no fault
+NOT_LEARNED = "excluded from the loss"  # not an error
 
 
 @dataclass

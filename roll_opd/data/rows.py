@@ -29,8 +29,8 @@ _SPEAKERS = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
-MEDIA = ("images", "videos", "audios")  # columns whose content a prompt's text refers to
-# columns from which a prompt is made besides those of its text
+MEDIA = ("images", "videos", "audios")  # columns of multimodal prompts
+# columns that a prompt is made of, besides its text
 OF_PROMPTS = (*MEDIA, "tools", "functions", "chat_template_kwargs")
 RESERVED_VARIABLES = frozenset(
     {"messages", "conversation", "chat_template", "tools", "documents", "add_generation_prompt", "tokenize"}
@@ -65,9 +65,9 @@ class Row:
     ground_truth: str | None = None
     answers: tuple[FrozenDict, ...] = ()  # messages that may follow: one in schema sft; chosen and rejected in dpo
     extra: FrozenDict = field(default_factory=FrozenDict)  # every other key, such as test_cases
-    tools: tuple[FrozenDict, ...] = ()  # that the template writes
-    variables: FrozenDict = field(default_factory=FrozenDict)  # of the template: `chat_template_kwargs`
-    unread: tuple[str, ...] = ()  # columns and keys that may belong to the row's meaning and are left out
+    tools: tuple[FrozenDict, ...] = ()  # for the chat template
+    variables: FrozenDict = field(default_factory=FrozenDict)  # of the chat template: `chat_template_kwargs`
+    unread: tuple[str, ...] = ()  # non-empty columns and keys that are ignored, for warnings
 
 
 def parse_row(
@@ -86,7 +86,7 @@ def parse_row(
         messages = _question(messages)
     media = next((name for name in MEDIA if _holds(value.get(name))), None)
     if media:
-        raise BadRow(NOT_TEXT, f"{media} is not empty, and models read text alone here; remove the row or the column")
+        raise BadRow(NOT_TEXT, f"{media} is not empty; only text models are supported, remove the row or the column")
     tools, unread = _tools(value)
     beside = _is_written(value.get("system")) and not (messages and messages[0]["role"] == "system")
     return Row(
@@ -120,7 +120,7 @@ def parse_task(value: Any, fallback_id: str, columns: Mapping[str, str]) -> Row:
 
 
 def own_names(value: Any, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values that are neither None nor NaN, renamed by `columns`; `BadRow` for what is no object."""
+    """Return the values that are neither None nor NaN, renamed by `columns`; raises `BadRow` for other types."""
     if isinstance(value, BadRow):
         raise value
     if not isinstance(value, dict):
@@ -143,14 +143,14 @@ def is_null(value: Any) -> bool:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a text or number is none: a null, an infinite number, a text that is empty or blank."""
+    """Whether a value counts as missing: null, an infinite number, an empty or blank text."""
     if isinstance(value, str):
         return not value.strip()
     return is_null(value) or (isinstance(value, float | Decimal) and not math.isfinite(value))
 
 
 def tag_of(value: Any) -> str:
-    """Return the tag that a row's value means, `DEFAULT_TAG` where it is missing; raises `BadRow`."""
+    """Return a row's tag, `DEFAULT_TAG` if the value is missing; raises `BadRow`."""
     if is_missing(value):
         return DEFAULT_TAG
     if not isinstance(value, str):
@@ -182,13 +182,13 @@ def _parse_prompt(value: dict[str, Any], columns: Mapping[str, str]) -> tuple[tu
 
 
 def first_present(value: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the first of `names` that holds something, else the first that is there, else None."""
+    """Return the first of `names` with a value, else the first that exists, else None."""
     there = [name for name in names if name in value]
     return next((name for name in there if not is_missing(value[name])), there[0] if there else None)
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str, ...]]:
-    """Return the tools of a row, and the column that holds something else under their name; raises `BadRow`."""
+    """Return the tools of a row, and the name of a tools column in an unsupported form; raises `BadRow`."""
     for name in ("tools", "functions"):
         written = value.get(name)
         if not written or is_missing(written):
@@ -207,7 +207,7 @@ def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str,
 
 
 def _variables(value: Any) -> FrozenDict:
-    """Return the variables of the template in `chat_template_kwargs`, an object or its JSON; raises `BadRow`."""
+    """Return the template variables in `chat_template_kwargs`, an object or its JSON; raises `BadRow`."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -216,12 +216,12 @@ def _variables(value: Any) -> FrozenDict:
     if not value or is_missing(value):
         return FrozenDict()
     if not isinstance(value, dict) or not value.keys().isdisjoint(RESERVED_VARIABLES):
-        raise BadRow(WRONG_TYPE, "chat_template_kwargs must be an object of variables that the chat template knows")
+        raise BadRow(WRONG_TYPE, "chat_template_kwargs must be an object with variables of the chat template")
     return FrozenDict({key: item for key, item in value.items() if item is not None})
 
 
 def _holds(value: Any) -> bool:
-    """Whether a column of media has anything in it."""
+    """Whether a media column is not empty."""
     if isinstance(value, list | tuple):
         return any(map(_holds, value))
     return not is_missing(value) and value not in ("[]", "{}", {}, False)
@@ -242,9 +242,9 @@ def _question(messages: tuple[FrozenDict, ...]) -> tuple[FrozenDict, ...]:
 
 
 def parse_messages(messages: Any) -> tuple[FrozenDict, ...]:
-    """Return the conversation in a list, or in a JSON string of one, also in ShareGPT's form; raises `BadRow`.
+    """Parse a conversation from a list, or from a JSON string of one, also in ShareGPT's form; raises `BadRow`.
 
-    A tuple has been read already.
+    A tuple has been parsed already and is returned unchanged.
     """
     if isinstance(messages, tuple) and messages:
         return messages
@@ -312,7 +312,7 @@ def encodable(text: str, name: str) -> str:
 
 
 def _text(value: dict[str, Any], key: str) -> str | None:
-    """Return a text field, None where it is missing; numbers are taken as their text: ids and answers are often so."""
+    """Return a text field, None if it is missing; numbers, common for ids and answers, become texts."""
     item = value.get(key)
     if is_missing(item):
         return None

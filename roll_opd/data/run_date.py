@@ -1,6 +1,6 @@
-"""The date and time at which a run began, for chat templates that write it (`strftime_now`).
+"""The start date of a run, for chat templates that write the date (`strftime_now`).
 
-A run has one date: over midnight, in every process that renders, and where it is resumed on another day.
+It stays the same past midnight, in every process that renders prompts, and after a resume on another day.
 """
 
 import os
@@ -8,26 +8,26 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-BEGAN = "ROLL_OPD_RUN_BEGAN"  # in the environment of the processes that render: local time, as ISO 8601 writes it
+BEGAN = "ROLL_OPD_RUN_BEGAN"  # environment variable of the rendering processes: local time in ISO 8601
 
 
 def set_date(moment: datetime) -> None:
-    """Make `moment` the date of this process's run, and of the processes that inherit its environment."""
+    """Set the run's date to `moment`, in this process and in processes that inherit its environment."""
     os.environ[BEGAN] = moment.isoformat()
 
 
 def variables() -> dict[str, str]:
-    """Return the environment that gives another process the run's date."""
+    """Return the environment variables that pass the run's date to another process."""
     return {BEGAN: os.environ[BEGAN]} if BEGAN in os.environ else {}
 
 
 def writes_date(tokenizer: Any) -> bool:
-    """Whether a chat template of `tokenizer` asks for the date."""
+    """Whether a chat template of `tokenizer` writes the date."""
     return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
 
 
 def with_date(tokenizer: Any, moment: datetime | None = None) -> Any:
-    """Return `tokenizer` with a chat template that reads `moment` as the date; by default the run's, or else now."""
+    """Return `tokenizer` with `moment` as its chat template's date; default: the run's date, else now."""
     if writes_date(tokenizer):
         moment = moment or (datetime.fromisoformat(os.environ[BEGAN]) if BEGAN in os.environ else datetime.now())
         tokenizer.apply_chat_template = partial(

@@ -1,7 +1,7 @@
-"""Token ids of texts: a text that begins a sequence has the beginning-of-sequence token (BOS) once, and no text gets
-another special token, such as an end of sequence behind a prompt.
+"""Tokenize texts with one beginning-of-sequence token (BOS) per sequence and no other added special token.
 
-Whether a tokenizer has a BOS for a text is what it does itself: its post-processor, or its own code, puts one there.
+An end of sequence, for example, is never added after a prompt. A BOS is added if the tokenizer itself adds one, by its
+post-processor or its code.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ _PROBE = "a"  # any text
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> list[list[int]]:
-    """Return the token ids of each text, in order; those that are where a sequence `begins` start with the BOS.
+    """Return the token ids of each text, with the BOS for texts that begin a sequence (`begins`).
 
-    A BOS that a text brings itself, behind blanks at most, is the only one.
+    A text that already starts with the BOS, after optional blanks, gets no second one.
     """
     if not texts:
         return []
@@ -29,7 +29,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], begins: Sequence[bool]) -> l
 
 
 def added_bos(tokenizer: Any) -> int | None:
-    """Return the id of the BOS that `tokenizer` puts before a text; None where it puts none."""
+    """Return the id of the BOS that `tokenizer` adds before a text; None if it adds none."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return None

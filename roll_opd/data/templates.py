@@ -14,7 +14,7 @@ from roll_opd.data.messages import tool_name
 from roll_opd.data.rows import DataError, Row
 from roll_opd.data.run_date import with_date
 from roll_opd.data.special_tokens import token_ids
-from roll_opd.data.written import LeftOut, check_answer, write_all
+from roll_opd.data.template_check import TemplateOmission, check_answer, render_complete
 from roll_opd.frozen import thaw
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ BASE = (
 
 @dataclass(frozen=True)
 class PromptText:
-    """A text to tokenise: one that `begins` a sequence has the beginning-of-sequence token, see `special_tokens`.
+    """A text to tokenise. If it `begins` a sequence, it gets the beginning-of-sequence token, see `special_tokens`.
 
     `DataError` for a text that no tokenizer takes: parts of a row that only a template reads are not checked before.
     """
@@ -57,7 +57,7 @@ class PromptText:
 
 
 class UnusableTemplate(DataError):
-    """The chat template serves no row, whatever the row holds."""
+    """The chat template is unusable for every row."""
 
 
 class NoChatTemplate(UnusableTemplate):
@@ -74,13 +74,13 @@ class Template:
 
     prompt: Callable[["PreTrainedTokenizerBase", Row], str]
     whole: Callable[["PreTrainedTokenizerBase", Row, Mapping[str, Any]], str] | None = None
-    source: str | None = None  # of a chat template; None: the tokenizer's own
+    source: str | None = None  # of the chat template; None: the tokenizer's own
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a Hugging Face model directory, whose chat template reads the run's date as today's.
+    """Return the tokenizer of a Hugging Face model directory; its chat template gets the run's date.
 
-    `DataError` where there is none that loads.
+    Raises `DataError` if none can be loaded.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -142,10 +142,10 @@ def render_answer(
 
 
 def _complete(template: str, row: Row, write: Callable[..., Any], *values: Any) -> Any:
-    """Return what `write` returns of `values`; `DataError` where the template leaves something out."""
+    """Call `write` with `values`; raises `DataError` if the template drops a part of the row."""
     try:
         return write(*values)
-    except LeftOut as left:
+    except TemplateOmission as left:
         raise DataError(f"row {row.id}: the chat template ({template}) {left}") from None
 
 
@@ -181,7 +181,7 @@ def _chat(chat_template: str | None = None, **variables: Any) -> Template:
 
         source, variant = str(chat_template or tokenizer.chat_template), repr((sorted(values.items()), bool(answer)))
         try:
-            return write_all(write, source, variant, thaw([*row.messages, *answer]), thaw(row.tools))
+            return render_complete(write, source, variant, thaw([*row.messages, *answer]), thaw(row.tools))
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise DataError(f"row {row.id}: the chat template refuses its messages: {error}") from error
 
@@ -195,7 +195,7 @@ def _around(before: str, after: str) -> Template:
         if [message["role"] for message in row.messages] != ["user"]:
             raise DataError(f"row {row.id}: this template takes one message of role user and no other")
         if row.tools:
-            raise LeftOut(f"leaves out the tool {tool_name(row.tools[0])!r}; use a template that writes tools")
+            raise TemplateOmission(f"leaves out the tool {tool_name(row.tools[0])!r}; use a template that writes tools")
         return f"{before}{row.messages[0]['content']}{after}"
 
     return Template(render)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.failures import os_sentence
-from roll_opd.hf.chosen_weights import stored_tensors, weight_files
-from roll_opd.hf.reading import ModelFilesError as ModelFilesError
-from roll_opd.hf.reading import read_json as read_json
-from roll_opd.hf.stored import StoredTensor as StoredTensor
+from roll_opd.hf.find_weights import stored_tensors, weight_files
+from roll_opd.hf.json_files import ModelFilesError as ModelFilesError
+from roll_opd.hf.json_files import read_json as read_json
+from roll_opd.hf.safetensors_headers import StoredTensor as StoredTensor
 from roll_opd.paths import PathError, find_path, hub_hint, places
 
 # model_type in config.json -> whether the Megatron engine runs it; a run of the others can be planned, not started

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.failures import os_sentence
-from roll_opd.hf.reading import ModelFilesError, is_pointer, pointer_sentence, read_json
+from roll_opd.hf.json_files import ModelFilesError, is_pointer, pointer_sentence, read_json
 
 # steps of tokenizer.json besides its model; each changes which ids a text becomes
 PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

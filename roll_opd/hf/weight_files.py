@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from roll_opd.hf.model_info import ModelFilesError, ModelInfo, StoredTensor, read_json
-from roll_opd.hf.stored import PIECES, differ, pieces
+from roll_opd.hf.safetensors_headers import PIECES, differ, pieces
 
 # The decoders whose tensors are known by name. Of the others, layers and the ends of the model are compared.
 DENSE = ("llama", "mistral", "qwen2", "qwen3")

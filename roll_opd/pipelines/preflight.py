@@ -17,7 +17,7 @@ from roll_opd.companions import broken_companions, hide
 from roll_opd.config.check_machine import machine_problems, other_blocks
 from roll_opd.data.coverage import check_coverage, unmet
 from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
-from roll_opd.data.held_out import shared_rows
+from roll_opd.data.overlap import overlap_warning
 from roll_opd.data.preview import whole_steps
 from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
 from roll_opd.data.rows import DataError
@@ -29,6 +29,7 @@ from roll_opd.hf.adapter_files import read_adapter
 from roll_opd.hf.model_info import read_model
 from roll_opd.hf.weight_files import lost_weights
 from roll_opd.pipelines import history
+from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import (
     ADAPTER,
@@ -41,7 +42,6 @@ from roll_opd.pipelines.checkpoints import (
     instead_of,
 )
 from roll_opd.pipelines.history import History
-from roll_opd.pipelines.named_parts import check_named_parts
 from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
@@ -91,7 +91,7 @@ def preflight(plan: RunPlan) -> Inputs:
     problems += _lost_weights(plan)
     if problems:
         raise ConfigError(problems)
-    check_named_parts(plan)
+    check_user_code(plan)
     now = datetime.now()
     began = resumed.began if resumed and resumed.began else now
     set_date(began)
@@ -255,7 +255,7 @@ def _open_data(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Sourc
         warn(warning)
     if validation:
         learned = [training, *([prompts["demonstrations"]] if plan.demonstrations else [])]
-        if warning := shared_rows(validation, learned):
+        if warning := overlap_warning(validation, learned):
             warn(warning)
     held_out = validation.all() if validation else []
     if plan.demonstrations:

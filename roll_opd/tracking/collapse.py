@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll_opd.tracking.change_tests import Shift, is_due, lost_gain, shift, threshold
+from roll_opd.tracking.significance import Shift, is_due, lost_gain, shift, threshold
 
 WINDOW = 5  # steps: the first so many are compared with the last so many
 LONG_WINDOW = 10  # of what is noisy: the share of answers that are cut off

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
     from roll_opd.workflows.model import ModelWrapper
     from roll_opd.workflows.multi_turn import MultiTurnWorkflow
-    from roll_opd.workflows.recorded import WorkflowWithRecording
+    from roll_opd.workflows.recording import WorkflowWithRecording
     from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS, RewardFn
     from roll_opd.workflows.step_wise import (
         AsyncRewardPropagationWorkflow,
@@ -90,7 +90,7 @@ _HOMES = {
     "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     "model": ("ModelWrapper",),
     "multi_turn": ("MultiTurnWorkflow",),
-    "recorded": ("WorkflowWithRecording",),
+    "recording": ("WorkflowWithRecording",),
     "reward_fn": ("REWARD_FUNCTIONS", "RewardFn"),
     "step_wise": (
         *("AsyncRewardPropagationWorkflow", "AsyncStepWiseRewardWorkflow"),

@@ -15,7 +15,7 @@ from roll_opd.extensions import argument_problems
 from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.hooks import TWINS, hook_problems
 from roll_opd.workflows.interface import WORKFLOWS, Workflow, flag
-from roll_opd.workflows.recorded import WorkflowWithRecording
+from roll_opd.workflows.recording import WorkflowWithRecording
 from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS
 
 GIVEN = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # of a workflow's constructor

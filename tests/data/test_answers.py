@@ -174,7 +174,7 @@ def test_an_answer_may_go_on_from_its_prompt(schema: str) -> None:
     assert roles([ASK], ASK, *CALLED) == ["user", "assistant", "tool"]
     assert roles("1+1=", ASK) == ["user"]
     for prompt, before in (("1+1=", CALLED), ([ASK], [{"role": "user", "content": "other"}])):
-        with pytest.raises(BadRow, match=r"go|differ"):
+        with pytest.raises(BadRow, match=r"continues|differ"):
             roles(prompt, *before)
 
 
@@ -197,15 +197,15 @@ def test_what_is_left_out_beside_an_instruction_is_told(tmp_path: Path) -> None:
     def warnings(schema: str, *files: Path, **columns: str) -> tuple[str, ...]:
         return open_prompts(plan(schema, *files, columns=FrozenDict(columns)), tokenizer)[1].warnings
 
-    system = f"1 row has `system`, which is left out; system_key: system adds it ({one})"
+    system = f"1 row has `system`, which is ignored; system_key: system adds it ({one})"
     assert warnings("sft", one, two) == (
-        f"3 rows have `input`, which is left out; query_key: input adds it ({one} and 1 more files)",
+        f"3 rows have `input`, which is ignored; query_key: input adds it ({one} and 1 more files)",
         system,
     )
     assert warnings("sft", one, input="input") == (system,)
     assert warnings("sft", one, input="input", system="system") == ()
     pairs = write(tmp_path / "pairs.jsonl", [{"instruction": "1+1=", "input": "x", "chosen": "2", "rejected": "3"}])
-    assert warnings("dpo", pairs) == (f"1 row has `input`, which is left out; write it in `instruction` ({pairs})",)
+    assert warnings("dpo", pairs) == (f"1 row has `input`, which is ignored; write it in `instruction` ({pairs})",)
 
 
 def test_columns_of_other_names() -> None:

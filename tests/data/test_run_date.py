@@ -119,5 +119,5 @@ def test_rows_and_what_teachers_read_go_over_midnight(
 def test_a_template_that_draws_at_random_is_refused(model: Callable, tmp_path: Path) -> None:
     path = model("{{ ['x', 'y'] | random }}{% for m in messages %}{{ m.content }}{% endfor %}")
     file = write(tmp_path / "rows.jsonl", *({"messages": ASK} for _ in range(20)))
-    with pytest.raises(DataError, match=rf"{file}:\d+: the chat template writes the same row differently"):
+    with pytest.raises(DataError, match=rf"{file}:\d+: the chat template renders the same row differently"):
         open_prompts(DataPlan(files=(str(file),), prompt_length=64), load_tokenizer(path))

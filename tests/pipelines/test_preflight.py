@@ -221,4 +221,4 @@ def test_what_is_left_out_of_rows_is_warned_of(tmp_path: Path, capsys: pytest.Ca
     for more, told in (([], 2), (["query_key=input"], 0)):
         preflight(load_plan("demo", "sft", [*files, f"output_dir={tmp_path}", *more]))
         said = " ".join(capsys.readouterr().err.split())
-        assert said.count("warning: 1 row has `input`, which is left out; query_key: input adds it") == told
+        assert said.count("warning: 1 row has `input`, which is ignored; query_key: input adds it") == told

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.rewards.sandbox.closeness import TOLERANCE, same_value
+from roll_opd.rewards.sandbox.tolerance import TOLERANCE, same_value
 from roll_opd.rewards.sandbox.values import Unreadable, read_value
 
 Compare = Callable[[Any, Any, float], Any]  # a value with a literal, within a tolerance

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_opd.rewards.sandbox.assertions import Check, Expectation
-from roll_opd.rewards.sandbox.closeness import same_value
+from roll_opd.rewards.sandbox.tolerance import same_value
 
 
 def check_of_call(name: str, arguments: Sequence[Any], answer: Any, wrapped: bool) -> Check:

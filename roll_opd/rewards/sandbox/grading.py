@@ -1,8 +1,8 @@
 """Grade one case, outside the sandbox, from what the sandbox gave back."""
 
 from roll_opd.rewards.sandbox.cases import Case
-from roll_opd.rewards.sandbox.closeness import TOLERANCE, same_output
 from roll_opd.rewards.sandbox.process import Outcome
+from roll_opd.rewards.sandbox.tolerance import TOLERANCE, same_output
 from roll_opd.rewards.sandbox.values import read_report
 
 PASSED = "passed"

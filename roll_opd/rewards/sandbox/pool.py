@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from roll_opd.rewards.sandbox.cases import Case
-from roll_opd.rewards.sandbox.closeness import TOLERANCE
 from roll_opd.rewards.sandbox.grading import NOT_RUN, PASSED, REFUSED, TIME, grade
 from roll_opd.rewards.sandbox.process import Outcome, Sandbox
 from roll_opd.rewards.sandbox.settings import Limits, SandboxError
+from roll_opd.rewards.sandbox.tolerance import TOLERANCE
 
 ATTEMPTS = 2  # of a program whose sandbox breaks down: somebody may have killed it
 PROBE = ("print(6 * 7)", (Case(expected_stdout="42"),))

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from roll_opd.data.rows import BadRow, parse_messages
-from roll_opd.data.written import left_out
+from roll_opd.data.template_check import omission
 from roll_opd.workflows.builtin.reward_functions import MathRewardFn, accuracy
 from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
@@ -57,7 +57,7 @@ class BaseSimpleWorkflow(Workflow):
         """Return the conversation to go on with; ValueError where the chat template leaves out a part of it."""
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages += conversation_of(self.task)
-        if left := left_out(self.model.tokenizer, messages):
+        if left := omission(self.model.tokenizer, messages):
             raise ValueError(f"the chat template {left}")
         if self.reply_prefix:
             messages.append({"role": "assistant", "content": self.reply_prefix})

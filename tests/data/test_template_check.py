@@ -154,9 +154,9 @@ def test_an_answer_that_is_a_call_is_learned(tmp_path: Path) -> None:
 def test_text_beside_a_call_and_tools_beside_a_text_are_warned_of(tmp_path: Path) -> None:
     beside = {**CALL, "content": "I will add them up."}
     _, _, (warning,) = read(tmp_path, LLAMA3, {"messages": [ASK, beside, RESULT]})
-    assert warning.startswith("1 row has `text beside a tool call`, which is left out;")
+    assert warning.startswith("1 row has `text next to a tool call`, which is ignored;")
     _, _, (warning,) = read(tmp_path, LLAMA3, {"prompt": "1+2=", "tools": [ADD]})
-    assert warning.startswith("1 row has `tools`, which is left out;")
+    assert warning.startswith("1 row has `tools`, which is ignored;")
     assert read(tmp_path, LLAMA3, {"prompt": "call add: 1+2=", "tools": [ADD]})[2] == ()
 
 

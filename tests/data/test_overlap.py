@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from data_assets import write
 
-from roll_opd.data.held_out import shared_rows
+from roll_opd.data.overlap import overlap_warning
 from roll_opd.data.prompts import PromptSet, open_prompts
 from roll_opd.frozen import FrozenDict
 from roll_opd.plan import DataPlan, StreamPlan
@@ -36,15 +36,18 @@ def test_shared_prompts_are_counted(tmp_path: Path, opened_as: Callable[..., Pro
     learned = {prompt.tokens.tobytes() for prompt in training.all()}
     count = sum(prompt.tokens.tobytes() in learned for prompt in validation.all())
     assert count == 4
-    said = shared_rows(validation, [training])
-    assert f"{count} of 6 validation rows (67 %) are also learned from: {val}:2 asks what {more}:6 asks" in str(said)
-    assert shared_rows(validation, [opened_as(more), opened_as(train)]) == said
-    assert shared_rows(opened_as(write(tmp_path / "new.jsonl", _ask(500))), [training]) is None
+    said = overlap_warning(validation, [training])
+    assert (
+        f"{count} of 6 validation rows (67 %) are also training rows: {val}:2 has the same prompt as {more}:6"
+        in str(said)
+    )
+    assert overlap_warning(validation, [opened_as(more), opened_as(train)]) == said
+    assert overlap_warning(opened_as(write(tmp_path / "new.jsonl", _ask(500))), [training]) is None
 
 
 def test_one_file_for_both_is_one_warning(tmp_path: Path, opened_as: Callable[..., PromptSet]) -> None:
     file = write(tmp_path / "rows.jsonl", *(_ask(number) for number in range(3)))
-    assert "3 of 3 validation rows (100 %)" in str(shared_rows(opened_as(file), [opened_as(file)]))
+    assert "3 of 3 validation rows (100 %)" in str(overlap_warning(opened_as(file), [opened_as(file)]))
 
 
 def test_the_same_text_in_another_form(tmp_path: Path, opened_as: Callable[..., PromptSet]) -> None:
@@ -53,8 +56,8 @@ def test_the_same_text_in_another_form(tmp_path: Path, opened_as: Callable[..., 
         tmp_path / "plain.jsonl", {"prompt": "<|im_start|>user\nwhat is 1<|im_end|>\n<|im_start|>assistant\n"}
     )
     chat = write(tmp_path / "chat.jsonl", _ask(1))
-    assert "1 of 1" in str(shared_rows(opened_as(chat), [opened_as(plain)]))
-    assert shared_rows(opened_as(chat, template="base", prompt_length=1000), [opened_as(plain)]) is None
+    assert "1 of 1" in str(overlap_warning(opened_as(chat), [opened_as(plain)]))
+    assert overlap_warning(opened_as(chat, template="base", prompt_length=1000), [opened_as(plain)]) is None
 
 
 @pytest.mark.parametrize("schema", ["sft", "dpo"])
@@ -65,21 +68,25 @@ def test_rows_with_answers(tmp_path: Path, opened_as: Callable[..., PromptSet], 
         answers = [{"chosen": "4", "rejected": "5"}, {"chosen": "6", "rejected": "7"}]
     train = write(tmp_path / "train.jsonl", *(_ask(number, **answers[0]) for number in range(4)))
     val = write(tmp_path / "val.jsonl", _ask(2, **answers[1]), _ask(9, **answers[1]))
-    said = shared_rows(opened_as(val, schema=schema), [opened_as(train, schema=schema)])
-    assert f"1 of 2 validation rows (50 %) are also learned from: {val}:1 asks what {train}:3" in str(said)
+    said = overlap_warning(opened_as(val, schema=schema), [opened_as(train, schema=schema)])
+    assert f"1 of 2 validation rows (50 %) are also training rows: {val}:1 has the same prompt as {train}:3" in str(
+        said
+    )
 
 
 def test_tasks_of_workflows(tmp_path: Path, opened_as: Callable[..., PromptSet]) -> None:
     train = write(tmp_path / "train.jsonl", {"question": "a", "uid": 1}, {"question": "b", "uid": 2})
     val = write(tmp_path / "val.jsonl", {"uid": 3, "question": "b"}, {"question": "c", "uid": 4})
     options = {"schema": "task", "columns": FrozenDict({"id": "uid"}), "prompt_length": 10**6}
-    said = shared_rows(opened_as(val, **options), [opened_as(train, **options)])
-    assert f"1 of 2 validation rows (50 %) are also learned from: {val}:1 asks what {train}:2" in str(said)
+    said = overlap_warning(opened_as(val, **options), [opened_as(train, **options)])
+    assert f"1 of 2 validation rows (50 %) are also training rows: {val}:1 has the same prompt as {train}:2" in str(
+        said
+    )
 
 
 def test_rows_that_are_never_drawn_are_not_learned_from(tmp_path: Path, opened_as: Callable[..., PromptSet]) -> None:
     train = write(tmp_path / "train.jsonl", _ask(1, tag="a"), _ask(2, tag="b"))
     val = write(tmp_path / "val.jsonl", _ask(2))
     drawn = opened_as(train, streams=(StreamPlan("a", 1.0, ("a",)), StreamPlan("b", 0.0, ("b",))))
-    assert shared_rows(opened_as(val), [drawn]) is None
-    assert shared_rows(opened_as(val), [opened_as(train)])
+    assert overlap_warning(opened_as(val), [drawn]) is None
+    assert overlap_warning(opened_as(val), [opened_as(train)])

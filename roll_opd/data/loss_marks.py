@@ -1,27 +1,27 @@
-"""Marks of rows and turns that are not to be learned, in the spellings of OpenAI, axolotl, ms-swift, verl and slime."""
+"""Loss weights of rows and turns (0: excluded), in the spellings of OpenAI, axolotl, ms-swift, verl and slime."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-# of a turn or of a row: 0 or false where it is not to be learned
+# keys of a turn or of a row: 0 or false excludes it from the loss
 MARKS = ("weight", "loss", "loss_mask", "step_loss_mask", "trainable", "train", "training", "loss_weight", "loss_scale")
-# of spans or tokens, which are not read
+# keys with weights of spans or tokens, which are not supported
 SPANS = ("train_detail", "training_detail", "completion_mask", "assistant_masks")
 _WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
 
 
 def mark_of(marked: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Return the mark of a turn or a row and whether it is to be learned; None where it has no mark.
+    """Return the key of the loss weight of a turn or a row, and whether it is learned; None without such a key.
 
-    A mark that says no goes before one that says yes.
+    A key that excludes takes precedence over one that includes.
     """
     found = [(name, learned) for name in MARKS if (learned := _learned(marked.get(name))) is not None]
     return min(found, key=lambda mark: mark[1], default=None)
 
 
 def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the marks whose values are not read: other weights than 0 and 1, and marks of spans or tokens."""
+    """Yield the keys whose values are not supported: weights other than 0 and 1, and weights of spans or tokens."""
     for name in MARKS:
         value = marked.get(name)
         number = isinstance(value, int | float | Decimal) and value not in (0, 1)
@@ -31,7 +31,7 @@ def unread_marks(marked: Mapping[str, Any]) -> Iterator[str]:
 
 
 def without_marks(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without its marks, which no template reads."""
+    """Return a message without its loss weights, which no template reads."""
     return {key: value for key, value in message.items() if key not in MARKS and key not in SPANS}
 
 

@@ -5,7 +5,7 @@ S positions of a window.
 
 Both tests compare means over windows in units of their standard error and search many windows at many steps of a
 run, so the largest of several hundred correlated statistics decides. `threshold` accounts for that; its constants are
-calibrated on simulated runs (`tests/tracking/test_change_tests.py`).
+calibrated on simulated runs (`tests/tracking/test_significance.py`).
 """
 
 import math

@@ -17,7 +17,7 @@ LAUNCHERS = {
 }
 
 
-def written_for(values: Mapping[str, Any]) -> tuple[str, str] | None:
+def pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (pipeline, decisive key) of a configuration; None where its keys leave the pipeline open."""
     for name, keys in SUPERVISED.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
@@ -41,9 +41,9 @@ def written_for(values: Mapping[str, Any]) -> tuple[str, str] | None:
     return ("rlvr", engine) if engine and not values.get("teacher") else None
 
 
-def pairing_problem(values: Mapping[str, Any], asked: str, tell: Diagnostics) -> str | None:
+def wrong_pipeline(values: Mapping[str, Any], asked: str, tell: Diagnostics) -> str | None:
     """Return a sentence where a configuration is written for another pipeline than `asked`, else None."""
-    found = written_for(values)
+    found = pipeline_of(values)
     if found is None and asked == "agentic" and MIXED_ROLES[1] in values:
         found = "rlvr", MIXED_ROLES[1]
     if asked not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == asked:

@@ -7,8 +7,8 @@ both sets are whole and differ, neither is meant for certain.
 
 from pathlib import Path
 
-from roll_opd.hf.reading import ModelFilesError, read_json
-from roll_opd.hf.stored import StoredTensor, differ, read_header
+from roll_opd.hf.json_files import ModelFilesError, read_json
+from roll_opd.hf.safetensors_headers import StoredTensor, differ, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMED = 3  # files that a sentence names

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.hf.reading import ModelFilesError, is_pointer, pointer_sentence
+from roll_opd.hf.json_files import ModelFilesError, is_pointer, pointer_sentence
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 PIECES, PIECE_BYTES = 16, 4096  # of a tensor that are looked at

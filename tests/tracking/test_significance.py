@@ -7,7 +7,7 @@ correlated. Seeds are fixed.
 import numpy as np
 import pytest
 
-from roll_opd.tracking.change_tests import is_due, lost_gain, shift, step_variance, threshold
+from roll_opd.tracking.significance import is_due, lost_gain, shift, step_variance, threshold
 
 RUNS = 250
 

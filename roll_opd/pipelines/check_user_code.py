@@ -15,7 +15,7 @@ from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.plugins import find_reward, find_workflow
 
 
-def check_named_parts(plan: RunPlan) -> None:
+def check_user_code(plan: RunPlan) -> None:
     """Find every function and class that the plan names, and check its arguments, before a worker would.
 
     Raises AlgorithmError, ConfigError, RewardError, TrackerError or WorkflowError.

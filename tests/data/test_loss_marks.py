@@ -8,7 +8,7 @@ from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
 from roll_opd.data.answers import parse_answered
-from roll_opd.data.marks import MARKS, SPANS
+from roll_opd.data.loss_marks import MARKS, SPANS
 from roll_opd.data.prompts import open_prompts
 from roll_opd.data.report import NOT_LEARNED
 from roll_opd.data.rows import BadRow, DataError
@@ -75,7 +75,7 @@ def test_marks_that_are_not_read_are_named_once(
     for mark in marks:
         (name,) = mark
         count = len(forms(schema, mark))
-        assert sum(w.startswith(f"{count} rows have `{name}`, which is left out;") for w in report.warnings) == 1
+        assert sum(w.startswith(f"{count} rows have `{name}`, which is ignored;") for w in report.warnings) == 1
     assert len(report.warnings) == len(marks)
 
 

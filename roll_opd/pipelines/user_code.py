@@ -6,7 +6,7 @@ from roll_opd.plan import RunPlan
 BUILTIN = "roll_opd.workflows.builtin"
 
 
-def names_users_parts(plan: RunPlan) -> bool:
+def uses_user_code(plan: RunPlan) -> bool:
     """Whether a plan names a module of the user's: by a directory of plugins, a dotted path, or a registered name."""
     workflow = plan.workflow
     names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]

@@ -1,9 +1,9 @@
-"""Whether a chat template writes all that it is given: templates leave out roles, tools and thoughts without a word.
+"""Detect messages, tools, tool calls and thoughts that a chat template drops without an error.
 
-Two looks complement each other. A probe, once for each shape of a conversation, puts a mark in the place of every
-text, tool and call and looks for the marks: a short text that also stands elsewhere is not taken for written. A search
-for the texts themselves finds what depends on the text, such as thoughts that are cut off. Templates may trim, escape
-and move what they write.
+Two checks complement each other. A probe, once for each conversation shape, replaces every text, tool and call with a
+marker and searches the rendered text for the markers, so a short text that also occurs elsewhere is not mistaken for
+rendered. A search for the texts themselves finds omissions that depend on the text, such as thoughts that are cut off.
+Templates may trim, escape and reorder.
 """
 
 import json
@@ -18,21 +18,21 @@ Messages = list[dict[str, Any]]
 Write = Callable[[Messages, list[dict[str, Any]]], str]
 
 THOUGHTS_END = "</think>"
-ENOUGH = 0.5  # of a text's letters in words that are found again: the text is written, in another form
-MOST_SHAPES = 4096  # remembered
-BESIDE_CALLS = "text beside a tool call"
+ENOUGH = 0.5  # share of a text's letters in words that are found: the text counts as rendered, in another form
+MOST_SHAPES = 4096  # cached
+TEXT_WITH_CALLS = "text next to a tool call"
 _SWITCHES = re.compile(r"(\s*/\w+)+\s*")
-# how templates want calls: an empty text as "" or None, arguments as an object or as JSON
+# forms of a turn with calls: empty content as "" or None, arguments as an object or as JSON
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
-class LeftOut(Exception):
-    """A template leaves something out; its text goes on from "the chat template"."""
+class TemplateOmission(Exception):
+    """A chat template drops a part of a conversation. The message continues the words "the chat template"."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """How a template takes conversations of one shape: the form of their calls, and what it leaves out of any."""
+    """A template's behaviour for one conversation shape: the form of its tool calls, and the parts it drops."""
 
     form: tuple[bool, bool] = _FORMS[0]
     lost: tuple[str, ...] = ()
@@ -41,10 +41,10 @@ class _Shape:
 _SHAPES: dict[tuple, _Shape] = {}
 
 
-def write_all(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
-    """Return what the template `source` writes of a conversation; raises `LeftOut` where that is not all of it.
+def render_complete(write: Write, source: str, variant: str, messages: Messages, tools: list[dict[str, Any]]) -> str:
+    """Return a conversation rendered by the template `source`; raises `TemplateOmission` if a part of it is missing.
 
-    `variant` names what else `write` depends on. An error of the template passes through.
+    `variant` is the rest of the cache key of `write`. Errors of the template pass through.
     """
     shape = _shape(write, (source, variant), messages, tools)
     text = write(_in_form(messages, shape.form), tools)
@@ -55,42 +55,41 @@ def write_all(write: Write, source: str, variant: str, messages: Messages, tools
             lost.append(f"the message of role {message['role']!r}")
         role = message["role"]
         if role not in KNOWN_ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
-            known = ", ".join(KNOWN_ROLES)
-            raise LeftOut(f"does not name the role {role!r}, which is none of {known}; {role_advice(role)}")
+            raise TemplateOmission(f"does not contain the role {role!r}; {role_advice(role)}")
     if lost:
-        raise LeftOut(f"leaves out {lost[0]}; use another template, or take it out of the row")
+        raise TemplateOmission(f"leaves out {lost[0]}; use another template, or remove it from the row")
     return text
 
 
-def left_out(tokenizer: Any, messages: Messages) -> str | None:
-    """Return what the tokenizer's own template leaves out of a conversation, as a sentence's end; None: nothing.
+def omission(tokenizer: Any, messages: Messages) -> str | None:
+    """Return the message of `TemplateOmission` for the tokenizer's own template; None for a complete rendering.
 
-    None as well where the template refuses the conversation, which whoever renders it reports.
+    None also if the template raises; rendering the conversation then reports the error.
     """
 
     def write(messages: Messages, tools: list[dict[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
     try:
-        write_all(write, str(tokenizer.chat_template), "", messages, [])
-    except LeftOut as left:
+        render_complete(write, str(tokenizer.chat_template), "", messages, [])
+    except TemplateOmission as left:
         return str(left)
-    except Exception:  # whatever a template may raise
+    except Exception:  # a template may raise anything
         return None
     return None
 
 
 def check_answer(answer: Mapping[str, Any], text: str) -> None:
-    """Raise `LeftOut` where the `text` that an answer became lacks its text, its thoughts or one of its calls."""
+    """Raise `TemplateOmission` if the rendered `text` of an answer lacks its text, its thoughts or a tool call."""
     found = _Found(text)
     for call in answer.get("tool_calls") or ():
         name = tool_name(call) or ""
         if not found.has(name):
-            raise LeftOut(f"leaves out the tool call {name!r} of the answer; use a template that writes tool calls")
+            raise TemplateOmission(f"leaves out the tool call {name!r} of the answer; use a template with tool calls")
     thoughts, rest = _apart(answer["content"])
     if not found.exactly(answer["content"]):
         if not found.has(rest):
-            raise LeftOut("leaves out the text of the answer; use another template")
+            raise TemplateOmission("leaves out the text of the answer; use another template")
         if not _Found(text, without=rest).has(thoughts):
             raise _no_thoughts()
     beside = next((answer[name] for name in THOUGHTS if isinstance(answer.get(name), str)), "")
@@ -98,8 +97,8 @@ def check_answer(answer: Mapping[str, Any], text: str) -> None:
         raise _no_thoughts()
 
 
-def leaves_text_beside_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether `text` lacks what a turn with tool calls says beside them: some templates write its calls alone."""
+def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether `text` lacks the content of a turn with tool calls: some templates render only the calls."""
     beside = [visible(message) for message in messages if message.get("tool_calls")]
     if not any(map(str.strip, beside)):
         return False
@@ -108,19 +107,19 @@ def leaves_text_beside_calls(messages: Sequence[Mapping[str, Any]], text: str) -
 
 
 def visible(message: Mapping[str, Any]) -> str:
-    """Return what a prompt has to hold of a message.
+    """Return the text of a message that its prompt has to contain.
 
-    Thoughts of earlier turns may go, as their templates want it, and so may switches such as `/no_think`.
+    Templates may drop thoughts of earlier turns, and switches such as `/no_think`.
     """
     if _SWITCHES.fullmatch(message["content"]):
         return ""
     return _apart(message["content"])[1] if message["role"] == "assistant" else message["content"]
 
 
-def _no_thoughts() -> LeftOut:
-    return LeftOut(
+def _no_thoughts() -> TemplateOmission:
+    return TemplateOmission(
         "leaves out the thoughts of the answer, which would be learned without them; use a template that keeps them"
-        " (such as `chatml`), or take them out of the row"
+        " (such as `chatml`), or remove them from the row"
     )
 
 
@@ -130,7 +129,7 @@ def _apart(content: str) -> tuple[str, str]:
 
 
 class _Found:
-    """A text in which others are looked for, whatever their case and blanks."""
+    """A rendered text, searched without regard to case and white space."""
 
     def __init__(self, text: str, without: str = "") -> None:
         before, _, behind = _squeezed(text).rpartition(_squeezed(without) or "\0")
@@ -140,7 +139,7 @@ class _Found:
         return _squeezed(part) in self._text
 
     def has(self, part: str) -> bool:
-        """Whether a text is there as it is, escaped as JSON, or by most of its words."""
+        """Whether a text occurs verbatim, escaped as JSON, or by most of its words."""
         if self.exactly(part):
             return True
         if any(self.exactly(json.dumps(part, ensure_ascii=ascii_)[1:-1]) for ascii_ in (False, True)):
@@ -165,21 +164,21 @@ def _shape(write: Write, key: tuple[str, str], messages: Messages, tools: list[d
 
 
 def _probed(write: Write, messages: Messages, tools: list[dict[str, Any]]) -> _Shape:
-    """Return the first form in which the template leaves nothing out, or else the one with the least."""
+    """Return the form of tool calls with the fewest dropped parts, the first of equals."""
     marked, marked_tools, marks = _marked(messages, tools)
     has_calls = any(message.get("tool_calls") for message in messages)
     tried = []
     for form in _FORMS if has_calls else _FORMS[:1]:
         try:
             text = write(_in_form(marked, form), marked_tools).casefold()
-        except Exception:  # a template may refuse anything; the conversation itself is written afterwards
+        except Exception:  # a template may raise anything; the conversation itself is rendered afterwards
             continue
         tried.append(_Shape(form, tuple(what for mark, what in marks.items() if mark not in text)))
     return min(tried, key=lambda shape: len(shape.lost), default=_Shape())
 
 
 def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
-    """Return a conversation with a mark in the place of each text, tool and call, and what each mark stands for."""
+    """Return a conversation with a marker for each text, tool and call, and the part that each marker replaces."""
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:
@@ -194,7 +193,7 @@ def _marked(messages: Messages, tools: list[dict[str, Any]]) -> tuple[Messages, 
             for call in message.get("tool_calls") or ()
         ]
         content = message["content"]
-        if content.strip():  # beside calls it may go, see `leaves_text_beside_calls`
+        if content.strip():  # with calls it may be dropped, see `drops_text_with_calls`
             content = "text" if calls else mark(f"the message of role {message['role']!r}")
         written.append({**message, "content": content, **({"tool_calls": calls} if calls else {})})
     named = [_named(tool, mark(f"the tool {tool_name(tool)!r}")) for tool in tools]
