@@ -178,10 +178,10 @@ def test_what_counts_as_the_same_output(output: bytes, expected: str, same: bool
 
 
 def test_a_response_is_read_in_linear_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     for text in ("```" + "a" * 3_000_000 + "`", "```" + " " * 3_000_000 + "`\n", "```\n" * 600_000, " " * 3_000_000):
         program_of(text)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @needs_bwrap
