@@ -116,7 +116,7 @@ def loading(directory: Path | str, *, is_chat: bool = True) -> Sequence[str]:
         "    tokenizer = AutoTokenizer.from_pretrained(model_dir)",
         "    model = AutoModelForCausalLM.from_pretrained(model_dir)",
         "",
-        "    # without a GPU: no compiling, which takes minutes, and 4 GiB of cache, not most of the memory",
+        "    # a CPU: no compilation, which takes minutes, and a cache of 4 GiB",
         '    on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 2**30}',
         "    llm = LLM(model_dir, **({} if torch.cuda.is_available() else on_cpu))",
         f"    print({asks}[0].outputs[0].text)",
