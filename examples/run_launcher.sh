@@ -7,5 +7,5 @@ for python in python python3 "$root/.venv/bin/python"; do
     exec "$python" "$root/examples/$1" "${@:2}"
   fi
 done
-echo "roll-opd: there is no Python here; run \`make setup\` in $(cd "$root" && pwd), which makes .venv" >&2
+echo "roll-opd: no Python found; run \`make setup\` in $(cd "$root" && pwd) to create .venv" >&2
 exit 1

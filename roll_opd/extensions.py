@@ -82,7 +82,7 @@ class Registry(Generic[Facts]):
         found = vars(module).get(attribute)
         if not callable(found):
             file = getattr(module, "__file__", None)
-            where = f"{module_name} ({file})" if file else f"Python's own module {module_name}"
+            where = f"{module_name} ({file})" if file else f"Python's module {module_name}"
             raise self.error(f"{self.kind} {name}: {where} has no {self.made_of} named {attribute}; correct the name")
         return found
 

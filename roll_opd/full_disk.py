@@ -1,4 +1,4 @@
-"""A full disk, by whatever error it shows: on which file system, and how much is free there."""
+"""Recognize errors of a full disk, and report its file system and free space."""
 
 import errno
 import os
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-LITTLE = 16 * 2**20  # bytes free, with which an error of a writer that names no reason is put down to the disk
-# what is left of such an error in texts: of another process, of Rust's libraries, of Ray
+LITTLE = 16 * 2**20  # free bytes below which a writer's error without a reason counts as a full disk
+# texts of such errors from other processes, Rust libraries and Ray
 _NO_SPACE = re.compile(
     r"No space left on device|Disk quota exceeded|\bos error (?:28|122)\b|\bcode: (?:28|122)\b|StorageFull"
     r"|disk's utilization is over capacity"
 )
-# writers that do not say what the system has refused
+# errors of writers without the reason of the system
 _WRITER = re.compile(
     r"PytorchStreamWriter|unexpected pos \d|iostream error|basic_ios::clear|while serializing"
     r"|\d+ requested and \d+ written"
@@ -21,13 +21,13 @@ _WRITER = re.compile(
 
 
 class DiskFull(Exception):
-    """A run cannot go on, because a disk is full; the message names it and what to do."""
+    """A run ends because a disk is full; the message has the file system and the remedy."""
 
 
 def full_disk(error: BaseException, *places: Path) -> str | None:
-    """Return "the disk is full: ..." where that is what `error` comes from; None where it is not.
+    """Return "the disk is full: ..." if that is the cause of `error`, else None.
 
-    `places` are directories that may have been written to, of which the fullest counts where the error names none.
+    `places` are candidate directories; the fullest is reported if the error names no file.
     """
     for each in _chain(error):
         if isinstance(each, OSError) and each.errno in FULL:
@@ -42,12 +42,12 @@ def full_disk(error: BaseException, *places: Path) -> str | None:
 
 
 def reason(error: BaseException, *places: Path) -> str:
-    """Return why something could not be written: the sentence of `full_disk`, or the error itself."""
+    """Return the reason of a failed write: the message of `full_disk`, or the error itself."""
     return full_disk(error, *places) or repr(error)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error with those that it comes from, those of other processes and of groups among them."""
+    """Yield an error and its causes, also causes from other processes and exception groups."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
@@ -65,10 +65,10 @@ def _sentence(places: list[Path] | tuple[Path, ...], *, is_quota: bool = False) 
     if place is None:
         return "the disk is full"
     if is_quota:
-        return f"the disk is full: your quota of the file system of {place} is used up"
+        return f"the disk is full: your quota on the file system of {place} is used up"
     there = os.statvfs(_existing(place))
     if there.f_files and not there.f_favail:
-        return f"the disk is full: the file system of {place} has no inode left for another file"
+        return f"the disk is full: the file system of {place} has no free inodes"
     size = there.f_frsize
     return (
         f"the disk is full: the file system of {place} has {there.f_bavail * size / 2**20:.0f} of"

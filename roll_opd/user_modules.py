@@ -1,7 +1,7 @@
-"""The user's own modules: where they are searched and how they are imported, in the driver and in its workers.
+"""Find and import modules of the user, in the driver and in its workers.
 
-A module is searched where Python searches, then in the current directory, then beside the configuration's file, as data
-files are. Those directories come last, so that a file beside a configuration never hides an installed package.
+Search order: Python's own path, the current directory, the directory of the configuration file. The last two are
+appended, so that a file next to a configuration never hides an installed package.
 """
 
 import importlib
@@ -23,47 +23,47 @@ _appended: set[str] = set()  # directories on sys.path because of this module
 
 
 def search_modules_in(*directories: Path) -> None:
-    """Search the user's modules in `directories`, in this process and in its workers, in place of those before."""
+    """Set the directories with modules of the user, for this process and its workers; replaces earlier ones."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
 
 
 def module_variables() -> dict[str, str]:
-    """Return the environment variables with which a worker process finds the same modules."""
+    """Return the environment variables that give a worker process the same module path."""
     return {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
 
 
 def users_module(name: str) -> ModuleType:
-    """Import a module that a configuration names. ImportError names what is wrong with it, and where."""
+    """Import a module that a configuration names. The ImportError has the reason and its place."""
     _extend_path(_directories())
     try:
         return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a module can fail in any way when it is imported, and call exit(), too
+    except BaseException as error:  # an import can raise anything, SystemExit included
         what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         place = place_of(error)
         where = f" ({place})" if place and not place.startswith(__file__) else ""
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            advice = "put it beside the configuration or on PYTHONPATH, or correct the name"
+            advice = "put it next to the configuration or on PYTHONPATH, or correct the name"
         else:
-            advice = "correct the module, or install what it imports"
+            advice = "correct the module, or install its imports"
         raise ImportError(f"the module {name} cannot be imported: {what}{where}; {advice}") from error
 
 
 def dotted_path(text: str) -> str:
-    """Return `path/to/file.py:name` as the dotted path `file.name`, whose directory is then searched; others as is.
+    """Return `path/to/file.py:name` as the dotted path `file.name`, its directory added to the search path; else as is.
 
-    The file is looked up as data files are. PathError where there is none, or where its name is another module's.
+    The file is found like a data file. Raises PathError for a missing file, or a name that another module has.
     """
     found = FILE.fullmatch(text)
     if found is None:
         return text
     file = find_path(found["file"])
     if file is None or not file.is_file():
-        raise PathError(f"{text}: there is no file {found['file']}; looked in {places()}")
+        raise PathError(f"{text}: file {found['file']} not found in {places()}; correct the path")
     if not file.stem.isidentifier():
-        raise PathError(f"{text}: {file.stem} is no name of a Python module; rename {file.name}, with _ for signs")
+        raise PathError(f"{text}: {file.stem} is not a module name; rename {file.name}, with _ for other characters")
     _search([*_directories(), str(file.parent)])
     if (other := origin(file.stem)) != str(file):
         raise PathError(f"{text}: another module has the name {file.stem}: {other}; rename {file.name}")
@@ -71,7 +71,7 @@ def dotted_path(text: str) -> str:
 
 
 def origin(name: str) -> str | None:
-    """Return the file of a top-level module, "built-in" for one without a file, None where there is none."""
+    """Return the file of a top-level module, "built-in" without a file, None for an unknown module."""
     _extend_path(_directories())
     if module := sys.modules.get(name):
         file = getattr(module, "__file__", None)

@@ -62,8 +62,8 @@ def test_a_python_without_the_packages_ends_with_one_line(checkout: Path, bare: 
         done = ended(command, checkout)
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == (
-            f"roll-opd: {bare} lacks torch, numpy, transformers, safetensors and more; run `make setup` in {checkout},"
-            " which makes .venv\n"
+            f"roll-opd: {bare} lacks torch, numpy, transformers, safetensors and more; run `make setup` in {checkout}"
+            " to create .venv\n"
         )
 
 
@@ -102,7 +102,7 @@ def test_shell_scripts_find_a_python(checkout: Path, bare: Path, tmp_path: Path)
         (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
     for script in scripts:
         done = ended(["bash", str(script)], tmp_path, PATH=f"{stubs}:{tmp_path / 'bin'}")
-        assert done.returncode == 1 and done.stderr.endswith(f"run `make setup` in {checkout}, which makes .venv\n")
+        assert done.returncode == 1 and done.stderr.endswith(f"run `make setup` in {checkout} to create .venv\n")
         assert done.stderr.count("\n") == 1
     (checkout / ".venv").symlink_to(sys.prefix)
     done = ended(["bash", str(scripts[0]), "no_such_key=1"], tmp_path, PYTHONPATH=str(checkout), **path)

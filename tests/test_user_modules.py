@@ -78,11 +78,11 @@ def test_the_search_of_another_configuration_replaces_this_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
-        ("own/nowhere.py:good", "there is no file own/nowhere.py"),
+        ("own/nowhere.py:good", "file own/nowhere.py not found"),
         ("own/json.py:good", "another module has the name json"),
         ("own/my-reward.py:good", "rename my-reward.py"),
         ("wrong_ones.nowhere", "wrong_ones.py) has no function or class named nowhere"),
-        ("absent_module.good", "put it beside the configuration or on PYTHONPATH"),
+        ("absent_module.good", "put it next to the configuration or on PYTHONPATH"),
         ("lacks_a_package.good", "No module named 'no_such_package'"),
         ("wrong_ones.needs_scale", "missing a required argument: 'scale'"),
     ],

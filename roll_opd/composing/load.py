@@ -48,7 +48,7 @@ NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "
 # list(...) and range(...) mean something else in Hydra's own language
 REFERS = re.compile(r"\$\{(\w+)[.}\[]")
 UNSET = re.compile(r"Environment variable '([^']+)' not found")
-# an override whose value is neither quoted, a list, an object nor a function's call
+# an override with a plain value: not quoted, no list, object or function call
 PLAIN_VALUE = re.compile(r"\+{0,2}[\w.@/:-]+=(?![\s\"'\[{,]|\w+\()[^,\x00-\x1f]+(?<!\s)")
 DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
 
@@ -179,9 +179,9 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
 
 
 def _parsed(text: str) -> Override:
-    """Return an override as Hydra reads it, else its value as a text: Hydra's grammar has no =, @ or letters but ASCII.
+    """Parse an override with Hydra; plain values that its grammar rejects (=, @, non-ASCII) are quoted first.
 
-    Raises HydraException where the value is no plain text: a list, an object, a function, a quoted text.
+    Raises HydraException for other values: lists, objects, functions, quoted texts.
     """
     try:
         return OverridesParser.create().parse_override(text)
@@ -192,7 +192,7 @@ def _parsed(text: str) -> Override:
 
 
 def _quoted(text: str) -> str:
-    """Return an override with its value in quotes, "" where it has none."""
+    """Return an override with its value in quotes, "" without a value."""
     key, equals, value = text.partition("=")
     return f"{key}={QuotedString(value, Quote.double).with_quotes()}" if equals and value else ""
 

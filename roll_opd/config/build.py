@@ -97,8 +97,8 @@ def load_plan(
 
     `config_path` is a directory, looked for in `load.config_places`, `config_name` a YAML file in it.
     `pure` True: pure distillation (start_onpolicy_distill_pipeline.py runs it); False: the RLVR entry, where `use_opd`
-    decides. `pipeline`: agentic, a supervised one, as start_sft_pipeline.py and start_dpo_pipeline.py run, or a dotted
-    path. ConfigError alone, with the right launcher, for a configuration that is written for another pipeline.
+    decides. `pipeline`: agentic, sft, dpo, or a dotted path. For a configuration that is written for another pipeline,
+    the only error names the right launcher.
     Where both are None, the configuration tells. `runnable` False also plans what cannot be run yet, and says so in
     `warnings`. A configuration of Trinity-RFT tells for itself, whatever is asked for; `say` is given the list of how
     it was read.
@@ -125,7 +125,7 @@ def plan_config(
         raise ConfigError([hopeless])  # everything else would be said about something that cannot run at all
     asked = pipeline or (None if pure is None else "distill" if pure else "rlvr")
     if asked and (problem := wrong_pipeline(loaded.values, asked, diagnostics)):
-        raise ConfigError([problem])  # of its keys, read as another pipeline's, much would be wrong
+        raise ConfigError([problem])  # errors of a wrong pipeline would be misleading
     keys = _supervised_pipeline(loaded.values, pure, None if pipeline == "agentic" else pipeline)
     plan = _supervised(loaded, keys, diagnostics) if keys else _rolled_out(loaded, pure, diagnostics)
     if plan is None or diagnostics.problems:

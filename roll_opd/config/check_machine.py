@@ -1,7 +1,6 @@
-"""Check a plan against one machine: what its engines refuse at their start is refused before. No torch.
+"""Check a plan against a machine, before its engines would fail at their start. Without torch.
 
-`roll-opd run` refuses what `machine_problems` finds; `roll-opd plan`, which may be asked on another machine than the
-run's, warns of it.
+`roll-opd run` refuses a plan with problems; `roll-opd plan`, which may run on another machine, warns.
 """
 
 from pathlib import Path
@@ -16,7 +15,7 @@ OPTIONS = "strategy_args.strategy_config"
 
 
 def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
-    """Return what a machine with `gpus` GPUs cannot do; for a run on a cluster of its own making."""
+    """Return the problems of a plan on a machine with `gpus` GPUs; for a run that starts its own cluster."""
     if gpus:
         if plan.devices_per_node <= gpus:
             return []
@@ -25,7 +24,7 @@ def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
 
 
 def warnings_here(plan: RunPlan) -> list[str]:
-    """Return what `machine_problems` finds for this machine; nothing for a plan whose devices are GPUs elsewhere."""
+    """Return the problems of a plan on this machine; none for a plan for GPUs of another machine."""
     gpus = hardware.gpus()
     if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
         return []
@@ -39,7 +38,7 @@ def engines(plan: RunPlan) -> list[RolloutPlan]:
 
 
 def other_blocks(plan: RunPlan) -> str | None:
-    """Say which engines have blocks of another size than was written, since a CPU cannot compute those; None: none."""
+    """Return a warning for engines whose configured block size is replaced on CPUs; None without any."""
     changed = [
         f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} cannot be computed"
         f" on a CPU; it is {cpu_block(engine.engine_args)} here"
@@ -50,9 +49,9 @@ def other_blocks(plan: RunPlan) -> str | None:
 
 
 def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
-    """Return why an engine cannot start on a CPU: its options, the KV cache, the heads of each model that it runs."""
+    """Return the problems of an engine on CPUs: its options, its KV cache, the head sizes of its models."""
     if engine.engine_args.get("enable_chunked_prefill"):
-        return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; leave it out"]
+        return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; remove it"]
     try:
         arguments = resolve_engine_args(
             engine.model,
@@ -69,8 +68,8 @@ def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
     least = kv_cache_bytes(engine.model, engine.max_model_len, 1, cpu_block(engine.engine_args), engine.tp)
     if (cache := arguments["kv_cache_memory_bytes"]) is not None and cache < least:
         problems.append(
-            f"{engine.name}.{OPTIONS}.kv_cache_memory_bytes: {cache} bytes hold no sequence of {engine.max_model_len}"
-            f" tokens, which takes {least}; raise it or leave it out"
+            f"{engine.name}.{OPTIONS}.kv_cache_memory_bytes: {cache} bytes are too few for a sequence of"
+            f" {engine.max_model_len} tokens, which takes {least}; raise or remove it"
         )
     paths = {engine.name: engine.model.path}
     if engine is plan.rollout and plan.validation and plan.validation.measure_teacher:
@@ -80,7 +79,7 @@ def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
 
 
 def _heads(name: str, path: str) -> str | None:
-    """Return why vLLM cannot compute the attention of the model in `path` on a CPU; None: it can."""
+    """Return an error for a model whose head size vLLM does not support on CPUs, else None."""
     info = read_model(Path(path))
     latent = info.latent
     known = cpu_attention.head_sizes(*(cpu_attention.LATENT if latent else cpu_attention.PLAIN))
@@ -90,7 +89,7 @@ def _heads(name: str, path: str) -> str | None:
     sizes = ", ".join(map(str, known))
     if latent:
         return (
-            f"{name}: vLLM's latent attention on CPUs computes kv_lora_rank + qk_rope_head_dim = {sizes} alone, and"
+            f"{name}: vLLM's latent attention on CPUs supports only kv_lora_rank + qk_rope_head_dim = {sizes}, and"
             f" {path} has {size}; use another model, or a machine with GPUs"
         )
     return (

@@ -1,4 +1,4 @@
-"""Hints for keys that are unknown where they are written: a misspelt one, or a key of another section."""
+"""Hints for unknown keys: misspelt, or in the wrong section."""
 
 from collections.abc import Set
 from typing import Any
@@ -17,7 +17,7 @@ from roll_opd.config.schema import (
 from roll_opd.diagnostics import Diagnostics
 from roll_opd.hints import nearest
 
-# where keys belong that are sometimes written at the top
+# sections of keys that are sometimes written at the top level
 HOMES: dict[str, type[Section]] = {
     "a role": Worker,
     "model_args of a role": ModelArgs,
@@ -26,7 +26,7 @@ HOMES: dict[str, type[Section]] = {
     "a teacher": TeacherWorker,
     "generating_args of a role": GeneratingArgs,
 }
-# the sections of a role with their keys; those of an engine's strategy are the engine's own, of which these are common
+# section of a role -> its keys; of strategy_config, only common ones
 ROLE_KEYS: dict[str, Set[str]] = {
     "": keys_of(Worker).keys(),
     "training_args": keys_of(TrainingArgs).keys(),
@@ -45,7 +45,7 @@ ROLE_SECTIONS = {part for section in ROLE_KEYS for part in section.split(".")}
 
 
 def typing_error(path: str, key: str, value: Any, known: set[str], written: Set[str] = frozenset()) -> str | None:
-    """Say what is wrong with an unknown key; None where it resembles none, and at the top may be a variable's name."""
+    """Return the error for an unknown key; None for a key without resemblance, possibly a variable's name."""
     home = next((name for name, section in HOMES.items() if key in keys_of(section)), None)
     if home and not path:
         return f"unknown key at the top; it is one of {home}, write it there{_example(home, key, written)}"
@@ -54,12 +54,12 @@ def typing_error(path: str, key: str, value: Any, known: set[str], written: Set[
     if near := nearest(key, known):
         return f"unknown key; did you mean {near!r}?"
     if not path and is_worker(value, {*keys_of(Worker)}):
-        return "unknown role; give it the name of one that exists (docs/modes.md), or remove it"
+        return "unknown role; rename it to an existing role (docs/modes.md), or remove it"
     return None
 
 
 def _example(home: str, key: str, written: Set[str]) -> str:
-    """Return ": role.section.key" for a role of the configuration that has the key, "" where none is written."""
+    """Return ": role.section.key" for a role of the configuration that takes the key, else ""."""
     section = home.removesuffix(" of a role") if home.endswith(" of a role") else ""
     ending = "_infer" if section == "generating_args" else "_train"
     roles = ["teacher"] if home == "a teacher" else sorted(role for role in written if role.endswith(ending))
@@ -67,12 +67,12 @@ def _example(home: str, key: str, written: Set[str]) -> str:
 
 
 def top_level(tell: Diagnostics) -> Set[str]:
-    """Return the top-level keys that somebody wrote."""
+    """Return the top-level keys of the configuration."""
     return {key.partition(".")[0] for key in tell.origins}
 
 
 def _place_in_role(path: str, key: str) -> str | None:
-    """Return where a key belongs that stands in another section of its role; None where it is a key of none."""
+    """Return the full path of a key that is in the wrong section of its role; None for an unknown key."""
     role = path.split(".")
     while role and role[-1] in ROLE_SECTIONS:
         role.pop()
@@ -85,5 +85,5 @@ def _place_in_role(path: str, key: str) -> str | None:
 
 
 def is_worker(data: Any, keys: set[str]) -> bool:
-    """Return whether a value holds what a role holds."""
+    """Whether a value is a mapping with keys of a role."""
     return isinstance(data, dict) and not keys.isdisjoint(data)

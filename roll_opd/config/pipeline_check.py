@@ -7,7 +7,7 @@ from roll_opd.config import environments
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED
 from roll_opd.diagnostics import Diagnostics
 
-# pipeline -> what it is, for people; its launcher in examples/
+# pipeline -> its description; its launcher in examples/
 LAUNCHERS = {
     "distill": ("pure on-policy distillation", "start_onpolicy_distill_pipeline.py"),
     "rlvr": ("learning from rewards (RLVR)", "start_rlvr_pipeline.py"),
@@ -18,7 +18,7 @@ LAUNCHERS = {
 
 
 def pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return (pipeline, decisive key) of a configuration; None where its keys leave the pipeline open."""
+    """Return (pipeline, decisive key) of a configuration; None if its keys do not decide."""
     for name, keys in SUPERVISED.items():
         if keys.role in values and keys.role not in (*PURE_ROLES, *MIXED_ROLES):
             return name, keys.role
@@ -42,22 +42,22 @@ def pipeline_of(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def wrong_pipeline(values: Mapping[str, Any], asked: str, tell: Diagnostics) -> str | None:
-    """Return a sentence where a configuration is written for another pipeline than `asked`, else None."""
+    """Return an error if a configuration is written for another pipeline than `asked`, else None."""
     found = pipeline_of(values)
     if found is None and asked == "agentic" and MIXED_ROLES[1] in values:
         found = "rlvr", MIXED_ROLES[1]
     if asked not in LAUNCHERS or found is None or found[0] not in LAUNCHERS or found[0] == asked:
         return None
     if asked not in SUPERVISED and values.get("algorithm_type") in [keys.algorithm for keys in SUPERVISED.values()]:
-        return None  # reported with the launcher, as of any algorithm that learns from rows
+        return None  # reported elsewhere, with the launcher
     meant, key = found
     is_played_pure = meant == "agentic" and not values.get("use_opd") and values.get("teacher")
     if asked == "distill" and is_played_pure and values.get("is_pure_opd") is not False:
-        return None  # as in ROLL, whose launcher of distillation plays environments too
+        return None  # ROLL's distillation launcher also runs environments
     if asked == "rlvr" and key == "is_pure_opd":
-        return None  # the switch decides, as in ROLL, whose pure distillation is its RLVR pipeline
+        return None  # ROLL runs pure distillation in its RLVR pipeline
     what, launcher = LAUNCHERS[meant]
     return (
-        f"{key}: belongs to a configuration of {what}, which {LAUNCHERS[asked][1]} (pipeline {asked}) does not run;"
+        f"{key}: belongs to {what}, which {LAUNCHERS[asked][1]} (pipeline {asked}) does not run;"
         f" start it with examples/{launcher}, or with `roll-opd run {meant}`{tell.where(key)}"
     )

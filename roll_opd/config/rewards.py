@@ -93,7 +93,7 @@ def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
                 " dotted path of a class of your own",
             )
             continue
-        try:  # a user's classes are made in the run alone
+        try:  # a user's classes are only instantiated in the run
             check(term.worker, dict(term.args))
         except RewardError as error:
             is_builtin = term.worker in REWARDS.builtin  # whose packages and keys another machine may have
@@ -119,7 +119,7 @@ def _facts(worker: str) -> RewardFacts:
 def _worker(section: Term, name: str) -> str:
     """Return the worker's built-in name or dotted path.
 
-    A class of ROLL's becomes the name of its counterpart, `path/to/file.py:name` a dotted path.
+    Maps a class of ROLL to its counterpart, and `path/to/file.py:name` to a dotted path.
     """
     with section.tell.about("worker_cls"):
         name = dotted_path(name)

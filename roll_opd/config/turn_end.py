@@ -1,4 +1,4 @@
-"""Warns where a chat template ends turns with what no engine stops at: answers run on to the limit."""
+"""Warn of chat templates that end turns without a stop token: answers would run on to response_length."""
 
 from contextlib import suppress
 from itertools import islice
@@ -13,11 +13,11 @@ from roll_opd.hf.model_info import ModelFilesError
 from roll_opd.hf.turn_end import StopTokens, TurnEnd, stop_tokens, turn_end
 from roll_opd.plan import DataPlan, RunPlan
 
-ROWS_SEEN = 64  # of each file, to know whether rows go through a template
+ROWS_SEEN = 64  # of each file, to find the templates in use
 
 
 def turn_end_warnings(plan: RunPlan) -> list[str]:
-    """Return a sentence for each template of a run that ends turns with no stop token of the student's."""
+    """Return a warning for each template of a run that ends turns without a stop token of the student."""
     path, rollout = Path(plan.student.model.path), plan.rollout
     stops = rollout.sampling.stop if rollout else ()
     try:
@@ -33,33 +33,35 @@ def turn_end_warnings(plan: RunPlan) -> list[str]:
 
 
 def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Path, *, learns: bool) -> str | None:
-    """Say that nothing stops at the end of a turn, and what to do; None: something does. `learns`: rows' answers."""
+    """Return the warning and remedy for a turn end without a stop token; else None. `learns`: a supervised run."""
     if tokens.ids.intersection(end.ids) or any(stop in end.text for stop in stops):
         return None
     if end.ids:
         file = path / "generation_config.json"
         what = (
-            f"ends a turn with {end.names[0]} (id {end.ids[0]}), which is no stop token: generation stops at"
+            f"ends a turn with {end.names[0]} (id {end.ids[0]}), which is not a stop token: generation stops at"
             f" {tokens.words}"
         )
-        remedy = f"add {end.ids[0]} to eos_token_id in {file}, which exports take along"
+        remedy = f"add {end.ids[0]} to eos_token_id in {file}, which exports keep"
         if not learns:
             remedy += f", or write generating_args.stop_strings: ['{end.names[0]}']"
     elif end.text:
-        what = f"ends a turn with the text {end.text!r}, which is no token: generation stops at {tokens.words}"
+        what = f"ends a turn with the text {end.text!r}, which is not a token: generation stops at {tokens.words}"
         remedy = "use a template that ends turns with a stop token"
         remedy += "" if learns else f", or write generating_args.stop_strings: [{end.text!r}]"
     elif learns:
-        what = f"writes nothing behind an answer, so no end of an answer is learned; generation stops at {tokens.words}"
+        what = (
+            f"writes nothing after an answer, so no end of answers is learned; generation stops at {tokens.words}"
+        )
         return f"{what}. Use a template that ends turns with a stop token"
     else:
         return None
-    result = "a model that learns this does not stop" if learns else "an answer runs on to response_length"
+    result = "a model trained on it does not stop" if learns else "an answer runs on to response_length"
     return f"{what}, so {result}; {remedy}"
 
 
 def _templates(plan: RunPlan) -> set[str]:
-    """Return the names of the templates that conversations of a run go through."""
+    """Return the names of the templates that a run applies to conversations."""
     if plan.workflow or plan.is_agentic:
         return {"native"}
     data_sets = [plan.data, *([plan.demonstrations.data] if plan.demonstrations else [])]
@@ -69,7 +71,7 @@ def _templates(plan: RunPlan) -> set[str]:
 def _of_rows(data: DataPlan) -> set[str]:
     found = set()
     for name in data.files:
-        with suppress(DataError, OSError):  # the pass over all rows reports them, and bad rows
+        with suppress(DataError, OSError):  # the pass over all rows reports these and bad rows
             for _, _, value in islice(open_file(name, columns_needed(data)).scan(), ROWS_SEEN):
                 with suppress(BadRow):
                     row = parse_answered(value, "", data)

@@ -1,4 +1,4 @@
-"""The dtype keys of a config.json."""
+"""Set the dtype in a config.json."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json in which each key of a dtype that it has, those of inner models too, is `dtype`.
+    """Return a copy of a config.json with every existing dtype key, also of inner models, set to `dtype`.
 
-    transformers 5 writes `dtype` and reads `torch_dtype` as well; where both are there, which one counts differs.
+    transformers 5 writes `dtype` and also reads `torch_dtype`; if both exist, the effective one differs by reader.
     """
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     inner = {

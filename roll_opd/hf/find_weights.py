@@ -1,8 +1,8 @@
-"""Which of a model directory's files hold its weights: transformers' choice, where several could.
+"""Find the weight files of a model directory, with transformers' choice between several sets.
 
-Tools leave more than one set behind: `save_pretrained` over a sharded model keeps the old index, a download keeps links
-to files that are gone. transformers loads model.safetensors where there is one, and vLLM what the index names; where
-both sets are whole and differ, neither is meant for certain.
+Tools leave more than one set: `save_pretrained` over a sharded model keeps the old index, a download keeps links to
+deleted files. transformers loads model.safetensors if it exists, vLLM the files of the index. Two complete sets that
+differ are ambiguous.
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ NAMED = 3  # files that a sentence names
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model; none where there are no weights at all.
+    """Return the safetensors files of a model; empty for a directory without weights.
 
-    Raises ModelFilesError for weights that are incomplete, in another form, or there twice and not the same.
+    Raises ModelFilesError for incomplete weights, other file formats, and two sets that differ.
     """
     single, shards = path / SINGLE, _shards(path)
     if single.is_file():
@@ -27,8 +27,8 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     for file in (single, *shards):
         if file.is_symlink() and not file.exists():
             raise ModelFilesError(
-                f"{file} is a link to {file.readlink()}, which is not there; download the model again, or copy it with"
-                " what its links point to (cp -rL)"
+                f"{file} is a broken link to {file.readlink()}; download the model again, or copy it with link targets"
+                " (cp -rL)"
             )
     present = sorted(file.name for file in path.glob("*.safetensors") if not file.name.startswith("adapter_"))
     if missing := [file for file in shards if not file.is_file()]:
@@ -42,8 +42,8 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         return shards
     if present:
         raise ModelFilesError(
-            f"there is {_named(present)}, and neither {SINGLE} nor {INDEX}, by which weights are found; download the"
-            f" index, or rename a file that holds the whole model to {SINGLE}"
+            f"found {_named(present)}, but neither {SINGLE} nor {INDEX}; download the index, or rename a file with the"
+            f" whole model to {SINGLE}"
         )
     if any(path.glob("pytorch_model*.bin")):
         raise ModelFilesError(
@@ -53,12 +53,12 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def engine_problem(path: Path) -> str | None:
-    """Return why vLLM cannot load a model that transformers loads: it believes a stale index. None: it can."""
+    """Return an error for a model with a stale index, which transformers ignores and vLLM reads; else None."""
     shards = _shards(path)
     if not shards or path / SINGLE in shards or not (path / SINGLE).is_file() or _are_whole(shards):
         return None
     return (
-        f"{path / INDEX} is stale: some file that it names, such as {shards[0].name}, is missing or damaged."
+        f"{path / INDEX} is stale: some of its files, such as {shards[0].name}, are missing or damaged."
         f" transformers loads {SINGLE}, vLLM would not start; remove the index (rm {path / INDEX})"
     )
 
@@ -66,14 +66,14 @@ def engine_problem(path: Path) -> str | None:
 def stored_tensors(path: Path, files: tuple[Path, ...]) -> dict[str, StoredTensor]:
     """Return every tensor of the model in `path` by name, from the headers of its weight `files`.
 
-    Of a name that several files have, the one where the index looks. Raises ModelFilesError for a damaged file, one
-    that ends too early, and one that lacks a tensor that the index looks for there.
+    For a name in several files, the index decides. Raises ModelFilesError for damaged or truncated files, and for a
+    tensor that the index names and its file lacks.
     """
     headers = {str(file.relative_to(path)): read_header(file) for file in files}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
     for name, file in _weight_map(path).items():
         if file not in headers:
-            continue  # of an index that does not count
+            continue  # an ignored index
         if name not in headers[file]:
             raise ModelFilesError(f"{file} has no tensor {name}, which the index looks for there; get both files again")
         found[name] = headers[file][name]
@@ -85,7 +85,7 @@ def _shards(path: Path) -> tuple[Path, ...]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return tensor -> file as the index says; none without one. Raises ModelFilesError for one of another form."""
+    """Return tensor -> file from the index; empty without one. Raises ModelFilesError for a malformed index."""
     if not (path / INDEX).is_file():
         return {}
     names = read_json(path / INDEX).get("weight_map", {})
@@ -102,16 +102,16 @@ def _are_whole(shards: tuple[Path, ...]) -> bool:
 
 
 def _check_same(path: Path, single: Path, shards: tuple[Path, ...]) -> None:
-    """Raise ModelFilesError where the one file and the shards hold other weights, from pieces of each tensor."""
+    """Raise ModelFilesError if the single file and the shards differ; compares pieces of each tensor."""
     one, other = read_header(single), stored_tensors(path, shards)
     name = next(
         (name for name in sorted(one.keys() | other.keys()) if not _are_same(one.get(name), other.get(name))), None
     )
     if name:
         raise ModelFilesError(
-            f"{SINGLE} and the files that {INDEX} names are both whole, and hold other weights ({name});"
-            f" transformers loads {SINGLE}, vLLM the others. Remove the index and its files, or {SINGLE}, whichever is"
-            " old"
+            f"{SINGLE} and the files that {INDEX} names are both complete and differ ({name});"
+            f" transformers loads {SINGLE}, vLLM the others. Remove the outdated set: the index and its files, or"
+            f" {SINGLE}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a model directory. Errors name the file and say how to get it."""
+"""Read the JSON files of a model directory. Errors name the file and the remedy."""
 
 import json
 from pathlib import Path
@@ -6,21 +6,21 @@ from typing import Any
 
 from roll_opd.paths import PathError, content
 
-POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that git-lfs has left in another's place
+POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-LFS pointer file
 
 
 class ModelFilesError(Exception):
-    """A model directory cannot be used; the text says why and what to do."""
+    """A model directory is unusable; the message has the reason and the remedy."""
 
 
 def is_pointer(file: Path) -> bool:
-    """Say whether `file` is a git-LFS pointer."""
+    """Whether `file` is a git-LFS pointer."""
     with file.open("rb") as stream:
         return stream.read(len(POINTER)) == POINTER
 
 
 def pointer_sentence(file: Path) -> str:
-    """Return the sentence for a file in whose place git-lfs has left its pointer."""
+    """Return the error message for a git-LFS pointer."""
     return f"{file} is a git-LFS pointer, not the file itself; run `git lfs pull` in {file.parent}"
 
 

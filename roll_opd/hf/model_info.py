@@ -162,13 +162,13 @@ def read_model(path: Path) -> ModelInfo:
 
 
 def _in_its_place(path: Path) -> str:
-    """Say which directory this is that has no config.json."""
+    """Return a description of a directory without config.json: an adapter, or no model."""
     if not (path / "adapter_config.json").is_file():
         return "it is not a Hugging Face model directory"
     base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
     return (
-        f"it is an adapter of {base}; merge it (peft's merge_and_unload, then save_pretrained, and the tokenizer beside"
-        " it), and give that directory"
+        f"it is an adapter of {base}; merge it (peft's merge_and_unload, then save_pretrained, also of the tokenizer)"
+        " and use the merged directory"
     )
 
 

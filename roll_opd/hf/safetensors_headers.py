@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: where they lie, as the headers say, and a few bytes of them."""
+"""Read the headers of safetensors files, and sample bytes of their tensors to compare weights."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from typing import Any
 from roll_opd.hf.json_files import ModelFilesError, is_pointer, pointer_sentence
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-PIECES, PIECE_BYTES = 16, 4096  # of a tensor that are looked at
+PIECES, PIECE_BYTES = 16, 4096  # of a tensor, to compare
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a safetensors file, and what its header says of it."""
+    """Header entry of a tensor: file, dtype, shape and byte range."""
 
     file: Path
     dtype: str  # the format's name, such as BF16
@@ -26,7 +26,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return what the header of a safetensors file says of each tensor. Raises ModelFilesError where it is damaged."""
+    """Return the header entry of each tensor by name. Raises ModelFilesError for a damaged file."""
     with file.open("rb") as stream:
         start = stream.read(8)
         if not start:
@@ -49,7 +49,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     needed = max((tensor.end for tensor in tensors.values()), default=8 + size)
     size = file.stat().st_size
     if size != needed:
-        what = "is cut off" if size < needed else "goes on behind its tensors"
+        what = "is cut off" if size < needed else "has bytes after its last tensor"
         raise ModelFilesError(f"{file.name} {what}: {size} of {needed} bytes; get it again")
     return tensors
 
@@ -60,20 +60,20 @@ def _stored_tensor(file: Path, value: dict[str, Any], data: int) -> StoredTensor
 
 
 def differ(one: StoredTensor, other: StoredTensor) -> bool:
-    """Say whether two tensors of one shape hold other numbers of the same type, from pieces of them."""
+    """Whether two tensors of the same shape and dtype differ in the sampled pieces."""
     return one.dtype == other.dtype and any(
         left != right for left, right in zip(pieces(one), pieces(other), strict=True)
     )
 
 
 def pieces(tensor: StoredTensor, count: int = PIECES) -> list[bytes]:
-    """Read `count` pieces spread over a tensor, from its first to its last byte; fewer where it is small."""
+    """Return up to `count` pieces spread over a tensor, from its first to its last byte."""
     size = tensor.end - tensor.start
     last, count = max(0, size - PIECE_BYTES), min(count, -(-size // PIECE_BYTES))
     with tensor.file.open("rb") as stream:
         found = []
         for piece in range(count):
             place = last * piece // max(1, count - 1)
-            stream.seek(tensor.start + place - place % 8)  # no number is cut
+            stream.seek(tensor.start + place - place % 8)  # aligned, so that no number is split
             found.append(stream.read(min(PIECE_BYTES, size)))
         return found

@@ -43,8 +43,8 @@ def has_tokenizer(path: Path) -> bool:
 def largest_token_id(path: Path) -> int | None:
     """Return the largest id in tokenizer.json, or None if the model has no such file.
 
-    Raises ModelFilesError if the file cannot be read or is not in the form of the `tokenizers` library, and where
-    git-lfs has left a pointer in the place of a tokenizer's file.
+    Raises ModelFilesError if the file cannot be read or is not in the form of the `tokenizers` library, and
+    for a tokenizer file that is a git-LFS pointer.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -216,7 +216,7 @@ def has_chat_template(path: Path) -> bool:
 
 
 def special_tokens(path: Path) -> dict[str, str]:
-    """Return the tokens with a name, such as eos_token, as chat templates write them."""
+    """Return the named special tokens, such as eos_token, for chat templates."""
     found: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, value in (read_json(path / file) if (path / file).is_file() else {}).items():
@@ -227,7 +227,7 @@ def special_tokens(path: Path) -> dict[str, str]:
 
 
 def chat_template_of(path: Path) -> Any:
-    """Return the chat template beside a tokenizer, as its file has it; None where there is none."""
+    """Return the chat template of the tokenizer in directory `path` as stored; None without one."""
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""What a chat template writes behind an answer, and the tokens at which a model stops. Files only, no transformers."""
+"""Find the tokens that a chat template writes after an answer, and a model's stop tokens. Without transformers."""
 
 import json
 from collections.abc import Mapping
@@ -20,23 +20,23 @@ _QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What follows an answer in a conversation."""
+    """Text and special tokens after an answer in a conversation."""
 
-    text: str  # "" where nothing but blanks does
-    ids: tuple[int, ...]  # of its special tokens, in order; or of the one token that it is
+    text: str  # without blanks at both ends; "" for nothing
+    ids: tuple[int, ...]  # of its special tokens, in order; or of the single ordinary token
     names: tuple[str, ...]  # of these
 
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The tokens at which generation stops, and which file names each."""
+    """Stop tokens of generation, with their sources in words."""
 
     ids: frozenset[int]
     words: str
 
 
 class _Generation(Extension):
-    """The tag {% generation %} of transformers, which changes nothing in the text."""
+    """The tag {% generation %} of transformers, without effect on the text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -46,10 +46,9 @@ class _Generation(Extension):
 
 
 def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
-    """Return what `template`, by default the tokenizer's own, writes behind an answer.
+    """Return the text and tokens that `template`, by default the tokenizer's own, writes after an answer.
 
-    None where there is no template, where it shows nothing (it cannot be rendered, or leaves the answer out), and where
-    the ids of tokens are in no file that is read here.
+    None if there is no template, if it cannot be rendered or drops the answer, or if the vocabulary cannot be read.
     """
     source = chat_template_of(path) if template is None else template
     if isinstance(source, list):  # several, by name
@@ -87,7 +86,7 @@ def _read(behind: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> T
 
 
 def added_tokens(path: Path) -> dict[str, int]:
-    """Return the tokens that a tokenizer has beside its vocabulary, such as those of a template -> id."""
+    """Return a tokenizer's added tokens -> id, such as those of chat templates."""
     found: dict[str, int] = {}
     if (path / "tokenizer.json").is_file():
         added = read_json(path / "tokenizer.json").get("added_tokens") or []
@@ -99,10 +98,10 @@ def added_tokens(path: Path) -> dict[str, int]:
 
 
 def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
-    """Return the tokens at which an engine with `engine_args` stops, as vLLM reads them.
+    """Return the stop tokens of an engine with `engine_args`, as in vLLM.
 
-    Those are the tokenizer's eos_token, and what generation_config.json has as eos_token_id; config.json counts where
-    that file is not there.
+    These are the tokenizer's eos_token and the eos_token_id of generation_config.json, or of config.json if that file
+    does not exist.
     """
     ids: set[int] = set()
     words: list[str] = []
@@ -123,7 +122,7 @@ def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return jinja2 as transformers sets it up for chat templates."""
+    """Return transformers' jinja2 environment for chat templates."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -19,7 +19,7 @@ VALUE_HEAD = "score.weight"
 IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # of older releases; nobody loads them
 NAMED = 3  # tensors that a sentence names; the rest are counted
-FIRST_PIECES = 4  # of a tensor that are looked at; `PIECES` where one of them is zero
+FIRST_PIECES = 4  # of a tensor, to detect zeros; then all `PIECES` if one of them is zero
 CHUNK_BYTES = 2**24
 
 Shape = tuple[int, ...]

@@ -76,10 +76,10 @@ def test_two_whole_sets_must_be_the_same(tmp_path: Path) -> None:
     assert read_model(path).weight_files == (path / SINGLE,) and engine_problem(path) is None
     whole["model.norm.weight"] = whole["model.norm.weight"] + 1
     save_file(whole, path / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(ModelFilesError, match=r"both whole, and hold other weights \(model.norm.weight\).* Remove the"):
+    with pytest.raises(ModelFilesError, match=r"both complete and differ \(model.norm.weight\).* Remove the"):
         read_model(path)
     save_file({name: tensor.bfloat16() for name, tensor in whole.items()}, path / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(ModelFilesError, match="hold other weights"):
+    with pytest.raises(ModelFilesError, match="both complete and differ"):
         read_model(path)
 
 
@@ -121,9 +121,9 @@ def _without_index(path: Path) -> None:
         ),
         (lambda path: (path / "config.json").write_text(POINTER), r"config.json is a git-LFS pointer.*`git lfs pull`"),
         (lambda path: (path / SINGLE).write_bytes(b""), r"model.safetensors is empty \(0 bytes\); get it again"),
-        (_link, r"model.safetensors is a link to ../../blobs/4d7a21, which is not there; download the model again"),
+        (_link, r"model.safetensors is a broken link to ../../blobs/4d7a21; download the model again"),
         (_renamed, rf"{FIRST} that the index names is missing \(there is pytorch_model-00001-of-00002.safetensors"),
-        (_without_index, rf"there is {FIRST}, {SECOND}, and neither {SINGLE} nor {INDEX}.*download the index"),
+        (_without_index, rf"found {FIRST}, {SECOND}, but neither {SINGLE} nor {INDEX}.*download the index"),
         (
             lambda path: (path / SINGLE).rename(path / "pytorch_model.bin"),
             r"in .bin form only; save the model once more",

@@ -118,11 +118,11 @@ NEWLINE = "{% for m in messages %}{{ m.role + m.content + '\n' }}{% endfor %}"
 
 def test_an_end_that_is_no_stop_token(warned: Callable[..., list[str]]) -> None:
     (found,) = warned(ENDS, CONVERSATION)
-    assert "template native ends a turn with <|end|> (id 4), which is no stop token" in found
+    assert "template native ends a turn with <|end|> (id 4), which is not a stop token" in found
     assert "generation stops at eos_token <|pad|> (5) of the tokenizer" in found
     assert "add 4 to eos_token_id in" in found and "generating_args.stop_strings: ['<|end|>']" in found
     (found,) = warned(IN_TEXT, CONVERSATION)
-    assert "ends a turn with the text '###', which is no token" in found
+    assert "ends a turn with the text '###', which is not a token" in found
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_no_false_alarm(warned: Callable[..., list[str]], template: str, rows: l
     [
         (
             None,
-            "ends a turn with <|end|> (id 260), which is no stop token: generation stops at eos_token <|system|> (259)",
+            "ends a turn with <|end|> (id 260), which is not a stop token: generation stops at eos_token <|system|>",
         ),
-        (NEWLINE, "writes nothing behind an answer, so no end of an answer is learned"),
+        (NEWLINE, "writes nothing after an answer, so no end of answers is learned"),
     ],
 )
 def test_rows_with_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None, said: str) -> None:

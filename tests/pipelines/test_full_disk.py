@@ -120,7 +120,7 @@ def test_no_inodes(disk: Path) -> None:
     with pytest.raises(OSError, match="No space left") as raised:
         for number in range(5):
             (disk / str(number)).touch()
-    assert f"the file system of {disk / '2'} has no inode left" in str(full_disk(raised.value))
+    assert f"the file system of {disk / '2'} has no free inodes" in str(full_disk(raised.value))
 
 
 def test_metrics_and_the_exit_code(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def test_the_plan_tells_of_heads_that_this_machine_cannot_compute(
 def test_a_judges_engine_and_a_cache_too_small_for_a_sequence(plan: RunPlan, tmp_path: Path) -> None:
     args = FrozenDict({"kv_cache_memory_bytes": 1000})
     (text,) = machine_problems(replace(plan, rollout=replace(plan.rollout, engine_args=args)), gpus=0)
-    assert "kv_cache_memory_bytes: 1000 bytes hold no sequence of 80 tokens" in text
+    assert "kv_cache_memory_bytes: 1000 bytes are too few for a sequence of 80 tokens" in text
     path = _student(tmp_path / "small", head_dim=16)
     judge = replace(plan.rollout, name="judge", model=replace(plan.rollout.model, path=str(path)))
     judged = replace(plan, rewards=(replace(plan.rewards[0], engine=judge),))
