@@ -1,8 +1,8 @@
-"""What the launchers beside this file begin with: a Python that has the project's packages."""
+"""Import `use_project_environment` for the launchers in this directory, before the package is importable."""
 
 import os
 import runpy
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "roll_opd")
-# by its path: before this, the package itself need not be importable
+# loaded by its path, since the package may not be importable yet
 use_project_environment = runpy.run_path(os.path.join(_PACKAGE, "interpreter.py"))["use_project_environment"]

@@ -7,7 +7,7 @@ from roll_opd.interpreter import use_project_environment
 if __name__ == "__main__":
     use_project_environment(
         needs_packages=sys.argv[1:2] != ["doctor"], module="roll_opd"
-    )  # doctor says what is missing
+    )  # doctor reports missing packages
     from roll_opd.cli import main
 
     sys.exit(main())

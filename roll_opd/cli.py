@@ -26,7 +26,7 @@ from roll_opd.command_line import (
 from roll_opd.failures import os_sentence, tell_unforeseen
 from roll_opd.interpreter import REMEDY, lacking
 
-SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # of a layout, for `score`: its ranks
+SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}  # parallel sizes of `score`
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="OUT.jsonl", help='{"id", "logprobs"} a line, same order')
     for name, what in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
-    of_experts = "expert-parallel size, over the ranks of tp, cp and dp"
+    of_experts = "expert-parallel size, within the ranks of tp, cp and dp"
     parser.add_argument("--ep", type=int, default=1, metavar="N", help=of_experts)
-    parser.add_argument("--expert-tp", type=int, metavar="N", help="ranks that share an expert; otherwise as --tp")
-    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual pipeline stages of a rank")
+    parser.add_argument("--expert-tp", type=int, metavar="N", help="expert-tensor-parallel size (default: --tp)")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual pipeline stages per rank")
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")

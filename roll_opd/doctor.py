@@ -179,7 +179,7 @@ def small_machine(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
-    """Report a limit of locked memory, in which NCCL registers what network cards read and write."""
+    """Report a limit on locked memory, which NCCL needs for buffers of network cards."""
     if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
         what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
         yield Finding("warning", what, "`ulimit -l unlimited`, docker --ulimit memlock=-1, Kubernetes IPC_LOCK")

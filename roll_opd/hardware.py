@@ -7,13 +7,13 @@ from functools import cache
 
 SLOTS = 2  # of a machine without GPUs: two processes a role keep its cores busier than one, and start sooner than more
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, the same under WSL, AMD's
-# deterministic products need it; cuBLAS reads it once a process, at the first product, so every process starts with it
-CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # 8 buffers of 4 MiB: what cuBLAS takes on Hopper by itself
+# needed for deterministic matrix products; cuBLAS reads it once per process, so every process starts with it
+CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # 8 buffers of 4 MiB, cuBLAS's default on Hopper
 DRIVER_SECONDS = 20.0  # the first question after a start may wake the driver
 
 
 def gpus() -> int:
-    """Return how many NVIDIA GPUs this machine has, as its driver says."""
+    """Return the number of NVIDIA GPUs of this machine, from its driver."""
     return len(_gpu_mebibytes())
 
 

@@ -91,8 +91,8 @@ class MachineInfo:
     python_headers: bool
     plugin: bool  # whether vLLM will find the entry point of roll_opd
     sandbox: Probe = Probe()  # of a program in the code sandbox
-    locked_bytes: int | None = None  # that a process may lock in memory; None: all
-    infiniband: bool = False  # whether there are network cards for it
+    locked_bytes: int | None = None  # limit on locked memory of a process; None: no limit
+    infiniband: bool = False  # InfiniBand or RoCE cards are present
     capability: tuple[int, ...] = ()  # the least compute capability of the GPUs, (9, 0) of an H100; () without
 
 
@@ -156,7 +156,7 @@ def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
 
 
 def locked_bytes() -> int | None:
-    """Return how much memory a process may lock, None where all of it."""
+    """Return the limit on locked memory of a process in bytes; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 

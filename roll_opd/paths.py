@@ -114,10 +114,9 @@ def hub_hint(name: str, kind: str = "model") -> str | None:
 
 
 def use_cache_of_compilers(environ: MutableMapping[str, str]) -> None:
-    """Have torch's compiler keep what it compiles in the user's cache directory, unless another place is set.
+    """Set the cache directory of torch's compiler to the user's cache, unless the environment sets another.
 
-    Its default is a directory in TMPDIR, which every process that imports the compiler makes and leaves there. It stays
-    the default where the user's cache cannot be written to.
+    The default, which stays in use if the user's cache is not writable, is a directory in TMPDIR that is never removed.
     """
     home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     directory = Path(home, "roll_opd", "torchinductor")

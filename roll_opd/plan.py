@@ -358,7 +358,7 @@ class WorkflowPlan(WorkflowKeys):
     """What is done with a row, in processes of its own."""
 
     auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
-    is_scored: bool = False  # `rewards` score what it leaves unscored
+    is_scored: bool = False  # `rewards` score samples without a reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +396,7 @@ class RunPlan(RunKeys, RolloutKeys):
 
     @property
     def kind(self) -> str:
-        """How a row becomes what is learned from: rlvr, agentic or workflow; of other pipelines, their name."""
+        """Kind of the run: agentic, workflow, or the name of its pipeline."""
         return "agentic" if self.is_agentic else "workflow" if self.workflow else self.pipeline
 
     @property

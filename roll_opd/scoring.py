@@ -30,7 +30,7 @@ from roll_opd.paths import PathError, regular_file
 from roll_opd.plan import Layout
 from roll_opd.terminal import tell
 
-# keys of a configuration, in which sentences about layouts are written -> options of this command
+# configuration keys in messages about layouts -> options of this command
 OPTIONS = {
     "tensor_model_parallel_size": "--tp",
     "virtual_pipeline_model_parallel_size": "--vpp",
@@ -142,7 +142,7 @@ def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
 
 
 def _layout(options: argparse.Namespace) -> Layout:
-    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage a rank is no virtual pipeline
+    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage per rank is no virtual pipeline
     sizes = {name: getattr(options, name) for name in SIZES}
     return Layout(**sizes, ep=options.ep, vpp=vpp, etp=options.expert_tp)
 

@@ -1,4 +1,4 @@
-"""Thoughts in a response: the text between `<think>` and `</think>`, and the same marks of other models."""
+"""Find the thoughts in a response: text between `<think>` and `</think>`, or the tags of other models."""
 
 import re
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ _MARK = re.compile(
 
 
 def thought_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the thoughts with their marks, in order.
+    """Yield (start, end) of the thoughts including their tags, in order.
 
-    A closing mark without an opening one ends a thought that began where the one before ended: chat templates write the
-    opening mark. A thought without a closing mark goes to the end of the text.
+    A closing tag without an opening one ends a thought that started at the end of the previous thought, or of the
+    prompt: chat templates write the opening tag. A thought without a closing tag extends to the end of the text.
     """
     start, outside = None, 0
     for mark in _MARK.finditer(text):
@@ -26,7 +26,7 @@ def thought_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def opens_a_thought(prompt: str) -> bool:
-    """Return whether a response to `prompt` begins within a thought, which the chat template has opened."""
+    """Whether a response to `prompt` starts within a thought that the chat template opened."""
     last = None
     for mark in _MARK.finditer(prompt):
         last = mark
@@ -36,6 +36,6 @@ def opens_a_thought(prompt: str) -> bool:
 
 
 def after_thoughts(text: str) -> str:
-    """Return what follows the last closing mark; the whole text where there is none."""
+    """Return the text after the last closing tag; the whole text without one."""
     ends = [mark.end() for mark in _MARK.finditer(text) if mark["close"] or mark["close_mistral"]]
     return text[ends[-1] :] if ends else text

@@ -72,7 +72,7 @@ def test_a_python_of_another_version_ends_with_one_line(python: str, checkout: P
     for command in [*ways(checkout, python)[-2:], [python, "-m", "roll_opd", "doctor"]]:
         done = ended(command, checkout)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert "is Python 3." in done.stderr and "runs on 3.11 to 3.12; run `make setup`" in done.stderr
+        assert "is Python 3." in done.stderr and "needs 3.11 to 3.12; run `make setup`" in done.stderr
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_the_adapter_of_another_signature_is_a_reward(demo: Path, name: str, exp
 
 def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "looked_up.py").write_text(REWARDS)
-    with pytest.raises(PathError, match="no file looked_up"):
+    with pytest.raises(PathError, match=r"file looked_up\.py not found"):
         dotted_path("looked_up.py:good")
     with looking_beside(tmp_path):
         assert dotted_path("looked_up.py:good") == "looked_up.good"

@@ -1,9 +1,9 @@
-"""How fast an all-reduce over the hosts of a run is: the same network and the same variables, without the run.
+"""Measure all-reduce bandwidth over the hosts of a run, with the run's network and variables.
 
     torchrun --nnodes 2 --node_rank R --master_addr A --nproc_per_node 8 examples/clusters/bandwidth.py [--mib N]
 
-NCCL where there are GPUs, else gloo. Bus bandwidth, as nccl-tests define it: 2 (n - 1) / n times the bytes of the
-buffer, by the seconds of one all-reduce over n ranks. It can be compared with the speed of the slowest link.
+NCCL on GPUs, else gloo. Bus bandwidth as in nccl-tests: 2 (n - 1) / n times the bytes of the buffer, divided by the
+seconds of one all-reduce over n ranks. Compare it with the speed of the slowest link.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def _wait(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="bus bandwidth of an all-reduce over all ranks")
-    parser.add_argument("--mib", type=int, default=1024, help="size of the buffer; gradients are of this order")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the buffer, about that of gradients")
     parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
     if torch.cuda.is_available():

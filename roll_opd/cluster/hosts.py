@@ -33,7 +33,7 @@ class Hosts:
         self._host, self._again = host, again
         self._run = os.environ.get(RUN, "") or uuid.uuid4().hex
         self._late = LATE_SECONDS  # that `end` waits for those who are not there
-        self.warm: dict[str, Any] = {}  # what the other hosts' `WarmServer` imports
+        self.warm: dict[str, Any] = {}  # imports of the other hosts' `WarmServer`
         self._inbox: queue.Queue[tuple[Line, dict[str, Any] | None]] = queue.Queue()
         self._lines: dict[int, Line] = {}
         self._facts: dict[int, dict[str, Any]] = {0: host_facts.facts()}

@@ -56,9 +56,9 @@ def follow(parent: int) -> None:
 def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) -> None:
     """Import what Megatron's roles need, and of vLLM what `told` says; fork until the other end of `alive` is closed.
 
-    `told` is JSON, written by the driver, which reads its configuration meanwhile; `listeners` are sockets, of MEGATRON
-    and of ENGINES. What cannot be imported is left to the process that needs it, which says what is wrong. Ray is left
-    to it as well: it reads who it works for from the environment, as it is imported and never again.
+    `told` is JSON that the driver writes once it has read its configuration; `listeners` are the sockets of MEGATRON
+    and ENGINES. A failing import is left to the process that needs the module, which reports the error. Ray is left to
+    the forks, since it reads its job from the environment when it is imported.
     """
     from roll_opd.companions import broken_companions, hide
     from roll_opd.inference.settings import prepare_environment
@@ -85,7 +85,7 @@ def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) ->
 
 
 def _import_engines(told: Mapping[str, Any]) -> None:
-    """Import of vLLM what the driver wants, which reads its `variables`."""
+    """Import the parts of vLLM that the driver requests, with its `variables` in the environment."""
     modules: dict[str, Any] = sys.modules
     wanted = told.get("engines", "")
     os.environ |= told.get("variables", {})

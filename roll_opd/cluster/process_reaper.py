@@ -48,7 +48,7 @@ class Reaper:
         self._tell(KEEP, directory, within)
 
     def remove_if_empty(self, directory: Path) -> None:
-        """Have `directory` removed after all that, where nothing is left in it."""
+        """Register `directory` for removal at the end if it is empty."""
         self._tell(IF_EMPTY, directory, "")
 
     def _tell(self, what: str, directory: Path, within: str) -> None:
@@ -78,8 +78,7 @@ def guarded() -> Iterator[Reaper]:
 def watch(driver: int, preexisting: set[int]) -> None:
     """Wait for the end of standard input, then end what `driver` started, except itself and `preexisting`.
 
-    Each line of the input is a glob pattern of directories to remove after that, to keep after all, or to remove where
-    they are empty by then.
+    Each line of the input is a glob pattern of directories to remove afterwards, to keep, or to remove if empty.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gone = threading.Event()

@@ -58,7 +58,7 @@ def ray_cluster(
             if hosts:
                 common |= {"_node_ip_address": hosts.addresses[0]} | _gpus_of_a_host(devices_per_node)
             sessions = Path(get_default_ray_temp_dir())
-            if not sessions.exists():  # else it is another run's, which may be about to use it
+            if not sessions.exists():  # an existing directory may belong to another run
                 reaper.remove_if_empty(sessions)
             unborn = sessions, f"session_*_{os.getpid()}"  # until Ray says which it is
             if DEBUG not in os.environ:

@@ -1,6 +1,6 @@
-"""A directory for the temporary files of a run's processes, which goes with the run, however that ends.
+"""A TMPDIR of its own for the processes of a run, removed when the run ends or is killed.
 
-vLLM leaves sockets and rendezvous files in TMPDIR, and a killed process leaves whatever it had there.
+vLLM leaves sockets and rendezvous files in TMPDIR, and killed processes leave theirs.
 """
 
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from roll_opd.cluster.process_reaper import Reaper
 
-LONGEST = 60  # characters: a path of a socket has at most 107, and vLLM adds 37
+LONGEST = 60  # characters: socket paths are limited to 107, and vLLM adds 37
 FALLBACK = "/tmp"
-RAY_VARIABLE = "RAY_TMPDIR"  # where Ray keeps its session directories: their paths are nearly as long as they may be
+RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths are near the limit
 
 
 @contextmanager
 def run_temp_directory(reaper: Reaper) -> Iterator[None]:
-    """Have the processes that start inside the block use a directory of their own, which `reaper` removes."""
+    """Set TMPDIR to a new directory for processes started inside the block; `reaper` removes it."""
     outer = os.environ.get("TMPDIR") or FALLBACK
     directory = tempfile.mkdtemp(prefix="roll_opd-", dir=outer if Path(outer).is_dir() else None)
     if len(directory) > LONGEST and os.access(FALLBACK, os.W_OK):

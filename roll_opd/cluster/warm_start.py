@@ -4,8 +4,8 @@ torch, Megatron and vLLM take 8 s of CPU and more to import, and a run on one ma
 need them. A warm server (Python's own `multiprocessing.forkserver`) imports them once, while the driver reads its data
 and starts Ray: in two processes, of which one has imported Megatron before the other has vLLM. Ray then starts
 `warm_worker` in place of the interpreter: it asks one of them for a fork that runs what the interpreter would have run.
-The engine core, which vLLM would spawn, is a fork of the one that its client is of. A server whose run sets variables
-that are read at import (`warm_variables`) is started again with them, which costs a second or two.
+vLLM's engine core is a fork of the same server as its client. If a run sets variables that are read at import
+(`warm_variables`), the server is restarted with them, which takes a second or two.
 
 Only where there is no GPU: a process that has touched CUDA cannot be forked, and imports are nothing beside loading
 such models.
@@ -29,7 +29,7 @@ from roll_opd.failures import DEBUG
 from roll_opd.hardware import has_gpu_driver
 from roll_opd.plan import RunPlan
 
-SERVED = "ROLL_OPD_WARM_VARIABLES"  # beside ADDRESS: what the server's processes have of system_envs, as JSON
+SERVED = "ROLL_OPD_WARM_VARIABLES"  # the system_envs of the server's processes, as JSON
 _SERVE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from roll_opd.cluster.preloaded import follow, preload_and_serve\n"
@@ -45,20 +45,20 @@ class WarmServer:
         self._alive: int | None = None  # closed, it ends the server's forks
 
     def serve(self, plan: RunPlan, say: Callable[[str], object] = print) -> None:
-        """Have the server import what the processes of `plan` need; `say` which roles begin cold, and why."""
+        """Import the modules for the processes of `plan`; report roles that start without preloading by `say`."""
         if self._process is None:
             return
         wanted = wanted_by(plan)
         for role, names in cold_roles(plan, wanted["variables"]).items():
             said = " and ".join(f"system_envs.{name}" for name in names)
             say(
-                f"{role} begins cold, which takes some 20 s longer: {said} is read while libraries are imported and"
-                " differs between roles; write it in the system_envs of the whole run, with one value"
+                f"{role} starts without preloaded libraries, about 20 s slower: {said} is read at import and differs"
+                " between roles; set it in the system_envs of the whole run, with one value"
             )
         self.import_for(wanted)
 
     def import_for(self, wanted: Mapping[str, Any]) -> None:
-        """Have the server import what is `wanted_by` a plan, with the variables that are read meanwhile."""
+        """Import the modules of `wanted_by`, with the variables that are read at import."""
         if self._process is None:
             return
         from_start = wanted["variables"][MEGATRON]
@@ -77,7 +77,9 @@ class WarmServer:
         with ExitStack() as stack:
             sockets = {kind: stack.enter_context(socket.socket(socket.AF_UNIX)) for kind in (MEGATRON, ENGINES)}
             for kind, listener in sockets.items():
-                listener.bind("\0" + address_of(address, kind))  # of no file, which would stay where this is killed
+                listener.bind(
+                    "\0" + address_of(address, kind)
+                )  # abstract socket: no file is left if this process is killed
                 listener.listen()
             listeners = {kind: listener.fileno() for kind, listener in sockets.items()}
             alive, self._alive = os.pipe()
@@ -86,7 +88,7 @@ class WarmServer:
             facts = {"path": path, "driver": os.getpid(), "listeners": listeners, "alive": alive}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE.format(**facts)],
-                # of libraries that have read it for good, before a worker is forked; torch has not
+                # libraries read OMP_NUM_THREADS once, at import; torch rereads it in the worker
                 env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
                 pass_fds=(*listeners.values(), alive),
                 stdin=subprocess.PIPE,
@@ -94,7 +96,7 @@ class WarmServer:
                 stderr=output,
                 start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
             )
-            os.close(alive)  # and the listeners: who asks a server that has died is to know at once
+            os.close(alive)  # with the listeners, so that requests to a dead server fail at once
         os.environ[ADDRESS] = address
 
     def end(self) -> None:
@@ -104,7 +106,7 @@ class WarmServer:
         if self._alive is not None:
             os.close(self._alive)
         if self._process:
-            self._process.kill()  # it may still import; its fork follows it
+            self._process.kill()  # it may still import; its fork ends with it
             self._process.wait()
             if self._process.stdin:
                 self._process.stdin.close()
@@ -112,7 +114,7 @@ class WarmServer:
 
 
 def wanted_by(plan: RunPlan) -> dict[str, Any]:
-    """Return what `WarmServer.import_for` takes: of vLLM what the engines need, and the variables of both servers."""
+    """Return the argument of `WarmServer.import_for`: the parts of vLLM to import, and both servers' variables."""
     engines = plan.inference_roles().values()
     eager = all(role.engine_args.get("enforce_eager", True) for role in engines)
     of_vllm = (EAGER_ENGINES if eager else ANY_ENGINE) if engines else ""
@@ -137,12 +139,12 @@ def warm_server() -> Iterator[WarmServer]:
 
 
 def is_open() -> bool:
-    """Whether there is a server, so that workers begin warm."""
+    """Whether a server runs, so that workers start with preloaded modules."""
     return ADDRESS in os.environ
 
 
 def variables(kind: str, system_envs: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a worker's environment needs for it to begin as a fork of `kind`: nothing where it begins cold.
+    """Return the variables that make a worker start as a fork of `kind`; none if it has to start without preloading.
 
     `system_envs` are the variables that the run and the worker's role set.
     """

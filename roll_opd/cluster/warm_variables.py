@@ -1,8 +1,8 @@
-"""Variables of `system_envs` in processes that begin warm: which a fork can still be given, which its server must have.
+"""Split `system_envs` into variables that a forked worker can set, and variables that the fork server needs at import.
 
-A fork has an environment of its own, so a variable that is read where it is used counts there as in a new process.
-Others are read once, as the interpreter starts or a library is imported: the warm server has them before it imports,
-where all roles have the same value. A role with another value begins cold.
+A fork has its own environment, so variables that are read when used take effect there. Others are read once, when the
+interpreter starts or a library is imported: the server sets them before its imports if all roles have the same value.
+A role with another value starts without preloading.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,31 +11,31 @@ from typing import Any
 from roll_opd.cluster.preloaded import ENGINES, MEGATRON
 from roll_opd.plan import RunPlan
 
-# names, or the beginning of names, that nothing reads while the server imports: communication, Ray (which the server
-# leaves to its forks), trackers (which the driver alone imports)
+# prefixes of variables that no import of the server reads: communication, Ray (imported by the forks), trackers
+# (imported by the driver)
 READ_AT_USE = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "RAY_", "MASTER_"),
     *("WANDB_", "SWANLAB_", "MLFLOW_", "TOKENIZERS_PARALLELISM"),
 )
-APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # by `warm_worker` in the fork
-OF_VLLM = "VLLM_"  # read as vLLM is imported, which only the server for engines does, once the plan is known
+APPLIED = ("OMP_NUM_THREADS", "TMPDIR")  # set by `warm_worker` in the fork
+OF_VLLM = "VLLM_"  # read when vLLM is imported, only in the engines' server
 
 
 def read_at_import(variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return those that a server must have from its start."""
+    """Return the variables that a server needs from its start."""
     return {
         name: str(value) for name, value in variables.items() if not name.startswith((*READ_AT_USE, *APPLIED, OF_VLLM))
     }
 
 
 def needed(kind: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return those that a server of `kind` must have for its forks to be what new processes would be."""
+    """Return the variables with which forks of a server of `kind` equal new processes."""
     of_vllm = {name: str(value) for name, value in variables.items() if name.startswith(OF_VLLM)}
     return read_at_import(variables) | (of_vllm if kind == ENGINES else {})
 
 
 def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
-    """Return the variables of the server for Megatron's roles and of that for engines: what all their roles share."""
+    """Return the variables of Megatron's and of the engines' server: the ones shared by all their roles."""
     megatron, engines = ([role.env for role in roles.values()] for roles in (plan.megatron_roles(), _engines(plan)))
     from_start = _shared([read_at_import({**plan.env, **env}) for env in (*megatron, *engines)])
     of_vllm = _shared([needed(ENGINES, {**plan.env, **env}) for env in engines])
@@ -44,7 +44,7 @@ def of_servers(plan: RunPlan) -> dict[str, dict[str, str]]:
 
 
 def cold_roles(plan: RunPlan, served: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return the roles that begin cold, each with the variables that its server does not have as the role has them."""
+    """Return the roles that start without preloading, each with the variables that differ from its server's."""
     roles = [(name, MEGATRON, role.env) for name, role in plan.megatron_roles().items()]
     roles += [(name, ENGINES, role.env) for name, role in _engines(plan).items()]
     wanted = {name: (needed(kind, {**plan.env, **env}), served[kind]) for name, kind, env in roles}

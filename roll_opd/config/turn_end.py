@@ -50,9 +50,7 @@ def _sentence(end: TurnEnd, tokens: StopTokens, stops: tuple[str, ...], path: Pa
         remedy = "use a template that ends turns with a stop token"
         remedy += "" if learns else f", or write generating_args.stop_strings: [{end.text!r}]"
     elif learns:
-        what = (
-            f"writes nothing after an answer, so no end of answers is learned; generation stops at {tokens.words}"
-        )
+        what = f"writes nothing after an answer, so no end of answers is learned; generation stops at {tokens.words}"
         return f"{what}. Use a template that ends turns with a stop token"
     else:
         return None

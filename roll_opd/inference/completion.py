@@ -32,7 +32,7 @@ def token_prompt(tokens: Sequence[int]) -> "TokensInput":
 
 
 def stop_token_ids(stop: Sequence[str], tokenizer: "TokenizerLike") -> tuple[int, ...]:
-    """Return the ids of stop strings that are special tokens, which no decoded text shows."""
+    """Return the ids of stop strings that are special tokens, since decoded texts do not contain these."""
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(special[string] for string in stop if string in special)
 

@@ -1,4 +1,4 @@
-"""What the installed vLLM's attention computes on CPUs, read from its source: importing vLLM takes seconds."""
+"""Read the head sizes that vLLM supports on CPUs from its source, since importing vLLM takes seconds."""
 
 import ast
 from functools import cache
@@ -7,13 +7,13 @@ from pathlib import Path
 
 BACKENDS = "v1/attention/backends"
 PLAIN = (f"{BACKENDS}/cpu_attn.py", "CPUAttentionBackend")
-LATENT = (f"{BACKENDS}/mla/cpu_mla.py", "CPUMLABackend")  # the size is that of what is cached of a token
+LATENT = (f"{BACKENDS}/mla/cpu_mla.py", "CPUMLABackend")  # the size of a token's cache entry
 SIZES = "get_supported_head_sizes"
 
 
 @cache
 def head_sizes(file: str, name: str) -> tuple[int, ...]:
-    """Return the head sizes that the backend `name` in `file` takes; nothing where its source does not say."""
+    """Return the head sizes that the backend `name` in `file` supports; empty if its source has no literal list."""
     spec = find_spec("vllm")
     source = Path(next(iter(spec.submodule_search_locations or ())), file) if spec else None
     if source is None or not source.is_file():
@@ -27,7 +27,7 @@ def head_sizes(file: str, name: str) -> tuple[int, ...]:
 
 
 def _literal(function: ast.FunctionDef) -> tuple[int, ...]:
-    """Return the list that a function returns, where it is written out."""
+    """Return the literal list that a function returns, else an empty tuple."""
     last = function.body[-1]
     try:
         found = ast.literal_eval(last.value) if isinstance(last, ast.Return) and last.value else ()

@@ -1,4 +1,4 @@
-"""Tool calls in a response. A thought holds none, and a malformed call does not lose the others."""
+"""Parse the tool calls of a response. Thoughts are skipped, and a malformed call does not lose the others."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def find_parser(name: str, tokenizer: Any) -> ToolCallParser:
 
 
 def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return the text before the first call, and the calls; the whole text where there is none."""
+    """Return the text before the first call, and the calls; the whole text without any call."""
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
         try:
@@ -48,14 +48,14 @@ def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the place and the inside of each block of a call; of one that was opened twice, the second."""
+    """Yield (start, content) of each tool-call block; of a block that was opened twice, the inner one."""
     for block in _BLOCK.finditer(text):
         inside = block[1].rpartition(OPEN)[2]
         yield block.end() - len(f"{OPEN}{inside}{CLOSE}"), inside
 
 
 def _without_thoughts(text: str) -> str:
-    """Return the text with blanks in place of its thoughts, so that places stay the same."""
+    """Return the text with its thoughts replaced by blanks, so that offsets stay the same."""
     for start, end in thought_spans(text):
         text = f"{text[:start]}{' ' * (end - start)}{text[end:]}"
     return text
@@ -76,7 +76,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
         reader = parser(tokenizer, request.tools)
         try:
             found = reader.extract_tool_calls(text, request)
-        except Exception:  # parsers meet what models write, and not all of them expect all of it
+        except Exception:  # parsers may fail on malformed output of a model
             return text, []
         calls = [ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls]
         return (found.content or "", calls) if found.tools_called else (text, [])
@@ -86,7 +86,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
         begin += len(text[begin:]) - len(text[begin:].lstrip()) if begin else 0
         answer = _without_thoughts(text)
         content, calls = extracted(answer[begin:], tools)
-        if not calls:  # a malformed one may have lost the others
+        if not calls:  # a malformed call may have lost the others
             blocks = [(start, extracted(f"{OPEN}{inside}{CLOSE}", tools)[1]) for start, inside in _blocks(answer)]
             calls = [call for _, found in blocks for call in found]
             content = text[begin : next((start for start, found in blocks if found), begin)].rstrip()

@@ -85,8 +85,8 @@ def save_state(learner: MegatronLearner, directory: Path, *, later: bool = False
 def load_state(learner: MegatronLearner, directory: Path) -> None:
     """Restore the weights, moments, counts and random state that `save_state` wrote. Collective.
 
-    Learning rates, betas, epsilon and weight decay stay those of the learner's own plan. Raises what a rank cannot
-    read.
+    Learning rates, betas, epsilon and weight decay come from the learner's own plan. Raises an error if any rank cannot
+    read its part.
     """
     learner.memory.check("another state", Part.WEIGHTS, Part.OPTIMIZER)
     for optimizer in _optimizers(learner):
@@ -106,7 +106,7 @@ def load_state(learner: MegatronLearner, directory: Path) -> None:
         for of_parameter in each.optimizer.state.values():
             if "step" in of_parameter:
                 of_parameter["step"] = of_parameter["step"].clone()
-    # the count of updates is all that a schedule has of its own; rates and weight decay follow from it and the plan
+    # restore only the count of updates; rates and weight decay follow from it and the plan
     learner.scheduler.num_steps = 0
     learner.scheduler.step(state["scheduler"]["num_steps"])
     _restore_random_state(state["random"])
@@ -117,7 +117,7 @@ def _optimizers(learner: MegatronLearner) -> list[MegatronOptimizer]:
 
 
 def _settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Return what each parameter group has from the plan: all but its parameters and its count of updates."""
+    """Return the settings of each parameter group: everything but its parameters and its count of updates."""
     return [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
 
 

@@ -43,8 +43,8 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
         device, backend, groups = torch.device("cpu"), "gloo", shared_groups()
         install_cpu_port()
     install_rotation()
-    attend_alike()
-    for name, value in CUBLAS_WORKSPACE.items():  # a later engine of this process may be deterministic
+    disable_cudnn_attention()
+    for name, value in CUBLAS_WORKSPACE.items():  # for a later deterministic learner in this process
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(deterministic)
     with groups:
@@ -61,12 +61,12 @@ def initialize(layout: Layout, seed: int, deterministic: bool = True) -> torch.d
     return device
 
 
-def attend_alike() -> None:
+def disable_cudnn_attention() -> None:
     """Switch cuDNN's attention off in this process.
 
     On Hopper torch prefers it in bf16, and it builds a plan for every new shape of a pack: 0.1 to 1.9 s each on an
-    H100, against 1 ms for flash attention. vLLM switches it off as it is imported, so without this a process that has
-    imported vLLM and one that has not would attend with different kernels.
+    H100, against 1 ms for flash attention. Importing vLLM also switches it off, so that otherwise processes with and
+    without vLLM would use different attention kernels.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

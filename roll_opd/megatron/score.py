@@ -55,7 +55,7 @@ def write_logprobs(options: argparse.Namespace) -> None:
 
 
 class _Counted:
-    """What has been scored so far."""
+    """Totals of the scored rows, for the closing line."""
 
     rows = tokens = 0
     total = 0.0  # of log-probs

@@ -1,4 +1,4 @@
-"""The settings of each part of a run as a table for its model's card, without what belongs to the machine."""
+"""Table of the settings of each part of a run for the model card, without settings of the machine."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from roll_opd.pipelines.history import Part, differences, renamed, text_of
 from roll_opd.pipelines.origin import cached, model_name
 from roll_opd.pipelines.settings import CONTENT, Settings
 
-# keys of every card, where they have a value; keys that differ between two parts join them
+# keys of every card, if set; keys that differ between two parts are added
 ALWAYS = (
     r"(?!critic\.).+\.training_args\.(learning_rate|lr_scheduler_type|warmup_steps|weight_decay)",
     r"critic\.training_args\.learning_rate",
@@ -27,7 +27,7 @@ MOST_ROWS = 60
 
 
 def settings_table(parts: Sequence[Part]) -> str:
-    """Return a column for each part, and a row for each setting that is always shown or that differs; "" for none."""
+    """Return the table: a column for each part, a row for each setting in `ALWAYS` or with a change; "" for none."""
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
         return ""
@@ -62,7 +62,7 @@ def _row(key: str, parts: Sequence[Part]) -> str | None:
 
 
 def _cell(key: str, value: Any) -> str:
-    """Return a value as it may be published; empty where it may not, or where there is none."""
+    """Return the publishable text of a value; empty for private and missing values."""
     model = key.endswith("model_name_or_path")
     if value is None or (PRIVATE.fullmatch(key) and not model and CONTENT not in key):
         return ""
@@ -71,7 +71,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def public(value: Any) -> str:
-    """Return a value as it may be published; of a path only the hub's name or the last part, of an address nothing."""
+    """Return the publishable text of a value: of a path its hub name or last part, of an address only a placeholder."""
     if isinstance(value, str):
         if "://" in value:
             return "an address"

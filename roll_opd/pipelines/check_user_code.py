@@ -1,4 +1,4 @@
-"""The user's parts that a plan names: found and checked before a run, and in `roll-opd plan`."""
+"""Import and check the user's functions and classes that a plan names, before a run and in `roll-opd plan`."""
 
 from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
@@ -16,7 +16,7 @@ from roll_opd.workflows.plugins import find_reward, find_workflow
 
 
 def check_user_code(plan: RunPlan) -> None:
-    """Find every function and class that the plan names, and check its arguments, before a worker would.
+    """Import every function and class that the plan names, and check their arguments.
 
     Raises AlgorithmError, ConfigError, RewardError, TrackerError or WorkflowError.
     """

@@ -38,7 +38,7 @@ class Checkpoint:
     step: int
     source_state: dict[str, Any]  # of the prompt source
     kl_coef: float | None = None  # of the next step's token-level KL
-    began: datetime | None = None  # the date of its run, in local time; None: of a version that did not keep it
+    began: datetime | None = None  # start of its run, in local time; None: saved by an earlier version
     parts: Any = None  # of the run up to `step`, as `history.parts_of` reads them; None: saved by an earlier version
 
     @property
@@ -92,7 +92,7 @@ class Checkpoints:
         began: datetime | None = None,
         history: History | None = None,
     ) -> None:
-        """`began` is the date of the run, `history` has the settings of its steps; each checkpoint keeps them."""
+        """`began` is the start of the run, `history` the settings of its steps; both are saved in each checkpoint."""
         self._run, self._plan, self._last_step, self._began = run, plan, last_step, began
         self._history = history
         self._pending: _Pending | None = None
@@ -176,7 +176,7 @@ class Checkpoints:
             yield
         except Exception as error:
             self._pending = None
-            free = shutil.disk_usage(self._run.path).free  # as it is before that step's files are removed
+            free = shutil.disk_usage(self._run.path).free  # measured before the partial files are removed
             why = full_disk(error, self._run.path) or f"{_first_line(error)} ({free / 2**20:.0f} MiB free)"
             shutil.rmtree(self._partial(step), ignore_errors=True)
             if isinstance(error, (TypeError, AttributeError, NameError)):
@@ -242,7 +242,7 @@ def find(plan: CheckpointPlan, output_dir: str, exp_name: str) -> Checkpoint | N
 
 
 def _facts(run: Path) -> dict[str, Any]:
-    """Return the facts of the run in a directory; none where they cannot be read."""
+    """Return the facts (run.json) of the run in a directory; empty if they cannot be read."""
     try:
         facts = json.loads((run / RUN_FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -251,7 +251,7 @@ def _facts(run: Path) -> dict[str, Any]:
 
 
 def _local_time(text: Any) -> datetime | None:
-    """Return a date in ISO 8601 as local time without a zone; None where it is none."""
+    """Return an ISO 8601 date as local time without a zone; None for an invalid one."""
     try:
         moment = datetime.fromisoformat(text)
     except (TypeError, ValueError):

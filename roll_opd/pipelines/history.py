@@ -1,6 +1,6 @@
-"""The parts of a run: which steps were made with which settings, over resumes and over forks of checkpoints.
+"""Track the settings of a run's steps over resumes, as parts: consecutive steps with the same settings.
 
-The parts are saved with every checkpoint, so that a checkpoint which was moved still has them.
+The parts are saved in every checkpoint, also for runs that continue a moved checkpoint.
 """
 
 import re
@@ -17,20 +17,20 @@ from roll_opd.pipelines.settings import CONTENT, Settings, settings_of
 from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS
 
-OF_THE_STATE = "strategy_args.strategy_config.use_distributed_optimizer"  # a key that an optimizer's state depends on
+OF_THE_STATE = "strategy_args.strategy_config.use_distributed_optimizer"  # decides the form of an optimizer state
 SHOWN = 12  # changes in the line of a resumed run
-FEW = 4  # keys of a section that is new or gone, up to which they are named
-LONGEST = 60  # characters of a value in that line
-STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of what learns
+FEW = 4  # keys: larger sections that are added or removed are one change
+LONGEST = 60  # characters of a value in that line, before it is cut
+STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.values()))  # sections of the student
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
-# a key that changes with others -> those; it is left out beside them
+# derived key -> the keys it follows from; its change is not listed if one of them changed
 FOLLOWS = {
     r".+\.max_model_len": ("prompt_length", "response_length"),
     "enable_old_logprobs_recompute": ("ppo_epochs", "rollout_batch_size", "num_return_sequences_in_group"),
     "num_train_epochs": ("max_steps",),
     r"demonstrations\.updates": ("rollout_batch_size", "num_return_sequences_in_group", "expert_data_ratio"),
 }
-# what a line begins with: the first pattern of a key
+# order of the changes in a line, by the first matching pattern
 FIRST = (
     r".*\.(learning_rate|lr_scheduler_\w+.*|warmup_steps)",
     r".*training_args\..*",
@@ -38,23 +38,23 @@ FIRST = (
     r"rollout_batch_size|num_return_sequences_in_group|ppo_epochs|max_steps|response_length|prompt_length|seed",
     r"(.*\.)?(model_args|data_args|generating_args)\..*|rewards\..*|workflow.*",
 )
-SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections that follow from one at the top
+SHARED = ("opd_kl_coef", "training_args.max_grad_norm")  # keys of sections with a common key at the top
 
-Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: there is none
+Changes = dict[str, tuple[Any, Any]]  # key -> value before, value now; None: not set
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive steps with the same settings. `settings` None: an earlier version has not saved them."""
+    """Consecutive steps with the same settings; `settings` None: saved by an earlier version, unknown."""
 
     first: int
-    last: int | None  # None: it goes on
+    last: int | None  # None: the current part
     settings: Settings | None
 
 
 @dataclass(frozen=True)
 class History:
-    """The parts of a run; the last one goes on. `changes` are those from what the run continues."""
+    """The parts of a run, the current one last. `changes` are the settings changed by the last resume."""
 
     parts: tuple[Part, ...]
     resumed_after: int | None = None  # step; None: a new run
@@ -65,11 +65,11 @@ class History:
         return (*self.parts[:-1], replace(self.parts[-1], last=step))
 
     def as_json(self, step: int) -> list[dict[str, Any]]:
-        """Return what `parts_of` reads, for a checkpoint after `step`."""
+        """Return the parts for a checkpoint after `step`, to be read by `parts_of`."""
         return [asdict(part) for part in self.up_to(step)]
 
     def as_facts(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Return first and last step of each part, and what has changed before it; None: unknown."""
+        """Return first and last step of each part, and the changes from the part before; None: unknown."""
         found: list[dict[str, Any]] = []
         parts = self.parts if step is None else self.up_to(step)
         for before, part in zip((None, *parts), parts, strict=False):
@@ -83,7 +83,7 @@ class History:
 
     @property
     def line(self) -> str:
-        """Return the line that a resumed run prints: each setting that has changed; empty for a new run."""
+        """Return the line of a resumed run with its changed settings; empty for a new run."""
         step = self.resumed_after
         if step is None:
             return ""
@@ -103,7 +103,7 @@ def begun(plan: RunPlan) -> History:
 
 
 def continued(parts: Sequence[Part], plan: RunPlan, step: int) -> History:
-    """Return the history of a run that goes on after `step`, with a new part where any setting has changed."""
+    """Return the history of a run resumed after `step`, with a new part if any setting changed."""
     settings, known = settings_of(plan), parts[-1].settings
     changes = {} if known is None else differences(known, settings)
     if known is not None and not changes:
@@ -112,7 +112,7 @@ def continued(parts: Sequence[Part], plan: RunPlan, step: int) -> History:
 
 
 def parts_of(saved: Any, step: int) -> tuple[Part, ...]:
-    """Return the parts that a checkpoint of `step` has; one of unknown settings where they are missing or damaged."""
+    """Return the parts in a checkpoint of `step`; one part with unknown settings if they are missing or damaged."""
     try:
         parts = tuple(Part(int(each["first"]), int(each["last"]), each["settings"]) for each in saved)
         if parts and all(part.settings is None or isinstance(part.settings, dict) for part in parts):
@@ -123,7 +123,7 @@ def parts_of(saved: Any, step: int) -> tuple[Part, ...]:
 
 
 def read_settings(run: Path, like: RunPlan) -> Settings | None:
-    """Return the settings of a run from its config.yaml, for a checkpoint without them; None where that fails."""
+    """Return the settings of a run from its config.yaml, for a checkpoint without settings; None if that fails."""
     if not (run / "config.yaml").is_file():
         return None
     supervised = like.pipeline if like.rollout is None else None
@@ -135,7 +135,7 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
 
 
 def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
-    """Return which changed settings make an optimizer state of another form than the one in `checkpoint`."""
+    """Return errors for changed settings with which the optimizer state in `checkpoint` cannot be loaded."""
     now, problems = settings.parts[-1].settings or {}, []
     for key, (before, after) in settings.changes.items():
         section = key.removesuffix(f".{OF_THE_STATE}").removesuffix(".model_args.dtype")
@@ -152,7 +152,7 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
 
 
 def differences(before: Settings, now: Settings) -> Changes:
-    """Return what has changed, under the keys of `now`, without what follows from another change."""
+    """Return the changed settings, under the keys of `now`, without those derived from another change."""
     before = renamed(before, now)
     found: Changes = {
         key: (before.get(key), now.get(key))
@@ -177,15 +177,15 @@ def _place(key: str) -> int:
 
 
 def _follows(key: str, found: Changes) -> bool:
-    """Whether a change follows from another one."""
-    if key.endswith(CONTENT):  # of files that are other ones, or of which one side has no hash
+    """Whether a change is derived from another change."""
+    if key.endswith(CONTENT):  # the path changed too, or one side has no hash
         return key.removesuffix(CONTENT) in found or None in found[key]
     follows = any(re.fullmatch(pattern, key) and set(others) & found.keys() for pattern, others in FOLLOWS.items())
     return follows or key.removeprefix("policy_loss_fn_args.") in found.keys() - {key}
 
 
 def renamed(before: Settings, now: Settings) -> Settings:
-    """Return `before` with the sections of student and engines called as they are now: pipelines differ in that."""
+    """Return `before` with the section names of student and engines in `now`, which depend on the pipeline."""
     names = {}
     for same in (STUDENTS, SAMPLERS):
         old, new = (next((name for name in same if _has(of, name)), None) for of in (before, now))
@@ -195,7 +195,7 @@ def renamed(before: Settings, now: Settings) -> Settings:
 
 
 def _whole_sections(found: Changes, before: Settings, now: Settings) -> Changes:
-    """Return the changes with one entry for a section of many keys that is there on one side alone."""
+    """Return the changes with a single entry for each large section that was added or removed."""
     whole: dict[str, tuple[Any, Any]] = {}
     keys = Counter(key.partition(".")[0] for key in found if "." in key)
     for section in (name for name, count in keys.items() if count > FEW):
@@ -219,7 +219,7 @@ def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as a configuration has it, in one line, cut where it is long."""
+    """Return a value in the configuration's spelling, in one line, cut to `LONGEST` characters."""
     if value is None or isinstance(value, bool):
         text = {None: "none", True: "true", False: "false"}[value]
     elif isinstance(value, float):

@@ -212,7 +212,7 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
 
 
 def _full(error: Exception, directory: RunDirectory, ending: Ending) -> DiskFull | None:
-    """Return the end of a run by a full disk; None where `error` is another."""
+    """Return the error of a run that ends because a disk is full; None for other errors."""
     said = full_disk(error, directory.path, Path(tempfile.gettempdir()), Path("/dev/shm"))
     return DiskFull(f"{said}; free space or change output_dir{ending.how_to_go_on()}") if said else None
 

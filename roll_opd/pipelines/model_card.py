@@ -23,7 +23,7 @@ from roll_opd.tracking.summary import versions
 def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequence[Part] = ()) -> str:
     """Return the card of the student of `plan` after `step`, with the figures of a `summary.json`.
 
-    `parts` are those of its run, each with its own settings. Paths, hosts and variables of the machine are left out.
+    `parts` are the parts of its run with their settings. Paths, hosts and variables of the machine are left out.
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
     last = f" of steps {parts[-1].first} to {step}" if len(parts) > 1 else ""
@@ -45,7 +45,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
 
 
 def _metadata(plan: RunPlan) -> dict[str, Any]:
-    """Return the YAML that model hubs read; what is not known for certain is left out."""
+    """Return the YAML front matter for model hubs, with only facts that are known."""
     tags = ["roll_opd"]
     if plan.teachers:
         tags += ["on-policy-distillation", "knowledge-distillation"]
@@ -66,7 +66,7 @@ def _metadata(plan: RunPlan) -> dict[str, Any]:
 
 
 def _datasets(plan: RunPlan) -> list[str]:
-    """Return the hub's names of the data that lies in the hub's cache."""
+    """Return the hub names of data files in the hub's cache."""
     files = (*plan.data.files, *(plan.demonstrations.data.files if plan.demonstrations else ()))
     return list(dict.fromkeys(name for file in files if (name := cached(file, "datasets"))))
 
@@ -98,7 +98,7 @@ def _sampling(sampling: SamplingPlan) -> str:
 
 
 def _steps(plan: RunPlan, step: int, parts: Sequence[Part]) -> str:
-    of_parts = f", in {len(parts)} parts with settings of their own" if len(parts) > 1 else ""
+    of_parts = f", in {len(parts)} parts with different settings" if len(parts) > 1 else ""
     return f"{step} of {plan.max_steps}, {_batch(plan)}{of_parts}"
 
 

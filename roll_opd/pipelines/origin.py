@@ -1,6 +1,6 @@
 """Read a model's origin from its own files: its name on the hub, its licence and its languages.
 
-Only what is written there is taken over, and only in a form that model hubs accept.
+Only values in a form that model hubs accept are used.
 """
 
 import json
@@ -16,7 +16,7 @@ NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9])?"
 HUB_ID = re.compile(rf"{NAME}/{NAME}")
 LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})?|multilingual|code")
-# how a licence's text begins -> its name on the hub
+# start of a licence text -> its hub identifier
 LICENCE_TEXTS = {
     r"\s*Apache License\s+Version 2\.0": "apache-2.0",
     r"\s*(The )?MIT License": "mit",
@@ -27,18 +27,18 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE")
 
 
 def cached(path: str, kind: str) -> str | None:
-    """Return the hub's name of what lies in the hub's cache at `path`, of `kind` models or datasets."""
+    """Return the hub name of a path in the hub's cache, else None. `kind`: models or datasets."""
     found = CACHED.search(path)
     return f"{found[2]}/{found[3]}" if found and found[1] == kind else None
 
 
 def model_name(path: str) -> str:
-    """Return the hub's name of a model in the hub's cache, else that of its directory, which says no more."""
+    """Return the hub name of a model in the hub's cache, else the name of its directory."""
     return cached(path, "models") or Path(path).resolve().name
 
 
 def base_model(model: Path) -> str | None:
-    """Return the name of a model on the hub: that of its place in the cache, else of its config.json or its card."""
+    """Return the hub name of a model, from its path in the cache, its config.json or its card; None if unknown."""
     return cached(str(model), "models") or next(filter(HUB_ID.fullmatch, _named(model)), None)
 
 
@@ -51,7 +51,7 @@ def licence(model: Path) -> dict[str, Any]:
         if name == "other":
             found |= {key: card[key] for key in ("license_name",) if isinstance(card.get(key), str)}
         link = card.get("license_link")
-        if isinstance(link, str) and link.startswith("https://"):  # else a file that does not come along
+        if isinstance(link, str) and link.startswith("https://"):  # else a local file, which is not copied
             found["license_link"] = link
     elif text := _licence_text(model):
         known = (name for pattern, name in LICENCE_TEXTS.items() if re.match(pattern, text))
@@ -74,7 +74,7 @@ def _named(model: Path) -> Iterator[str]:
 
 
 def _card(model: Path) -> dict[str, Any]:
-    """Return the head of a model's README.md; empty where it has no readable one."""
+    """Return the YAML front matter of a model's README.md; empty without a readable one."""
     try:
         text = (model / "README.md").read_text(encoding="utf-8")
         head = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None

@@ -61,7 +61,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     source: Source  # a `MixedSource` where there are demonstrations
     held_out: list[Prompt]
-    began: datetime  # the run, in local time: today to a chat template
+    began: datetime  # start of the run, in local time: the date of chat templates
 
 
 def preflight(plan: RunPlan) -> Inputs:
@@ -97,7 +97,7 @@ def preflight(plan: RunPlan) -> Inputs:
     set_date(began)
     tokenizer = load_tokenizer(plan.student.model.path)
     if began.date() != now.date() and writes_date(tokenizer):
-        tell(f"The chat template writes the date: it goes on with {began:%d %B %Y}, when the run began")
+        tell(f"The chat template writes the date: {began:%d %B %Y}, the start of the run, stays in use")
     source, held_out = _open_data(plan, tokenizer)
     if resumed:
         _restore(source, resumed)
@@ -105,7 +105,7 @@ def preflight(plan: RunPlan) -> Inputs:
 
 
 def _history(plan: RunPlan, resumed: Checkpoint | None) -> History:
-    """Return the settings of the run's parts; those of a checkpoint that has none are read from its run's config."""
+    """Return the history of the run; for a checkpoint without settings, from its run's config.yaml."""
     if resumed is None:
         return history.begun(plan)
     parts = history.parts_of(resumed.parts, resumed.step)

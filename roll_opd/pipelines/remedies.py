@@ -1,4 +1,4 @@
-"""Keys of a configuration that help against an alarm: only those that have an effect in this run."""
+"""Advice for the alarms: keys of the configuration that have an effect in this run."""
 
 from roll_opd.plan import FollowingPlan, RunPlan
 from roll_opd.tracking.collapse import Remedies
@@ -16,10 +16,10 @@ def _slower(plan: RunPlan) -> list[str]:
     if any(isinstance(teacher.worker, FollowingPlan) for teacher in plan.teachers):
         found.append(
             "a teacher that changes less (follows_student.decay nearer to 1, a larger follows_student.every,"
-            " or neither)"
+            " or a frozen teacher)"
         )
     if any(teacher.context and teacher.context.hint for teacher in plan.teachers):
-        found.append("a hint that says more")
+        found.append("a more detailed hint")
     if plan.mode != "pure":
         found.append(_reference(plan))
     return found
@@ -28,7 +28,7 @@ def _slower(plan: RunPlan) -> list[str]:
 def _shorter(plan: RunPlan) -> list[str]:
     found = []
     if not plan.objective.max_len_mask:
-        found.append("leave cut answers out of the loss (max_len_mask: true)")
+        found.append("exclude truncated answers from the loss (max_len_mask: true)")
     if plan.mode != "pure":
         if plan.rewards and not any(term.worker == LENGTH_PENALTY for reward in plan.rewards for term in reward.terms):
             found.append(f"add a {LENGTH_PENALTY} to the reward")

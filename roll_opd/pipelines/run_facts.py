@@ -18,7 +18,7 @@ MOST_SAID = 2000  # characters of an error
 
 
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
-    """Return mode, models, machine (this node's), versions, and what has changed in each part of the run."""
+    """Return mode, models, machine (this node's), versions, and the changed settings of each part of the run."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "mode": plan.mode,

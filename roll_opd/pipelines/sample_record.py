@@ -39,7 +39,7 @@ def teacher_prompts_of(experience: Experience, tokenizer: PreTrainedTokenizerBas
 
 
 def logprobs_of(experience: Experience) -> dict[str, Any]:
-    """Return the log-probs of the action tokens by sampler and frozen models, NaN at observed tokens."""
+    """Return the log-probs of sampler and frozen models, NaN at observed tokens."""
     by_teacher = experience.teacher_logprobs.items()
     return {
         "rollout_logprobs": of_actions(experience, experience.rollout_logprobs),
@@ -49,7 +49,7 @@ def logprobs_of(experience: Experience) -> dict[str, Any]:
 
 
 def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
-    """Return by teacher whether each sampled token is one of its most likely, [T-P], where these are known.
+    """Return by teacher whether each sampled token is among its top-k, [T-P], for teachers with top-k targets.
 
     None at observed tokens.
     """
@@ -59,7 +59,7 @@ def topk_hits(experience: Experience) -> dict[str, np.ndarray]:
 
 
 def of_actions(experience: Experience, array: np.ndarray | None) -> np.ndarray | None:
-    """Return an optional floating [T-P] array as it is recorded: NaN at observed tokens, which becomes null."""
+    """Return an optional floating [T-P] array with NaN at observed tokens, recorded as null."""
     return None if array is None else experience.without_observed(array)
 
 

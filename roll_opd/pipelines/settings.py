@@ -1,7 +1,7 @@
-"""The settings of a run as flat pairs of key and value, under the names of the configuration.
+"""Flatten a plan into settings: configuration key -> value.
 
-All dataclasses of the plan are walked, so that a new field is a setting unless it is listed as none. Keys are spelled
-as in a configuration where the plan has another name for them.
+Every field of the plan's dataclasses is a setting unless it is listed in `NO_SETTINGS`. Fields are renamed to their
+configuration keys.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from roll_opd.tracking.secrets import without_secrets
 
 Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
 
-CONTENT = " (content)"  # behind the key of a model's directory or of files: a hash of what is in them
-WHOLE_BYTES = 16 * 2**20  # a file of at most so many is hashed as a whole, of a larger one pieces
+CONTENT = " (content)"  # suffix of the key of a model or of data files: a hash of their contents
+WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed whole, of larger ones pieces
 OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
-# fields of the plan that change no result, or that follow from others
+# fields of the plan without influence on results, or derived from others
 NO_SETTINGS = {
     *("output_dir", "exp_name", "title", "warnings", "memory", "config_yaml", "checkpoint", "trackers", "tracker_args"),
     *("logging_steps", "samples_per_step", "device_memory_gb", "startup_seconds", "grace_seconds", "host_seconds"),
     *("max_restarts", "total_steps", "loss_normaliser", "opd_vocab_size", "vocab_size", "length_key", "schema", "dp"),
     *("returns_routes", "contexts", "paired", "engines", "key", "name", "domain"),
 }
-# a field of the plan, or its last parts -> the key of the configuration, below the same section
+# pattern of a field path's end -> configuration key in the same section
 SPELLED = {
     r"optimizer\.(learning_rate|weight_decay|adam_\w+|max_grad_norm|lr_scheduler_type|warmup_steps)": (
         r"training_args.\1"
@@ -76,14 +76,14 @@ SPELLED = {
     r"response_filter\.(.+)": r"response_filter_config.\1",
     r"batch_size": "infer_batch_size",
 }
-# a whole key as the walk makes it -> that of the configuration
+# pattern of a whole field path -> configuration key; "": no setting
 AT_THE_TOP = {
     r"objective\.kl_loss": "kl_loss_fn",
     r"objective\.dual_clip": "dual_clip_loss",
     r"objective\.recompute_old_logprobs": "enable_old_logprobs_recompute",
-    r"objective\.policy_loss_args\.(clip_low|clip_high|dual_clip)": "",  # they follow from pg_clip*
+    r"objective\.policy_loss_args\.(clip_low|clip_high|dual_clip)": "",  # derived from pg_clip*
     r"objective\.policy_loss_args\.(.+)": r"policy_loss_fn_args.\1",
-    r"objective\.advantage_args\.(mean|std)_cal_level": "",  # they follow from norm_mean_type and norm_std_type
+    r"objective\.advantage_args\.(mean|std)_cal_level": "",  # derived from norm_mean_type and norm_std_type
     r"objective\.advantage_args\.(.+)": r"advantage_fn_args.\1",
     r"objective\.correction(.*)": r"train_infer_correction\1",
     r"objective\.(.+)": r"\1",
@@ -112,9 +112,9 @@ AT_THE_TOP = {
 
 
 def settings_of(plan: RunPlan) -> Settings:
-    """Return the settings of a run, and hashes of its models and files; without keys of services.
+    """Return the settings of a run and hashes of its models and data files; without API keys.
 
-    OSError where a file cannot be read.
+    Raises OSError if a file cannot be read.
     """
     found = dict(_top(plan))
     paths = {role.model.path: f"{role.name}.model_args.model_name_or_path" for role in reversed(plan.roles().values())}
@@ -129,7 +129,7 @@ def settings_of(plan: RunPlan) -> Settings:
 
 
 def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a plan; those of a role under the key of its section."""
+    """Yield the settings of a plan under configuration keys, those of a role below its section."""
     sections = {"student": plan.student.name} | ({"rollout": plan.rollout.name} if plan.rollout else {})
     for found, value in _walk(plan, ""):
         section, dot, rest = found.partition(".")
@@ -143,9 +143,9 @@ def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:
 
 
 def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (fields joined by dots, value) of everything below `value` that is a setting.
+    """Yield (field path joined by dots, value) of all settings below `value`.
 
-    Entries of a tuple of dataclasses are known by their names; `env` are variables that all processes have.
+    Entries of a tuple of dataclasses are keyed by name; `env` are the variables common to all processes.
     """
     if is_dataclass(value) and not isinstance(value, type):
         env = value.env if isinstance(value, RunPlan) else env
@@ -157,7 +157,7 @@ def _walk(value: Any, key: str, env: Mapping[str, Any] | None = None) -> Iterato
                 inside = short_devices(inside)
             elif field.name == "env" and not isinstance(value, RunPlan):
                 inside = {name: text for name, text in inside.items() if (env or {}).get(name) != text}
-            # a teacher's and a judge's plan is a part of its section
+            # plans of teachers and judges belong to the section of their role
             flat = field.name in ("worker", "engine", "context") and is_dataclass(inside)
             yield from _walk(inside, key if flat else f"{key}.{field.name}".lstrip("."), env)
     elif isinstance(value, Mapping):
@@ -178,7 +178,7 @@ def _of_entry(key: str, item: Any, number: int) -> str:
 
 
 def _spelled(key: str) -> str:
-    """Return `key` with its last parts as the configuration has them."""
+    """Return a field path with its end renamed by `SPELLED`."""
     for pattern, spelled in SPELLED.items():
         if match := re.fullmatch(rf"(.+\.)?{pattern}", key):
             return (match[1] or "") + re.sub(pattern, spelled, key.removeprefix(match[1] or ""))
@@ -186,7 +186,7 @@ def _spelled(key: str) -> str:
 
 
 def _at_the_top(key: str) -> str | None:
-    """Return the whole key as the configuration has it; empty where it is none, None where a section has it."""
+    """Return the configuration key of a field path from `AT_THE_TOP`; "" for no setting, None without a match."""
     for pattern, spelled in AT_THE_TOP.items():
         if re.fullmatch(pattern, key):
             return re.sub(pattern, spelled, key)
@@ -198,7 +198,7 @@ def _model_files(directory: Path) -> list[Path]:
 
 
 def _hash(files: list[Path]) -> str:
-    """Return a short hash of the names and contents of files; they may have moved together."""
+    """Return a short hash of the names and contents of files, independent of their directory."""
     digest = hashlib.sha256()
     for file in files:
         small = file.stat().st_size <= WHOLE_BYTES

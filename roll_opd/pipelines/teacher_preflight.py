@@ -26,7 +26,7 @@ from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together
-ENOUGH, MOST_TOKENS = 256, 16_384  # action tokens wanted, for which more samples are read, up to so many tokens in all
+ENOUGH, MOST_TOKENS = 256, 16_384  # samples are added up to so many action tokens, or so many tokens in all
 FEWEST = 4  # samples, however long
 REPEATED = 8  # texts that the teacher reads a second time: what changes from call to call does so in any
 TOPK = 16
@@ -101,7 +101,7 @@ class TeacherPreflight:
 
 
 def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return a few samples, spread over the step; more of them where their turns are short."""
+    """Return a few samples, spread over the step; more of them if their turns are short."""
     cut = [_cut(experience) for experience in experiences]
     written = [experience for experience in cut if experience.action_tokens]
     stride = max(1, -(-len(written) // PREFLIGHT_SAMPLES))
@@ -119,7 +119,7 @@ def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def _cut(experience: Experience) -> Experience:
-    """Return a sample with the first `RESPONSE_TOKENS` action tokens of its response, and what is between them."""
+    """Return a sample truncated after the first `RESPONSE_TOKENS` action tokens of its response."""
     actions = np.flatnonzero(experience.action_mask[:ALL_TOKENS])[:RESPONSE_TOKENS]
     length = int(actions[-1]) + 1 if len(actions) else 0
     is_whole = len(actions) == experience.action_tokens
@@ -171,7 +171,7 @@ def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:
 
 
 def _observed(texts: Sequence[Experience], first: int | None) -> np.ndarray:
-    """Return which scored tokens an environment, a tool or a user said in a response, bool [N]."""
+    """Return which scored tokens are observed: written by an environment, a tool or a user. bool [N]."""
     places = [np.arange(_scored_from(first, e).prompt_length, len(e.tokens)) - e.prompt_length for e in texts]
     return np.concatenate(
         [(place >= 0) & ~e.action_mask[np.maximum(place, 0)] for e, place in zip(texts, places, strict=True)]
@@ -186,7 +186,7 @@ def _kinds(texts: Sequence[Experience], special: frozenset[int], first: int | No
     no_special = np.concatenate(
         [~np.isin(e.tokens[place], list(special)) for e, place in zip(texts, places, strict=True)]
     )
-    # a chosen sample ends with an action
+    # a chosen sample ends with an action token
     ended = [e.finish_reason == "stop" for e in texts]
     last = np.concatenate([(place == place[-1]) & stopped for place, stopped in zip(places, ended, strict=True)])
     return {

@@ -1,4 +1,4 @@
-"""Decide whether planning must import code of the user."""
+"""Decide whether a plan names code of the user, which planning has to import."""
 
 from roll_opd.declared import declarations
 from roll_opd.plan import RunPlan
@@ -7,7 +7,7 @@ BUILTIN = "roll_opd.workflows.builtin"
 
 
 def uses_user_code(plan: RunPlan) -> bool:
-    """Whether a plan names a module of the user's: by a directory of plugins, a dotted path, or a registered name."""
+    """Whether a plan names a user module: by a plugin directory, a dotted path, or a registered name."""
     workflow = plan.workflow
     names: list[str | None] = [plan.objective.policy_loss, plan.objective.adv_estimator, *plan.trackers]
     names += [term.worker for reward in plan.rewards for term in reward.terms]

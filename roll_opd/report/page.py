@@ -107,7 +107,7 @@ def _state(run: RunRecord) -> dict[str, str]:
 
 
 def _figures(run: RunRecord) -> dict[str, float]:
-    """Return the totals of the console's last table: of the summary, before it is written of the steps so far."""
+    """Return the totals of the console's last table: from the summary, in a running run from the steps so far."""
     totals = {**summarize(run.metrics), **run.summary}
     found = {name: number(totals.get(name)) or 0.0 for name in ("steps", "generated_tokens", "wall_seconds")}
     return {
@@ -172,7 +172,7 @@ def _facts(run: RunRecord) -> list[list[str]]:
 
 
 def _parts(run: RunRecord) -> dict[str, str]:
-    """Return the steps of each later part of a resumed run -> the settings that changed before it."""
+    """Return "changed from step N" -> changed settings, for each later part of a resumed run."""
     found = {}
     for part in _list(run.summary.get("parts") or run.facts.get("parts"))[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None

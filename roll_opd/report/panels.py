@@ -38,7 +38,7 @@ class Panel:
     modes: tuple[str, ...] = ()  # shown in these alone; none: in all
 
 
-LEAST_STEPS = 5  # from which noise between steps is estimated
+LEAST_STEPS = 5  # minimum to estimate the noise between steps
 PANELS = (
     Panel(
         "Reverse KL to the teacher",
@@ -92,7 +92,7 @@ PANELS = (
     ),
     Panel(
         "Response length",
-        "Mean of the tokens that the student wrote.",
+        "Mean number of tokens that the student wrote.",
         (("tokens/response_length/mean", "training"), ("val/response_length/mean", "validation")),
     ),
     Panel("Value loss", "Of the critic.", (("critic/loss", "critic"),), "down"),
@@ -166,17 +166,17 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[st
 
 
 def _as_reward(panel: Panel) -> Panel:
-    """Return the panel of the validation accuracy for rewards of which some are neither 0 nor 1."""
+    """Return the validation panel, titled as a mean reward, for rewards other than 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
 
 
 def _is_noise(
     rows: Sequence[Mapping[str, float]], metric: str, values: Sequence[float], difference: float
 ) -> bool | None:
-    """Return whether a difference between before and after may be chance; None where that is not known.
+    """Return whether a difference between before and after is within noise; None if unknown.
 
-    Validation has standard errors over prompts on record. Of what every step measures, the noise is that between
-    neighbouring steps.
+    Validation has recorded standard errors over prompts. For metrics of every step, the noise is estimated from
+    differences of neighbouring steps.
     """
     if metric == ACCURACY:
         stderrs = [value for _, value in points(rows, ACCURACY_STDERR)]

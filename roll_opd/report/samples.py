@@ -130,7 +130,7 @@ def agreement(lines: StepLines, steps: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None]]:
-    """Return what was recorded of each action token, None at observed ones; columns as long as the response."""
+    """Return the recorded values of each response token, None at observed ones, by column."""
     sampled, trained = row.get("rollout_logprobs"), row.get("student_logprobs")
     by = limited(row.get("by") or STUDENT)  # whose the sampler's log-probs are
     given = {
@@ -149,13 +149,13 @@ def _columns(row: Mapping[str, Any], length: int) -> dict[str, list[float | None
 
 
 def _acted(row: Mapping[str, Any], length: int) -> list[bool]:
-    """Return which response tokens the student wrote; all of them where that was not recorded."""
+    """Return which response tokens the student wrote; all of them without a recorded mask."""
     mask = _list(row.get("action_mask"))
     return [bool(acts) for acts in mask] if len(mask) == length else [True] * length
 
 
 def _hits(row: Mapping[str, Any]) -> list[Any]:
-    """Return which action tokens are among the most likely of a teacher."""
+    """Return for each action token whether it is in a teacher's top-k."""
     length = length_of(row)
     acted = _acted(row, length)
     columns = [_list(column) for column in _dict(row.get("teacher_topk_hits")).values()]
@@ -163,7 +163,7 @@ def _hits(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
-    """Return (first shown token, 1 of the student's or 0 of what it observed, number) of each unbroken stretch."""
+    """Return (first shown token, 1: action or 0: observed, turn number) of each unbroken stretch of shown tokens."""
     turns: list[list[int]] = []
     number = 0
     shown = {place: at for at, place in enumerate(kept)}
@@ -176,7 +176,7 @@ def _turns(acted: Sequence[bool], kept: Sequence[int]) -> list[list[int]]:
 
 
 def _turn_rewards(row: Mapping[str, Any], acted: Sequence[bool]) -> list[float | None]:
-    """Return the reward of each turn; none where they are not as many as the turns."""
+    """Return the reward of each turn; empty if their number differs from the turns."""
     rewards = _list(row.get("turn_rewards"))
     begun = sum(acts and not before for before, acts in itertools.pairwise([False, *acted]))
     return [_short(number(reward)) for reward in rewards] if len(rewards) == begun else []

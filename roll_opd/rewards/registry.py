@@ -81,14 +81,14 @@ def _checked(worker: str, args: Mapping[str, Any] | None, given: tuple[Any, ...]
     try:
         if not is_class and is_foreign(found, args or ()):
             raise RewardError(
-                f"reward {worker}: its signature is {found.__name__}{inspect.signature(found)}, and a reward's is"
-                " score(samples, **arguments), which returns a number for each sample; add this to the module, and"
-                f" name score instead:\n{indent(adapter(found), ' ' * 8)}\n       "
+                f"reward {worker}: its signature is {found.__name__}{inspect.signature(found)}, expected"
+                " score(samples, **arguments) with a number for each sample; add this to the module and name"
+                f" score as the worker:\n{indent(adapter(found), ' ' * 8)}\n       "
             )
         inspect.signature(found).bind(*(given if is_class else ("samples",)), **(args or {}))
     except TypeError as error:
         made = "made" if is_class else "called"
-        names = ", ".join(sorted(args or ())) or "none"  # without values, one of which may be an API key
+        names = ", ".join(sorted(args or ())) or "none"  # without values: API keys may be among them
         raise RewardError(
             f"reward {worker}: cannot be {made} with the arguments of the configuration ({names}): {error}"
         ) from error

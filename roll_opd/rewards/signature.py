@@ -1,10 +1,10 @@
-"""The signature of a reward, and the adapter of a function that scores one answer at a time, as in verl."""
+"""Detect reward functions with the signature of verl or TRL, and generate their adapters."""
 
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-# names under which functions of verl, TRL and others take what is a field of `RewardSample` here
+# field of `RewardSample` -> names of the argument in verl, TRL and others
 _FIELDS = {
     "response": "response solution_str completion answer prediction predict_str output model_output generated",
     "ground_truth": "ground_truth gt reference label target gold",
@@ -13,7 +13,7 @@ _FIELDS = {
     "prompt": "prompt question query prompt_str",
 }
 _FIELD_OF = {name: field for field, names in _FIELDS.items() for name in names.split()}
-# the same of functions that take several answers in lists
+# the same for functions of batches
 _BATCH_OF = {
     "completions": "response",
     "responses": "response",
@@ -38,7 +38,7 @@ def is_foreign(reward: Callable[..., Any], arguments: Collection[str] = ()) -> b
 
 
 def adapter(reward: Callable[..., Any]) -> str:
-    """Return the code of a reward that calls `reward`, a function of another system's signature."""
+    """Return the source of a reward function that calls `reward`, a function with a foreign signature."""
     name, parameters = reward.__name__, _named(reward)
     in_lists = any(parameter.name in _BATCH_OF for parameter in parameters)
     fields = _BATCH_OF if in_lists else _FIELD_OF

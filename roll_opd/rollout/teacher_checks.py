@@ -23,8 +23,8 @@ EXACT, ROUNDED = 1e-3, 0.1  # nats that two computations of a log-prob may diffe
 TEMPERATURE_ERROR = 0.02  # of the measured temperature, relative
 FLAT = 0.01  # nats by which the most likely token must be above 1 / V
 SURPRISED = 12.0  # the same, of the one token that ends an answer
-FEW = 32  # action tokens, of which a mean is chance
-IN_COMMON = 0.2  # share of their probability: a sound teacher has twice as much with a student of another trade
+FEW = 32  # action tokens: means over fewer are mostly noise
+IN_COMMON = 0.2  # share of their probability; a sound teacher of a student of another task has twice as much
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Check:
 class Readings:
     """Log-probs by student and teacher of the same N tokens, at the sampling temperature.
 
-    N counts no observed token: what an environment said is neither a sample nor a prompt.
+    Observed tokens are not among the N.
     """
 
     student_logprobs: np.ndarray  # f32 [N]
@@ -59,7 +59,7 @@ class Readings:
     ended: np.ndarray  # bool [N], the token that ended a sample
 
     def without(self, observed: np.ndarray) -> "Readings":
-        """Return the readings without tokens that are `observed`, bool [N]."""
+        """Return the readings without the tokens in `observed`, bool [N]."""
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return Readings(**{name: array[~observed[: len(array)]] for name, array in arrays.items()})
 
@@ -176,14 +176,14 @@ def _reads_input(readings: Readings, settings: Settings) -> Check:
 
 
 def _enough(readings: Readings) -> Iterator[Check]:
-    """Warn where the means over samples are of too few tokens."""
+    """Yield a warning if the samples have too few action tokens for reliable means."""
     count = int(readings.sampled.sum())
     if count < FEW:
         yield Check(
             "action tokens",
             str(count),
             "warning",
-            f"the student wrote fewer than {FEW} tokens in the first samples, so that their checks say little: read"
+            f"the student wrote fewer than {FEW} tokens in the first samples, too few for reliable checks: watch"
             " opd/reverse_kl/mean of the first steps, or raise rollout_batch_size",
         )
 
@@ -203,7 +203,7 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
         if teacher < guess:
             fails = name == "samples" and not settings.reads_more and common < IN_COMMON
             verdict = "failed" if fails else "warning"
-            rest = f" and below a guess (-ln V), and they have {common:.0%} of their probability in common"
+            rest = f" and below a guess (-ln V), and they share {common:.0%} of their probability"
         meaning = (
             f"the teacher's mean log-prob of the {name} is more than {margin:.2g} nats below the student's{rest}:"
             + (

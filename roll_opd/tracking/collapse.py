@@ -1,10 +1,10 @@
-"""Alarms of a run that degrades: one warning each, with the numbers and what to do.
+"""Alarms for degrading runs: one warning each, with the numbers and the remedy.
 
 A student that becomes sure of itself, writes shorter or agrees with its teacher may simply have learned. A collapse
-gains nothing by it. Self-distillation is known for it, after 100 to 200 steps (siyan-zhao/OPSD, issue 20). Answers that
-grow until the length limit cuts them off are the other known end of on-policy distillation (arXiv 2604.08527).
+gains nothing by it. Self-distillation often collapses after 100 to 200 steps (siyan-zhao/OPSD, issue 20). The other
+known failure of on-policy distillation are answers that grow up to the length limit (arXiv 2604.08527).
 
-Every alarm is a test: the change has to be large, significant beside the noise between steps (`change_tests`), and
+Every alarm is a test: the change has to be large, significant against the noise between steps (`significance`), and
 sustained over both halves of the last window.
 """
 
@@ -16,16 +16,16 @@ import numpy as np
 from roll_opd.tracking.significance import Shift, is_due, lost_gain, shift, threshold
 
 WINDOW = 5  # steps: the first so many are compared with the last so many
-LONG_WINDOW = 10  # of what is noisy: the share of answers that are cut off
-WINDOW_SHARE = 10  # windows of longer runs are this part of the steps so far, at most `LONGEST`
+LONG_WINDOW = 10  # for the noisy share of truncated answers
+WINDOW_SHARE = 10  # windows are 1 / WINDOW_SHARE of the steps so far, at most `LONGEST`
 LONGEST = 40
 ENTROPY_LEFT = 0.2  # share of the first entropy, below which a student hardly has a choice left
 SHORTER, LONGER = 0.5, 2.0  # times the first length
 DISAGREEMENT_LEFT = 0.2  # share of the first disagreement, below which a teacher has nothing left to say
-RISEN = 1.0  # standard errors: a reward that has risen by more may have been learned
-CUT_OFF_MORE = 0.1  # of all answers, on top of the share that was cut off before
-CUT_OFF_TIMES = 1.5  # that share
-GROWN = 1.1  # times the length before, of answers that are cut off ever more
+RISEN = 1.0  # standard errors: a reward that rose by more counts as learning
+CUT_OFF_MORE = 0.1  # of all answers, above the earlier share
+CUT_OFF_TIMES = 1.5  # times the earlier share
+GROWN = 1.1  # times the earlier mean length
 
 ENTROPY, AGREEMENT = "opd/student_entropy", "opd/agreement"
 LENGTH, REWARD = "tokens/response_length/mean", "critic/score/mean"
@@ -36,23 +36,23 @@ STDERR = "critic/score/stderr"
 
 @dataclass(frozen=True)
 class Remedies:
-    """What a configuration offers against an alarm, as clauses that name its keys; empty: it has none of it."""
+    """Advice against an alarm: clauses with keys of the configuration."""
 
-    slower: Sequence[str] = ()  # besides a lower learning rate
-    shorter: Sequence[str] = ()  # against answers that are cut off
+    slower: Sequence[str] = ()  # in addition to a lower learning rate
+    shorter: Sequence[str] = ()  # against truncated answers
 
     def against_collapse(self) -> str:
-        """Return what to do about a student that loses what it learned."""
+        """Return the advice against a loss of what was learned."""
         return f"go on from a checkpoint before it with {_listed(['a lower learning_rate', *self.slower])}"
 
     def against_length(self) -> str:
-        """Return what to do about answers that are cut off."""
+        """Return the advice against truncated answers."""
         return _listed(["raise response_length", *self.shorter, "lower learning_rate"])
 
 
 @dataclass
 class _Series:
-    """The steps that have all of some metrics."""
+    """Values of some metrics, at the steps that have all of them."""
 
     names: tuple[str, ...]
     rows: list[list[float]] = field(default_factory=list)
@@ -116,7 +116,7 @@ class CollapseAlarm:
                     yield name, f"{name}: {_COLLAPSED[name](change, beside)}; {self._remedies.against_collapse()}"
 
     def _reward(self) -> str:
-        """Return the warning where the reward has lost a part of its gain."""
+        """Return a warning if the reward has lost a part of its gain, else ""."""
         values = self._rewards.values()
         steps = values.shape[1]
         if not is_due(steps):
@@ -132,7 +132,7 @@ class CollapseAlarm:
         )
 
     def _cut_off_more(self) -> str:
-        """Return the warning where answers have grown and more of them are cut off, whatever the reward does."""
+        """Return a warning if answers grew and more of them are truncated, whatever the reward does, else ""."""
         values = self._cut_off.values()
         steps = values.shape[1]
         window = max(LONG_WINDOW, min(LONGEST, steps // WINDOW_SHARE))
@@ -146,10 +146,10 @@ class CollapseAlarm:
         if not (enough and min(cut_off.errors[0], length.errors[0]) > threshold(steps)):
             return ""
         return (
-            f"{CUT_OFF}: answers grow and are cut off ever more: {first:.0%} of them ended at response_length around"
+            f"{CUT_OFF}: answers grow and more of them are cut off: {first:.0%} of them ended at response_length around"
             f" step {start + window // 2 + 1}, now {cut_off.last[0]:.0%}; their mean length went from"
-            f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. A cut answer shows no end to learn, and often"
-            f" repeats itself (look at samples.jsonl); {self._remedies.against_length()}"
+            f" {length.first[0]:.3g} to {length.last[0]:.3g} tokens. A truncated answer has no end to learn, and often"
+            f" repeats itself (see samples.jsonl); {self._remedies.against_length()}"
         )
 
     def _reward_shift(self) -> Shift | None:
@@ -180,7 +180,7 @@ _COLLAPSED = {
     ),
     LENGTH: lambda change, beside: (
         f"responses had {change.first[0]:.3g} tokens and have {change.last[0]:.3g}{beside}: the student learns a style"
-        " in place of the task (look at samples.jsonl)"
+        " in place of the task (see samples.jsonl)"
     ),
     AGREEMENT: lambda change, beside: (
         f"student and teacher had {change.first[0]:.3g} of their probability in common and have"
@@ -190,7 +190,7 @@ _COLLAPSED = {
 
 
 def _change(values: np.ndarray, window: int) -> Shift | None:
-    """Return the change from the first window to the last; None of fewer steps."""
+    """Return the change from the first window to the last; None for too few steps."""
     return shift(values, window) if values.shape[1] >= 2 * window else None
 
 

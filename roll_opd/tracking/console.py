@@ -39,7 +39,7 @@ class Console:
         self._stream = stream
         self._short = SHORT | {"teacher": frozen}
         self._seconds: deque[float] = deque(maxlen=ETA_STEPS)
-        self._graded: dict[str, float] = {}  # what `GRADED` was, once a reward was neither 0 nor 1
+        self._graded: dict[str, float] = {}  # last value of `GRADED`, once a reward was neither 0 nor 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a finished step (counted from 1), without metrics that are absent."""
@@ -48,7 +48,7 @@ class Console:
         self.note(progress_line(step, self._total, metrics, self._eta(step), width=columns(), short=self._short))
 
     def with_grading(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the metrics with `GRADED` where the run has had it: a mean reward keeps its name."""
+        """Return the metrics with `GRADED` if any earlier step had it, so that the name of the mean reward stays."""
         self._graded |= {name: metrics[name] for name in (GRADED,) if name in metrics}
         return {**self._graded, **metrics}
 

@@ -189,7 +189,7 @@ def _rewards(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def _by_prompt(experiences: Iterable[Experience]) -> dict[str, list[float]]:
-    """Return the rewards of each prompt's samples, without samples that have none."""
+    """Return the rewards of each prompt's samples, without samples that lack a reward."""
     found: dict[str, list[float]] = {}
     for experience in experiences:
         if experience.reward is not None:
@@ -198,9 +198,9 @@ def _by_prompt(experiences: Iterable[Experience]) -> dict[str, list[float]]:
 
 
 def mean_stderr(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean over all values of two groups or more, which are the independent units.
+    """Return the standard error of the mean over all values, with two or more groups as the independent units.
 
-    Rewards of one prompt's samples are correlated, so that a step has as many observations as prompts (Cochran,
+    Rewards of one prompt's samples are correlated, so a step has as many observations as prompts (Cochran,
     Sampling Techniques, eq. 11.29: cluster sampling, ratio estimate).
     """
     sums, counts = (np.array([measure(group) for group in groups], dtype=np.float64) for measure in (sum, len))

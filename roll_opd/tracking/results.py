@@ -72,7 +72,7 @@ def _table_row(label: str, before: str, after: str, teacher: str, ratio: str) ->
 def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
     """Return the steps, the tokens, the wall time of the whole process, and its parts, from the keys of a summary."""
     counts = {what: summary.get(f"{what}_tokens") for what in ("generated", "learned")}
-    if counts["learned"] == counts["generated"]:  # every token that was generated, as mostly
+    if counts["learned"] == counts["generated"]:  # the usual case: every generated token
         del counts["learned"]
     tokens = [f"{count_of(count)} {what} tokens" for what, count in counts.items() if count]
     phases = summary["phase_seconds"]
@@ -99,9 +99,9 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
 
 
 def loading(directory: Path | str, *, is_chat: bool = True) -> Sequence[str]:
-    """Return a script that loads the model in `directory` with transformers and with vLLM, with and without a GPU.
+    """Return a script that loads the model in `directory` with transformers and vLLM, with and without a GPU.
 
-    With `is_chat`, the model has a chat template, and is asked with it.
+    `is_chat`: the model has a chat template, and the script uses it.
     """
     path = json.dumps(str(directory), ensure_ascii=False)  # quoted, and escaped
     asks = 'llm.chat([{"role": "user", "content": "12+30="}])' if is_chat else 'llm.generate("12+30=")'
@@ -168,7 +168,7 @@ def _ratio(value: float | None, base: float | None, of: str, stderr: float | Non
 def _ratio_stderr(
     value: float | None, base: float | None, stderr: float | None, base_stderr: float | None
 ) -> float | None:
-    """Return the standard error of value / base, to first order; None where none is known."""
+    """Return the standard error of value / base, to first order; None if neither is known."""
     if value is None or not base or (stderr is None and base_stderr is None):
         return None
     return math.hypot(stderr or 0.0, (base_stderr or 0.0) * value / base) / abs(base)

@@ -1,4 +1,4 @@
-"""Statistical tests on a noisy series of one value per training step: a gain that was lost, a shift that lasts.
+"""Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
 
 Every function takes many series at once, f64 [R, T], and is pure. Legend: R runs, T steps so far, U first windows,
 S positions of a window.
@@ -13,45 +13,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SHORTEST = 8  # steps of a window: a change that lasts for less is not sustained
-FIRST_STEP = 3 * SHORTEST  # before that, no two windows and a baseline fit into a run
+SHORTEST = 8  # steps of a window: shorter changes are not sustained
+FIRST_STEP = 3 * SHORTEST  # fits two windows and a baseline
 LONGEST_SHARE, SHORTEST_SHARE = 1 / 3, 1 / 12  # of the steps so far, in one window
 LENGTHS = (5, 8, 12, 18, 27, 40, 60, 90, 135, 200)  # of windows, in steps
 STANDARD_ERRORS = 4.4  # with the two below, 0.3 % of runs without a change reach it, at 30 to 500 steps
 FEW_STEPS = 6.0  # the threshold of a short run is larger by this share over T: its noise is estimated from few steps
 MORE_TESTS, TESTS_FROM = 0.06, 100  # larger by this share with every doubling of the steps from here on: more tests
 GAIN_ERRORS = 2.5  # standard errors of a gain: it is significant
-LOST = 0.25  # share of a gain. A run that has lost half at its end had lost this share for a window by then
-RECOVERED = 2.0  # times the deepest earlier fall that the run has recovered from
-OWN = 0.6  # times the variance inside the best window counts: rare successes that happen to come together are no level
-LAGS = (5, 10)  # steps so far apart differ more than neighbours where noise is correlated
+LOST = 0.25  # share of a gain; a run that loses half of it has lost this share for a whole window before
+RECOVERED = 2.0  # times the deepest earlier fall with a recovery
+OWN = 0.6  # weight of the variance inside the best window: chance clusters of rare successes are no level
+LAGS = (5, 10)  # steps at these distances differ more than neighbours if noise is correlated
 STEPS_OF_A_LAG = 10  # times the lag: the steps that a run needs, so that a jump is in less than `1 - KEPT` of the pairs
 KEPT, KEPT_MEAN = (
     0.75,
     0.368,
 )  # share of the smallest squares, and their mean, of a chi-squared distribution of 1 degree
-BY_CHANCE = 1.5  # factor of the variance that may be chance
-CORRELATED = 4.0  # times the excess: how much more the mean of a window of correlated steps varies
+BY_CHANCE = 1.5  # ratio of variances that is within chance
+CORRELATED = 4.0  # times the excess variance: added variance of window means of correlated steps
 TINY = 1e-18
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Of each series, the fall with the largest statistic among those that cost a share of a significant gain."""
+    """For each series, the fall with the largest statistic among falls that lost a share of a significant gain."""
 
-    errors: np.ndarray  # [R] standard errors of the fall, -inf where there is none
+    errors: np.ndarray  # [R] standard errors of the fall, -inf without one
     first: np.ndarray  # [R] mean of the first window
     best: np.ndarray  # [R]
     last: np.ndarray  # [R]
 
 
 def is_due(steps: int) -> bool:
-    """Return whether the series is tested after so many steps: every fifth, in long runs less often."""
+    """Return whether a series of `steps` steps is tested: every fifth step, in long runs less often."""
     return steps >= FIRST_STEP and steps % max(5, 5 * round(steps / 100)) == 0
 
 
 def threshold(steps: int) -> float:
-    """Return the standard errors from which a change in a run of so many steps is significant."""
+    """Return the significance threshold, in standard errors, for a run of `steps` steps."""
     longer = MORE_TESTS * math.log2(max(steps / TESTS_FROM, 1.0))
     return STANDARD_ERRORS * (1 + FEW_STEPS / steps) * (1 + longer)
 
@@ -76,14 +76,14 @@ def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.n
 
 
 def _apart(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return [R] the variance of steps so far apart: of second differences, which have no linear trend."""
+    """Return [R] the variance between steps `lag` apart, from second differences, which cancel a linear trend."""
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]  # without a jump or a turn
     return smaller.mean(1) / KEPT_MEAN / 6
 
 
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
-    """Return how significant it is that the series [R, T] have risen and have since lost `LOST` or more of the gain.
+    """Test the series [R, T] for a significant rise of which `LOST` or more has been lost since.
 
     Compares the last window with every earlier one, and that with the first. Both halves of the last window have to
     lie below, and the fall has to exceed every earlier one that the run recovered from.
@@ -122,16 +122,16 @@ def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
 
 @dataclass(frozen=True)
 class Shift:
-    """Of each series, its last window against the first one."""
+    """For each series, its last window compared with the first."""
 
     errors: np.ndarray  # [R] standard errors of last - first
     first: np.ndarray  # [R]
     last: np.ndarray  # [R]
-    least: np.ndarray  # [R] of the halves of the last window, the one nearer to the first
+    least: np.ndarray  # [R] mean of the half of the last window that is nearer to the first window
 
 
 def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
-    """Return the change of the series [R, T] from the `window` steps after `start` to the last ones.
+    """Return the change of the series [R, T] from the `window` steps after `start` to the last `window` steps.
 
     The noise of each window is that of the whole series, or its own where that is larger.
     """
@@ -176,7 +176,7 @@ def _deepest_recovered(means: np.ndarray) -> np.ndarray:
 
 
 def _larger(known: Lost, errors_RS: np.ndarray, first_RS: np.ndarray, best_RS: np.ndarray, last: np.ndarray) -> Lost:
-    """Return the known falls, where these have a larger statistic the largest of these."""
+    """Return, for each series, the known fall or the largest of the new ones, by statistic."""
     place = errors_RS.argmax(1)[:, None]
     errors, first, best = (np.take_along_axis(array, place, 1)[:, 0] for array in (errors_RS, first_RS, best_RS))
     new = errors > known.errors

@@ -27,7 +27,7 @@ STEP_TOKENS = "tokens/step"  # of whole sequences, prompts and observed tokens i
 LEARNED_TOKENS = "tokens/learned"  # action tokens in the loss
 STEP_SECONDS, STARTUP_SECONDS = "time/step", "time/startup"
 
-NOISE = 2.0  # standard errors: a difference that is smaller may be chance
+NOISE = 2.0  # standard errors: smaller differences are within noise
 
 # what validation measures before the first step and after some, beside rewards; and what every step measures
 OF_VALIDATION = {"val_loss": LOSS, "val_preference_accuracy": "val/dpo/accuracy"}
@@ -58,7 +58,7 @@ def write_summary(
         end_seconds: wall time since the last step.
         startup_parts: what the start-up waited for, in seconds; parts may overlap.
         warnings: what the run warned of; each is kept once.
-        parts: of the run, each with the settings that changed before it.
+        parts: parts of the run, each with the settings changed at its start.
     """
     summary = summarize(read_jsonl(run.metrics_file))
     summary["wall_seconds"] += end_seconds
@@ -110,7 +110,7 @@ ENDS = ("first", "last")
 
 
 def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the standard errors on record of what validation measured first and last, and of the teacher's."""
+    """Return the recorded standard errors of the first and last validation, and of the teacher's."""
     first, last = _before_and_after(rows, ACCURACY_STDERR)
     found = {
         "val_stderr_first": first,
@@ -123,7 +123,7 @@ def _stderrs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def within_noise(difference: float, *stderrs: float | None) -> bool:
     """Return whether a difference of independent means is below `NOISE` of its standard errors.
 
-    Without any standard error on record nothing is known, and it is not called noise.
+    False without any known standard error.
     """
     known = [value for value in stderrs if value is not None]
     return bool(known) and abs(difference) < NOISE * math.hypot(*known)

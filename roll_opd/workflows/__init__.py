@@ -98,10 +98,10 @@ _HOMES = {
     ),
 }
 _NOT_HERE = {
-    "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent behind an OpenAI address",
-    "Status": "a run returns its experiences, and a WorkflowWithRecording its metrics",
-    "CustomField": "no loss reads further fields; write what is to be logged into Experience.metrics",
-    "RMGalleryFn": "write a RewardFn, or a reward of the configuration (docs/rewards)",
+    "WorkflowBase": "derive from Workflow, or from WorkflowWithRecording for an agent that uses an OpenAI endpoint",
+    "Status": "return experiences from a run, or metrics from a WorkflowWithRecording",
+    "CustomField": "no loss reads custom fields; put values to log into Experience.metrics",
+    "RMGalleryFn": "write a RewardFn, or add a reward to the configuration (docs/rewards)",
 }
 Metrics = dict[str, float]
 

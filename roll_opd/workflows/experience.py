@@ -17,16 +17,16 @@ from roll_opd.data.experience import Experience as Trained
 from roll_opd.data.source import Prompt
 
 TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
-TURN_REWARDS = "turn_rewards"  # in `info`: a number for each turn of a trajectory, for records
+TURN_REWARDS = "turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
 STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
-# fields of Trinity-RFT's Experience that training here would not read, and what a workflow gives instead
+# field of Trinity-RFT's Experience that training does not read -> what to use instead
 UNREAD = {
-    "token_level_reward": "give one number as `reward`",
-    **dict.fromkeys(("advantages", "returns"), "they follow from `reward` and the algorithm of the configuration"),
-    **dict.fromkeys(("chosen", "rejected", "chosen_messages", "rejected_messages"), "pairs are trained on by DPO"),
-    "multi_modal_inputs": "only text models are trained",
-    "routed_experts": "the engines record routes themselves, with router_replay",
-    "custom_fields": "no loss reads further fields; write what is to be logged into `metrics`",
+    "token_level_reward": "set one number as `reward`",
+    **dict.fromkeys(("advantages", "returns"), "they are computed from `reward` by the algorithm of the configuration"),
+    **dict.fromkeys(("chosen", "rejected", "chosen_messages", "rejected_messages"), "use the dpo pipeline"),
+    "multi_modal_inputs": "only text models are supported",
+    "routed_experts": "set router_replay, with which the engines record routes",
+    "custom_fields": "no loss reads custom fields; put values to log into `metrics`",
 }
 
 
@@ -189,7 +189,7 @@ def trained(
     info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # Trinity-RFT's may be None
     for name, instead in UNREAD.items():
         if vars(made).get(name, info.get(name)) is not None:
-            raise ValueError(f"Experience.{name} is not learned from here: {instead}")
+            raise ValueError(f"Experience.{name} is not used in training; {instead}")
     tokens = made.tokens.cpu().numpy()
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TypeError(f"tokens should be whole numbers [T], not {tokens.dtype} {list(tokens.shape)}")

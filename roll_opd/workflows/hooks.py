@@ -1,7 +1,7 @@
-"""Check that the run of a user's workflow calls the hooks of Trinity-RFT that the class overrides.
+"""Check that the run of a user's workflow calls the Trinity-RFT hooks that its class overrides.
 
-Calls are found in the bytecode: a method may call each method whose name it mentions. A hook counts as called if code
-that the run reaches, or any other code of the user's modules, mentions its name.
+Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
+called if code reachable from the run, or any other code of the user's modules, mentions its name.
 """
 
 import dis
@@ -14,23 +14,23 @@ from typing import Any
 from roll_opd.workflows.interface import Workflow, flag
 
 OURS = "roll_opd."
-RUNNER = "roll_opd.workers"  # which calls a class's entries
+RUNNER = "roll_opd.workers"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
-# methods that Trinity-RFT's classes call, and what to do where nothing here calls them
+# hook of Trinity-RFT's classes -> what to do if nothing calls it
 HOOKS = {
     "format_messages": "derive from SimpleWorkflow or OnPolicyDistillWorkflow, whose runs call it",
     "format_prompt": "derive from MathBoxedWorkflow, whose run calls it with workflow_args use_base",
-    "compute_reward": "derive from OnPolicyDistillWorkflow, whose run calls it, or call it in a run of your own",
-    "calculate_reward": "call it in a run of your own, or name it compute_reward in an OnPolicyDistillWorkflow",
+    "compute_reward": "derive from OnPolicyDistillWorkflow, whose run calls it, or call it in your own run",
+    "calculate_reward": "call it in your own run, or name it compute_reward in an OnPolicyDistillWorkflow",
     "step": "derive from StepWiseRewardWorkflow or RewardPropagationWorkflow, or write step_async",
     "step_async": "derive from AsyncStepWiseRewardWorkflow or AsyncRewardPropagationWorkflow, or write step",
     "reward": "derive from StepWiseRewardWorkflow or RewardPropagationWorkflow, or write reward_async",
     "reward_async": "derive from AsyncStepWiseRewardWorkflow or AsyncRewardPropagationWorkflow, or write reward",
     "run": "the class is asynchronous (is_async): write run_async, or is_async = False",
     "run_async": "write is_async = True in the class, or name it run",
-    "execute": "write run or run_async; what they return is collected without it",
-    "set_repeat_times": "write can_repeat = True where one call makes all runs of a row, else remove it",
+    "execute": "write run or run_async; their return value is collected",
+    "set_repeat_times": "write can_repeat = True if one call makes all runs of a row, else remove it",
 }
 
 
@@ -59,8 +59,8 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _mentions(kind: type) -> dict[str, set[str]]:
-    """Return the names that a run of the class may call, each with the modules whose code mentions it."""
-    both = isinstance(getattr(kind, "is_async", None), property)  # known of an instance alone
+    """Return method name -> modules that mention it, for all methods that a run of the class may call."""
+    both = isinstance(getattr(kind, "is_async", None), property)  # only known for an instance
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
     entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]
@@ -69,7 +69,7 @@ def _mentions(kind: type) -> dict[str, set[str]]:
     while left:
         for base, code in _called(kind, left.pop()):
             own = set(_names(code))
-            if base.__module__.startswith(OURS):  # where `one.eid.run` and `one.reward` are no calls
+            if base.__module__.startswith(OURS):  # `one.eid.run` and `one.reward` are not calls there
                 own = (own - TWINS.keys()) | set(_of_self(code))
             for name in own:
                 if name not in found:
@@ -79,7 +79,7 @@ def _mentions(kind: type) -> dict[str, set[str]]:
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
-    """Yield (class, code) of a method, and of its bases' as long as the code mentions the name, as super() does."""
+    """Yield (class, code) of a method and, while the code mentions its name (as super() does), of the base's."""
     for base in kind.__mro__:
         codes = list(_codes(vars(base).get(name)))
         yield from ((base, code) for code in codes)
@@ -111,7 +111,7 @@ def _codes(part: Any) -> Iterator[CodeType]:
 
 
 def _of_self(code: CodeType) -> Iterator[str]:
-    """Yield the attributes that code reads of `self`, and of its bases by super()."""
+    """Yield the names of attributes that code reads from `self` or super()."""
     before = ""
     for instruction in dis.get_instructions(code):
         if before in ("self", "super") and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
@@ -121,7 +121,7 @@ def _of_self(code: CodeType) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code mentions, its strings too, for `getattr(self, "reward")` may call a method."""
+    """Yield the names in code, including strings, since `getattr(self, "reward")` may call a method."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -54,9 +54,9 @@ class Task:
     is_eval: bool = False
     batch_id: int | str = ""
     task_id: int | str = ""
-    run_id: int = 0  # of the first run that the call makes
+    run_id: int = 0  # of the first run of the call
     index: dict[str, Any] = field(default_factory=dict)
-    is_scored: bool = False  # the configuration's `rewards` score what the workflow leaves unscored
+    is_scored: bool = False  # the configuration's `rewards` score experiences without a reward
 
     @property
     def task_desc(self) -> Any:
@@ -65,7 +65,7 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The row's answer, None where it is missing."""
+        """The row's answer, None if it is missing."""
         truth = self.raw_task.get(self.format_args.response_key)
         return None if is_missing(truth) else truth
 
@@ -131,7 +131,7 @@ class Workflow:
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def set_single_run_context(self, run_id_base: int) -> None:
-        """Have the next call make one run, of that number; called where the class does not repeat."""
+        """Make the next call a single run with this number; called for classes that do not repeat."""
         self.repeat_times, self.run_id_base = 1, run_id_base
 
     def run(self) -> list[Experience]:
@@ -143,7 +143,7 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> Any:
-        """Return the experiences of a call that returned `returned`: mostly that itself."""
+        """Convert the return value of a call to experiences; by default it is returned unchanged."""
         return returned
 
 

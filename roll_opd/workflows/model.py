@@ -75,7 +75,7 @@ class RunState:
     texts: dict[bytes, str] = field(default_factory=dict)  # tokens of prompts that were no messages -> those prompts
     reward: float | None = None  # that somebody outside gave, for experiences without one of their own
     metrics: dict[str, float] = field(default_factory=dict)  # likewise
-    notes: dict[str, Any] = field(default_factory=dict)  # the workflow's own, of where it is
+    notes: dict[str, Any] = field(default_factory=dict)  # state set by the workflow
     asked_others: int = 0  # calls of auxiliary models
     ended: bool = False  # nothing is to be asked for it any more
     stuck: bool = False  # code of its that cannot be ended is still under way in this process
@@ -384,22 +384,22 @@ class ModelWrapper:
         return found
 
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Note where the workflow is, by name, until the run ends."""
+        """Store state of the workflow by name, until the run ends."""
         self._run().notes.update(state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
-        """Return what this run has noted."""
+        """Return the stored state of this run."""
         return dict(self._run().notes)
 
     async def clean_workflow_state(self) -> None:
-        """Forget what this run has noted, and what its calls answered."""
+        """Clear the stored state and the history of this run."""
         run = self._run()
         run.notes.clear()
         run.history.clear()
 
     def __getattr__(self, name: str) -> Any:
         if instead := NOT_HERE.get(name):
-            raise AttributeError(f"{name} of Trinity-RFT's ModelWrapper does not exist here: {instead}")
+            raise AttributeError(f"{name} of Trinity-RFT's ModelWrapper is not available; {instead}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     async def _respond(

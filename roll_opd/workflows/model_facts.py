@@ -6,13 +6,13 @@ from typing import Any
 from roll_opd.plan import SamplingPlan
 
 _RECORDED = "return the experiences, or derive from WorkflowWithRecording and call its update_reward"
-NOT_HERE = {  # methods of Trinity-RFT's ModelWrapper, and what does their work here
-    "set_api_key": "each run has a key of its own, self.model.api_key",
+NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> what to use instead
+    "set_api_key": "use self.model.api_key, which differs for each run",
     **dict.fromkeys(("overwrite_history_experiences_async", "update_experience_reward_async"), _RECORDED),
-    "clone_with_isolated_history": "each run has a history of its own, self.model.history",
-    **dict.fromkeys(("get_lora_request", "get_lora_request_async"), "the engines have the adapter"),
-    **dict.fromkeys(("get_current_load", "get_available_address_async"), "read api_address; engines are behind it"),
-    **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "the run does this itself"),
+    "clone_with_isolated_history": "use self.model.history, which belongs to one run",
+    **dict.fromkeys(("get_lora_request", "get_lora_request_async"), "requests use the adapter without it"),
+    **dict.fromkeys(("get_current_load", "get_available_address_async"), "use api_address, which serves all engines"),
+    **dict.fromkeys(("sync_model_weights", "init_process_group", "shutdown"), "remove the call, the run does this"),
 }
 
 

@@ -18,7 +18,7 @@ from roll_opd.workflows.interface import WORKFLOWS, Workflow, flag
 from roll_opd.workflows.recording import WorkflowWithRecording
 from roll_opd.workflows.reward_fn import REWARD_FUNCTIONS
 
-GIVEN = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # of a workflow's constructor
+GIVEN = ("task", "model", "auxiliary_models", "auxiliary_model_wrappers")  # arguments of a workflow's constructor
 SPREAD = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -71,8 +71,8 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
     for parameter in inspect.signature(found).parameters.values():
         if parameter.default is parameter.empty and parameter.name not in GIVEN and parameter.kind not in SPREAD:
             raise WorkflowError(
-                f"workflow {name}: its __init__ requires {parameter.name}, and the arguments are {', '.join(GIVEN)};"
-                " read other settings from task.workflow_args"
+                f"workflow {name}: its __init__ requires {parameter.name}, but only {', '.join(GIVEN)} are"
+                " passed; read other settings from task.workflow_args"
             )
     for method, problem in hook_problems(found):
         raise WorkflowError(f"workflow {name}: {method} {problem}")
@@ -80,7 +80,7 @@ def find_workflow(name: str, plugin_dir: str | None) -> Any:
 
 
 def _has(kind: type, method: str) -> bool:
-    """Whether a class has a method that is not the empty one of the interface."""
+    """Whether a class overrides a method of the interface."""
     own = getattr(kind, method, None)
     return callable(own) and own not in (getattr(Workflow, method), getattr(WorkflowWithRecording, method))
 

@@ -10,10 +10,10 @@ from roll_opd.workflows.model import ModelWrapper
 
 
 class WorkflowWithRecording(Workflow):
-    """Starts an agent with `base_url`, `api_key` and `model_name`, and learns from what it asked there.
+    """Base of workflows that start an agent with `base_url`, `api_key` and `model_name` and train on its requests.
 
-    Implement `run_async`: it calls `update_reward` and returns the run's metrics, numbers by name. A run is one
-    experience a conversation, as with `agent_workflow`.
+    Implement `run_async`: it calls `update_reward` and returns the run's metrics, numbers by name. Each conversation of
+    a run is one experience, as with `agent_workflow`.
     """
 
     is_async = True
@@ -27,7 +27,7 @@ class WorkflowWithRecording(Workflow):
 
     @property
     def base_url(self) -> str:
-        """The address of the policy, with the /v1."""
+        """The address of the policy, ending in /v1."""
         return self.model.base_url
 
     @property
@@ -37,37 +37,37 @@ class WorkflowWithRecording(Workflow):
 
     @property
     def model_name(self) -> str:
-        """The name of the policy; requests with any other are answered too."""
+        """The name of the policy; requests with other names are answered too."""
         return self.model.model_path
 
     async def update_reward(
         self, reward: float, info: Mapping[str, Any] | None = None, sample_ids: Sequence[str] | None = None
     ) -> None:
-        """Give all experiences of the run a reward and add to their `info`; the last call counts.
+        """Set the reward of all experiences of the run and add to their `info`; the last call counts.
 
-        ValueError for a reward that is no finite number, and for `sample_ids`.
+        Raises ValueError for a reward that is not a finite number, and for `sample_ids`.
         """
         if sample_ids is not None:
             raise ValueError(
-                "update_reward: rewards of single requests (sample_ids) are not available; give the run one reward, or"
+                "update_reward: sample_ids (rewards of single requests) is not supported; set one reward per run, or"
                 " return experiences with their own rewards from a Workflow (self.model.history)"
             )
         self.model.take_reward(json.dumps({"reward": float(reward)}))
         self._info.update(info or {})
 
     async def run_async(self) -> Any:
-        """Have the agent do the task; return the metrics of the run. Overwrite it."""
+        """Run the agent on the task and return the metrics of the run. Override it."""
         raise NotImplementedError(f"{type(self).__name__} has no method `run_async`")
 
     def experiences_of(self, returned: Any) -> list[Experience]:
-        """Return what the agent asked, one experience a conversation; `returned` are metrics, which the first has.
+        """Return the agent's requests as one experience per conversation; the first has the metrics `returned`.
 
-        TypeError where `returned` is neither a mapping nor None.
+        Raises TypeError if `returned` is neither a mapping nor None.
         """
         if returned is not None and not isinstance(returned, Mapping):
             raise TypeError(
-                f"run_async returned {type(returned).__name__} where metrics, numbers by name, were expected; a"
-                " Workflow returns experiences"
+                f"run_async returned {type(returned).__name__}, expected metrics (numbers by name); derive from"
+                " Workflow to return experiences"
             )
         made, info, self._info = self.model.branches(), self._info, {}
         for number, experience in enumerate(made):

@@ -46,7 +46,7 @@ def advice(name: str) -> str | None:
 
 
 def place_of_class(kind: str) -> str | None:
-    """Say how a class of Trinity-RFT's own workflows is had here; None for another class."""
+    """Return the counterpart of a class of Trinity-RFT's workflows; None for other classes."""
     module = next((module for module, known in _PLACES.values() if known == kind), None)
     return _advice(kind, module, kind) if module else None
 

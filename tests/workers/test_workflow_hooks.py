@@ -147,7 +147,7 @@ def test_rewards_of_distillation(kind: type, task: dict, rewards: list, accuraci
 def test_a_teacher_that_is_not_there_is_named(tokenizer: Any) -> None:
     async def script(there: Served) -> None:
         workflow = OnPolicyDistillWorkflow(task=Task({"prompt": "1"}), model=there.model)
-        with pytest.raises(ValueError, match="no model is in auxiliary_models"):
+        with pytest.raises(ValueError, match="auxiliary_models is empty"):
             _ = workflow.teacher_model
 
     served(script, tokenizer)
@@ -224,7 +224,7 @@ async def awaited(*_: Any) -> Any: ...
         (AsyncStepWiseRewardWorkflow, {"step": async_method}, "step", "or write step_async"),
         (RewardPropagationWorkflow, {"reward_async": awaited}, "reward_async", "or write reward"),
         (RewardPropagationWorkflow, {"reward": awaited}, "reward", "reward_async in an asynchronous base"),
-        (SimpleWorkflow, {"execute": awaited}, "execute", "what they return is collected"),
+        (SimpleWorkflow, {"execute": awaited}, "execute", "their return value is collected"),
         (MultiTurnWorkflow, {"set_repeat_times": async_method, "run": async_method}, "set_repeat_times", "can_repeat"),
         (
             MultiTurnWorkflow,
@@ -311,7 +311,7 @@ def count(tokenizer: Any) -> Callable[[str], int]:
 
 
 def test_what_a_recorded_run_may_not_do(tokenizer: Any) -> None:
-    with pytest.raises(TypeError, match="returned list where metrics"):
+    with pytest.raises(TypeError, match="returned list, expected metrics"):
         played(Unfit, tokenizer, runs=1)
     with pytest.raises(ValueError, match="sample_ids"):
         played(PerRequest, tokenizer, runs=1)
@@ -327,7 +327,7 @@ def test_fields_that_nothing_reads_are_refused(field: str) -> None:
     later = Experience(**given)
     setattr(later, field, [0.5, 0.5])
     for made in (Experience(**given, **{field: [0.5, 0.5]}), later):
-        with pytest.raises(ValueError, match=f"Experience.{field} is not learned from here"):
+        with pytest.raises(ValueError, match=f"Experience.{field} is not used in training"):
             trained(made, Limits(9, 9), PROMPT, 0, 0, 0)
     trained(Experience(**given, **{field: None}), Limits(9, 9), PROMPT, 0, 0, 0)
 
@@ -374,7 +374,7 @@ def test_a_reward_function_scores_what_no_hook_does(kind: type, tokenizer: Any) 
     [
         ({"agent": "no_such_module.solve"}, "no_such_module cannot be imported"),
         ({"agent": "json.solve"}, "json has no function named solve"),
-        ({"agent": "solve"}, "is no dotted path"),
+        ({"agent": "solve"}, "is not a dotted path"),
         ({"agent": "os.getpid"}, "is called with row, base_url and api_key"),
         ({"command": "node agent.js"}, "a list of words"),
     ],

@@ -1,6 +1,6 @@
 """The reward of a program that passes its row's test cases, run where it can do no harm.
 
-The row's `test_cases` say what is run (docs/rewards/code_sandbox.md); `sandbox.response` finds the program in the
+The row's `test_cases` define the tests (docs/rewards/code_sandbox.md); `sandbox.response` extracts the program from the
 response. The sandbox is a security boundary: see `roll_opd.rewards.sandbox`.
 """
 
@@ -26,7 +26,7 @@ UNSAFE = (
     " and use your network; remove `unsafe: true` unless the machine is thrown away afterwards"
 )
 BAD_ROW = "unusable test cases"
-MOST_DIGITS = 100_000  # of a whole number in a row's cases; reading one takes 0.1 s
+MOST_DIGITS = 100_000  # of an integer in a row's cases; parsing one takes 0.1 s
 
 
 @register("code_sandbox", keeps_time=True)

@@ -67,7 +67,7 @@ def same_set(gold: str, answer: str) -> bool:
 
 
 def contradict(value: str, rounding: str) -> bool:
-    """Return whether `value` is a real number that `rounding`, a decimal, neither rounds nor cuts off."""
+    """Return whether `value` is a real number and the decimal `rounding` neither its rounding nor its truncation."""
     number = _read(value)
     if number.free_symbols or not _is_expression(number):
         return False

@@ -127,7 +127,7 @@ def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra
 
 def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
     golds, answers = split_outside(gold, _APPROXIMATELY), split_outside(answer, _APPROXIMATELY)
-    if (len(golds) > 1) != (len(answers) > 1):  # one of them has an exact value and its rounding
+    if (len(golds) > 1) != (len(answers) > 1):  # one of them is "exact value ≈ rounding"
         return (
             _agree(golds, algebra)
             and _agree(answers, algebra)
@@ -212,7 +212,7 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether no side of "a ≈ b" contradicts the next one: where both are numbers, b is a rounding of a."""
+    """Return whether the sides of "a ≈ b" agree: of two numbers, b is a rounding of a; other sides always agree."""
     values = [_value(split_outside(side, _EQUALS)) for side in sides]
     for one, other in pairwise(values):
         exact_text, rounded_text = (split_unit(text)[0].rstrip("% ") for text in (one, other))

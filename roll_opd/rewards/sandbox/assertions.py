@@ -16,7 +16,7 @@ from typing import Any
 from roll_opd.rewards.sandbox.tolerance import TOLERANCE, same_value
 from roll_opd.rewards.sandbox.values import Unreadable, read_value
 
-Compare = Callable[[Any, Any, float], Any]  # a value with a literal, within a tolerance
+Compare = Callable[[Any, Any, float], Any]  # (value, literal, tolerance) -> whether the check holds
 
 
 def _exactly(compare: Callable[[Any, Any], Any]) -> Compare:
@@ -32,7 +32,7 @@ def _is_one_of(left: Any, right: Any, tolerance: float) -> bool:
 _COMPARE: dict[type[ast.cmpop], Compare] = {
     ast.Eq: same_value,
     ast.NotEq: _exactly(operator.ne),
-    # of None, True and False
+    # for None, True and False
     ast.Is: _exactly(lambda left, right: type(left) is type(right) and left == right),
     ast.IsNot: _exactly(lambda left, right: type(left) is not type(right) or left != right),
     ast.In: _is_one_of,
@@ -74,7 +74,7 @@ class Check:
 
     code: str
     expected: tuple[Expectation, ...]
-    called: frozenset[str] = frozenset()  # functions and classes that the program has to define
+    called: frozenset[str] = frozenset()  # names of functions and classes in the test
 
     def passes(self, seen: Any, tolerance: float = TOLERANCE) -> bool:
         """Return whether `seen` (untrusted pairs of an expectation's number and a written value) is as expected."""

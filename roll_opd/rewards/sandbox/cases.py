@@ -64,7 +64,7 @@ def needs_program(cases: Sequence[Case]) -> bool:
 
 
 def called_by(cases: Sequence[Case]) -> frozenset[str]:
-    """Return the names of the functions and classes that the checks of `cases` may call."""
+    """Return the names of functions and classes in the checks of `cases`."""
     return frozenset().union(*(case.check.called for case in cases if case.check))
 
 

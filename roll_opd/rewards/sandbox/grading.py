@@ -21,7 +21,7 @@ _XCPU, _KILL = -24, -9
 
 
 def grade(case: Case, outcome: Outcome, tolerance: float = TOLERANCE) -> str:
-    """Return how a case ended: one of the reasons above. Numbers with a fraction are right within the tolerance."""
+    """Return the result of a case: one of the reasons above. Numbers with a fraction are right within `tolerance`."""
     if outcome.exit_code is None:
         return outcome.ended if outcome.ended in (TIME, MEMORY, OUTPUT, PROCESSES, DISK) else REFUSED
     report = read_report(outcome.report)

@@ -63,9 +63,7 @@ class Sandbox:
             raise SandboxError(f"code_sandbox: the sandbox does not start: {words}; {HOW_TO_ALLOW_IT}")
 
     def run(self, program: str, stdin: str, check: str | None, before: str = "") -> Outcome | None:
-        """Run one case, with the code `before` it; None where the sandbox is gone or does not answer, and it is of no
-        more use.
-        """
+        """Run one case after the code `before`; None if the sandbox died or hangs, and must not be used again."""
         request = {"before": before, "program": program, "stdin": stdin, "check": check, "limits": asdict(self._limits)}
         data = json.dumps(request).encode()
         deadline = time.monotonic() + PATIENCE * self._limits.wall_seconds + GRACE_SECONDS

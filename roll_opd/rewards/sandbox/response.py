@@ -1,4 +1,4 @@
-"""The program in a response: the fenced code blocks of its answer, and which of them is run.
+"""Extract the program from a response: parse its fenced code blocks and choose one.
 
 Blocks that are marked as Python come before unmarked ones; blocks marked as anything else are never run.
 """
@@ -11,14 +11,14 @@ from roll_opd.thoughts import after_thoughts
 
 _SOLUTION = "<|begin_of_solution|>"  # ROLL's models may write it before what counts
 
-# A fence, behind the marks of the quotes and list items that it stands in. No fence of backticks has one behind it.
+# A fence after the markers of its quotes and list items. The info string of a backtick fence has no backticks.
 _FENCE = re.compile(
     r"(?P<lead>(?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*[ \t]*)(?P<fence>`{3,}(?=[^`]*\Z)|~{3,})(?P<info>.*)"
 )
 # python, Python 3, py3, {.python}, {python}, python title="a.py", python:a.py, a.py
 _PYTHON = re.compile(r"\{?\s*\.?(?:c?python|pypy|py)[\d.]*(?=[\s,:;{}(\[]|\Z)|[\w/-]+\.py(?=\s|\Z)", re.IGNORECASE)
-_SESSION = re.compile(r"\s*(?:>>> |In \[)")  # an example of use, with what is printed
-# a line of a program, and not of its output or of a shell; of what an unmarked block may hold
+_SESSION = re.compile(r"\s*(?:>>> |In \[)")  # an interactive session with its output
+# a line of Python, as opposed to output or shell commands, in an unmarked block
 _STATEMENT = re.compile(
     r"""
     ^[ \t]*
@@ -47,11 +47,11 @@ def answer_of(response: str) -> str:
 
 
 def program_of(response: str, called: Collection[str] = ()) -> str | None:
-    """Return the program of the answer; None where there is none.
+    """Return the program of the answer; None without a code block.
 
-    That is the last block marked as Python, else the last unmarked block that looks like a program, else the last
-    unmarked one. Where tests call functions or classes, those `called`, it is the last block that defines one of them,
-    so that an example of use after the solution is not taken for it.
+    It is the last block marked as Python, else the last unmarked block with statements, else the last unmarked one. If
+    the tests call functions or classes (`called`), the last such block that defines one of them comes first, so that a
+    usage example after the solution is not mistaken for it.
     """
     blocks = [block for block in fenced_blocks(answer_of(response)) if block.code.strip()]
     marked = [block.code for block in blocks if _PYTHON.match(block.info)]
@@ -63,7 +63,7 @@ def program_of(response: str, called: Collection[str] = ()) -> str | None:
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """Yield the fenced code blocks as CommonMark has them, also those in lists and quotes; the last may be unclosed.
+    """Yield the fenced code blocks by CommonMark's rules, also in lists and quotes; the last may be unclosed.
 
     It goes by lines, in time linear in the text; a regular expression could go back and forth over it.
     """
@@ -92,13 +92,13 @@ def _joined(lines: list[str]) -> str:
 
 
 def _closes(line: str, fence: str) -> bool:
-    """Return whether a line is a closing fence: at least as long as the opening one, and nothing behind it."""
+    """Return whether a line is a closing fence: at least as long as the opening one, without an info string."""
     start = line.strip()
     return len(start) >= len(fence) and not start.strip(fence[0]) and len(line) - len(line.lstrip()) <= 3
 
 
 def _without_quotes(line: str, quotes: int) -> tuple[str, bool]:
-    """Return a line without the marks of the quotes around a block; False where it stands outside of them."""
+    """Return a line without the quote markers around a block, and whether it is inside of the quotes."""
     for _ in range(quotes):
         start = line.lstrip(" ")
         if not start.startswith(">"):

@@ -1,8 +1,7 @@
-"""Comparison of what a program printed or returned with what was expected: numbers with a fraction may be close.
+"""Compare printed output and returned values with expected ones, with a tolerance for numbers with a fraction.
 
-A number is close to the expected one within `tolerance * max(1, |expected|)`, as contest judges have it. Whole numbers
-are compared digit by digit, whatever their length; a number with a fraction where a whole one was expected is right
-within `tolerance` itself.
+A number is right within `tolerance * max(1, |expected|)`, as in programming contests. Integers of any length are
+compared digit by digit; a number with a fraction in place of an integer is right within `tolerance`.
 """
 
 import math
@@ -15,7 +14,7 @@ from typing import Any
 TOLERANCE = 1e-6
 _CONTEXT = Context(prec=40)
 _NUMBER = re.compile(r"(-?[0-9]+)(?:\.([0-9]*))?")
-# within a word, such as `[0.5,` or `x=0.5`; part of no name and of no version (1.2.3)
+# a number in a word, such as `[0.5,` or `x=0.5`; not in names or versions (1.2.3)
 _INSIDE = re.compile(
     r"(?<![\w.])([-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:nan|inf|infinity))(?![\w.])",
     re.IGNORECASE,
@@ -23,7 +22,7 @@ _INSIDE = re.compile(
 
 
 def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> bool:
-    """Return whether the lines are the same words, with numbers that are the same or close.
+    """Return whether output and expected lines have the same words, with numbers equal or within tolerance.
 
     Spaces around and between words and empty lines at both ends do not count.
     """
@@ -35,9 +34,9 @@ def same_output(output: bytes, expected: str, tolerance: float = TOLERANCE) -> b
 
 
 def same_value(value: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
-    """Return whether a value equals the expected one, or is close to it where one of them has a fraction.
+    """Return whether a value equals the expected one, or is within tolerance if one of them has a fraction.
 
-    Goes into lists, tuples and the values of mappings; members of sets and keys are the same or not.
+    Recurses into lists, tuples and the values of mappings; sets and keys are compared exactly.
     """
     if _is_number(value) and _is_number(wanted):
         if value == wanted:
@@ -76,7 +75,7 @@ def _same_line(line: str, wanted: str, tolerance: float) -> bool:
 
 
 def _same_word(word: str, wanted: str, tolerance: float) -> bool:
-    """Zeros at the end of a fraction do not count; those at the front do, as they may be digits of a code."""
+    """Return whether two words agree. Trailing zeros of a fraction do not count; leading zeros do, as in codes."""
     if word == wanted:
         return True
     found, asked = _NUMBER.fullmatch(word), _NUMBER.fullmatch(wanted)
@@ -85,7 +84,7 @@ def _same_word(word: str, wanted: str, tolerance: float) -> bool:
             return True
         if found[2] is None and asked[2] is None:
             return False
-    # every second part is a number
+    # parts at odd places are numbers
     parts, wanted_parts = _INSIDE.split(word), _INSIDE.split(wanted)
     return len(parts) == len(wanted_parts) and all(
         one == other or (bool(place % 2) and _close(one, other, tolerance))
@@ -95,7 +94,7 @@ def _same_word(word: str, wanted: str, tolerance: float) -> bool:
 
 def _close(text: str, wanted: str, tolerance: float) -> bool:
     if _is_whole(text) and _is_whole(wanted):
-        return False  # other digits
+        return False  # different digits
     try:
         number, asked = Decimal(text), Decimal(wanted)
         if not (number.is_finite() and asked.is_finite()):

@@ -24,7 +24,7 @@ def read_report(report: bytes) -> dict[str, Any]:
 
 
 def _key(digits: str) -> int:
-    """Return the number of an expectation, the only whole number in a report as such: others could take for ever."""
+    """Parse the number of an expectation, the only JSON integer in a report; longer ones could take very long."""
     if len(digits) > 9:
         raise Unreadable
     return int(digits)

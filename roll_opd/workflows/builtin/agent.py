@@ -38,7 +38,7 @@ class AgentWorkflow(Workflow):
 
     @staticmethod
     def check_arguments(arguments: Mapping[str, Any]) -> None:
-        """WorkflowError for `workflow_args` that no run could use: an agent that is no function of three arguments."""
+        """Check `workflow_args`; raises WorkflowError for an agent that cannot be called with three arguments."""
         try:
             agent, _ = _agent(arguments)
         except (ValueError, ImportError) as error:
@@ -115,20 +115,20 @@ class AgentWorkflow(Workflow):
 
 
 def _agent(arguments: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return the function, or None and the command. ValueError for arguments that are neither, ImportError likewise."""
+    """Return (function, []) or (None, command) from `workflow_args`; raises ValueError or ImportError."""
     given = dict(arguments)
     path, command, kind = given.pop("agent", None), given.pop("command", None), given.pop("experiences", BRANCH)
     is_list = isinstance(command, list | tuple) and len(command) > 0
     if given or (isinstance(path, str), is_list) not in ((True, False), (False, True)) or kind not in KINDS:
         raise ValueError(
             f"workflow_args of agent_workflow are {dict(arguments)}; expected agent (a dotted path)"
-            f" or command (a list of words), and maybe experiences: {' or '.join(KINDS)}"
+            f" or command (a list of words), optionally experiences: {' or '.join(KINDS)}"
         )
     if not isinstance(path, str):
         return None, [str(word) for word in command]
     module, _, name = path.rpartition(".")
     if not module:
-        raise ValueError(f"agent {path!r} is no dotted path; write module.function, or path/to/file.py:function")
+        raise ValueError(f"agent {path!r} is not a dotted path; write module.function, or path/to/file.py:function")
     agent = getattr(users_module(module), name, None)
     if not callable(agent):
         raise ValueError(f"agent {path}: {module} has no function named {name}; correct the name")

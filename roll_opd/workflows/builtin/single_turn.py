@@ -54,7 +54,7 @@ class BaseSimpleWorkflow(Workflow):
         self._rollout_args = given
 
     def format_messages(self) -> list[dict[str, str]]:
-        """Return the conversation to go on with; ValueError where the chat template leaves out a part of it."""
+        """Return the conversation to sample from; raises ValueError if the chat template drops a part of it."""
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages += conversation_of(self.task)
         if left := omission(self.model.tokenizer, messages):
@@ -64,14 +64,14 @@ class BaseSimpleWorkflow(Workflow):
         return messages
 
     def scored(self, responses: list[Experience]) -> list[Experience]:
-        """Return the responses, one a run, each with its reward."""
+        """Return the responses, one per run, each with its reward."""
         for run, response in enumerate(responses, self.run_id_base):
             response.eid.run = run
             self.score(response)
         return responses
 
     def score(self, response: Experience) -> None:
-        """Give a response the reward of the task's own function, if there is one."""
+        """Set a response's reward from the task's reward function, if any."""
         if self.reward_fn is not None:
             parts = parts_of(self.reward_fn, self.told(response))
             response.metrics.update(parts)
@@ -212,7 +212,7 @@ class AsyncMathBoxedWorkflow(_Boxed, AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("on_policy_distill_workflow")
 class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
-    """The row's prompt, answered, for the configuration's teachers to read.
+    """Sample an answer to the row's prompt, to be scored by the configuration's teachers.
 
     A subclass's `compute_reward` gives the reward, as in Trinity-RFT. Pure distillation records it and does not learn
     from it.
@@ -225,20 +225,20 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 
     @property
     def teacher_model(self) -> Any:
-        """The first auxiliary model, for a `run_async` that asks the teacher itself."""
+        """The first auxiliary model, for a `run_async` that calls the teacher itself."""
         if not self.auxiliary_model_wrappers:
             raise ValueError(
-                "teacher_model: no model is in auxiliary_models; the configuration's teachers score the responses, or"
-                " name one there too"
+                "teacher_model: auxiliary_models is empty; add the teacher to it, or let the configuration's teachers"
+                " score the responses"
             )
         return self.auxiliary_model_wrappers[0]
 
     def compute_reward(self, response: Experience) -> float:
-        """Return the reward of a response. Overwrite it; not called where no subclass has done so."""
+        """Return the reward of a response. Called only if a subclass overrides it."""
         return 0.0
 
     def score(self, response: Experience) -> None:
-        """Give a response the reward that `compute_reward` returns, else that of the task's own function."""
+        """Set a response's reward from an overridden `compute_reward`, else from the task's reward function."""
         written_by = next(kind for kind in type(self).__mro__ if "compute_reward" in vars(kind))
         is_own = written_by.__module__ != __name__
         if is_own or (written_by is not OnPolicyDistillWorkflow and not (self.reward_fn or self.task.is_scored)):
@@ -249,13 +249,13 @@ class OnPolicyDistillWorkflow(AsyncSimpleWorkflow):
 
 @WORKFLOWS.register_module("on_policy_distill_math_workflow")
 class OnPolicyDistillMathWorkflow(_BoxedInQuestion, OnPolicyDistillWorkflow):
-    """A question of mathematics that asks for a box; the reward is whether the box is right.
+    """Mathematics question with a boxed answer; the reward is 1.0 for a right box.
 
-    The configuration's `rewards` and `workflow_reward` take the place of `compute_reward` where no subclass writes one.
+    The configuration's `rewards` or `workflow_reward` replace `compute_reward`, unless a subclass overrides it.
     """
 
     def compute_reward(self, response: Experience) -> float:
-        """Return 1.0 for a right final answer, else 0.0, and note it as the metric `accuracy`."""
+        """Return 1.0 for a right final answer, else 0.0, and record it as the metric `accuracy`."""
         if not response.response_text or self.truth is None:
             return 0.0
         right = accuracy(response.response_text, self.truth)

@@ -29,7 +29,7 @@ from roll_opd.workflows.model import RUN, ModelWrapper, RunState
 from roll_opd.workflows.turns import Call, without_end, without_special, written
 
 MOST_BODY = 8 << 20  # bytes of a request
-MARK_TOKENS = 32  # at the end of a prompt, in which a template may open a thought
+MARK_TOKENS = 32  # at the end of a prompt, searched for an opened thought
 MOST_UNDER_WAY = 1024  # requests; what comes beyond is told to come again
 READ_SECONDS = 60  # that a request's body may take
 ALIVE_SECONDS = 10  # between signs of life of a stream that has nothing to say yet
@@ -229,7 +229,7 @@ class Endpoint:
             whole = written(self._model.tokenizer, without_end(self._model.tokenizer, ids, response.finish_reason))
             prompt = written(self._model.tokenizer, response.tokens[: response.prompt_length].numpy()[-MARK_TOKENS:])
             if opens_a_thought(prompt) and after_thoughts(whole) == whole:
-                return as_message(text, (), self._parse, number)  # it was cut off in its thoughts
+                return as_message(text, (), self._parse, number)  # cut off within its thoughts
             found = as_message(whole, asked.tools, self._parse, number)
             plain = text if "tool_calls" not in found else without_special(self._model.tokenizer, found["content"])
             return {**found, "content": plain or None if "tool_calls" in found else plain}
