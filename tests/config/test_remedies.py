@@ -6,7 +6,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.tracking.collapse import Remedies
 
-FOLLOWS, HINT, REFERENCE = "follows_student.decay", "a hint", "use_kl_loss"
+FOLLOWS, HINT, REFERENCE = "follows_student.decay", "a more detailed hint", "use_kl_loss"
 
 
 def texts(found: Remedies) -> tuple[str, str]:
