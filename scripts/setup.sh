@@ -40,7 +40,7 @@ read_python_range() {
 find_python() {
     local minors minor names versions candidate current=
     read_python_range
-    # the one that .venv was made with, before any other: a later `make test` is not to make it anew with another
+    # prefer the Python of an existing .venv, so that a later `make test` does not recreate it with another
     current=$("$VENV/bin/python" -c 'import sys; print(sys._base_executable)' 2>/dev/null) || true
     for minor in "${minors[@]}"; do
         names+="python3.$minor "

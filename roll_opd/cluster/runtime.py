@@ -60,7 +60,7 @@ def ray_cluster(
             sessions = Path(get_default_ray_temp_dir())
             if not sessions.exists():  # an existing directory may belong to another run
                 reaper.remove_if_empty(sessions)
-            unborn = sessions, f"session_*_{os.getpid()}"  # until Ray says which it is
+            unborn = sessions, f"session_*_{os.getpid()}"  # until the session directory is known
             if DEBUG not in os.environ:
                 reaper.remove_at_the_end(*unborn)
             with starting.waiting_for("Ray"), lean(shows_logs=DEBUG in os.environ):

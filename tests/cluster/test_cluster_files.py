@@ -1,4 +1,4 @@
-"""The job files in examples/clusters: their shells, their names, and what the command makes of their variables."""
+"""The job files in examples/clusters: their shell, their names, and the variables of the command."""
 
 import json
 import os

@@ -206,7 +206,7 @@ def plan_of(run: dict[str, str], train: dict[str, str], infer: dict[str, str]) -
         ({"A": "1"}, {}, {"A": "2"}, {}, {}, {"student_train": ["A"], "teacher": ["A"], "student_infer": ["A"]}),
     ],
 )
-def test_a_server_has_what_is_read_at_import_and_a_role_that_differs_begins_cold(
+def test_a_server_sets_import_time_variables_and_a_differing_role_starts_cold(
     run: dict[str, str],
     train: dict[str, str],
     infer: dict[str, str],
@@ -265,7 +265,7 @@ except ChildProcessError:
 """
 
 
-def test_what_is_said_to_be_read_at_use_is_not_read_while_the_server_imports() -> None:
+def test_variables_read_at_use_are_not_read_by_imports_of_the_server() -> None:
     none = {name: value for name, value in os.environ.items() if not name.startswith(warm_variables.READ_AT_USE)}
     said = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, env=none, timeout=240)
     seen = {name for line in said.stdout.splitlines() for name in json.loads(line)}

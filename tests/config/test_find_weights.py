@@ -1,4 +1,4 @@
-"""Model directories as tools leave them: which files count, and what is refused by its name."""
+"""Weight files of model directories as tools leave them: the files in use, and the errors."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def _split(path: Path, seed: int = 0) -> None:
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_what_is_loaded_is_what_transformers_loads(tmp_path: Path) -> None:
+def test_weight_files_are_those_of_transformers(tmp_path: Path) -> None:
     """A model saved in shards, then again in one file: transformers leaves the index."""
     sizes = {name: value for name, value in SIZES.items() if name != "model_type"}
     shards, single = (AutoModelForCausalLM.from_config(Qwen3Config(**sizes)) for _ in range(2))
@@ -130,14 +130,14 @@ def _without_index(path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, leave: Callable[[Path], object], message: str) -> None:
+def test_unusable_weights_are_refused(tmp_path: Path, leave: Callable[[Path], object], message: str) -> None:
     path = write_model(tmp_path / "model")
     leave(path)
     with pytest.raises(ModelFilesError, match=message):
         read_model(find_model(str(path)))
 
 
-def test_pointers_that_nobody_reads_do_no_harm(tmp_path: Path) -> None:
+def test_unread_lfs_pointers_are_ignored(tmp_path: Path) -> None:
     """As `git lfs pull --include '*.safetensors'` leaves the rest."""
     path = write_model(tmp_path / "model")
     for name in ("pytorch_model.bin", "tf_model.h5", "original.pth"):
@@ -167,7 +167,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-def test_the_engines_index(problems: Callable[..., list[str]], root: Path) -> None:
+def test_a_stale_index_is_reported(problems: Callable[..., list[str]], root: Path) -> None:
     (root / "student" / INDEX).write_text(json.dumps({"weight_map": {"a": FIRST}}))
     (found,) = problems()
     assert "vLLM would not start; remove the index" in found

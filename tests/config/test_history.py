@@ -1,4 +1,4 @@
-"""Settings of a run, what differs between two, and the parts of a run that was resumed."""
+"""Settings of a run, differences between two runs, and the parts of a resumed run."""
 
 import json
 import shutil
@@ -84,7 +84,7 @@ def test_a_setting_of_a_game() -> None:
     assert list(found) == ["custom_envs.FrozenLake.env_config.size"]
 
 
-def test_what_is_no_setting() -> None:
+def test_fields_without_influence_are_no_settings() -> None:
     other = ("output_dir=elsewhere", "exp_name=other", "save_steps=3", "logging_steps=5", "++max_restarts=2")
     assert changes("pure", *other, "track_with=[]", "++grace_seconds=5") == {}
 
@@ -150,21 +150,21 @@ def test_a_moved_file_is_one_change(tmp_path: Path) -> None:
     assert list(found) == ["validation.data_args.file_name"] and found.popitem()[1][1] == [str(moved)]
 
 
-def test_a_section_that_comes_is_one_change() -> None:
+def test_an_added_section_is_one_change() -> None:
     reference = "++reference={model_args: {model_name_or_path: examples/demo/models/student}, device_mapping: '[1]'}"
     found = changes("mixed", "++use_kl_loss=true", "++kl_loss_coef=0.1", reference)
     assert found["reference"] == (None, "written") and found["kl_loss_coef"] == (0.0, 0.1)
     assert not any(key.startswith("reference.") for key in found)
 
 
-def test_another_pipeline_calls_the_student_something_else() -> None:
+def test_section_names_of_other_pipelines_are_mapped() -> None:
     """A fork of pure distillation into a mixed run: the same settings under other names are the same."""
     found = history.differences(settings_of(plan_of("pure")), settings_of(plan_of("mixed")))
     assert found["mode"] == ("pure", "mixed")
     assert not any(key.startswith("student_") or "learning_rate" in key for key in found)
 
 
-def test_keys_of_services_are_not_kept() -> None:
+def test_api_keys_are_not_saved() -> None:
     plan = plan_of("pure", "++system_envs={HF_TOKEN: hf_secret, WANDB_API_KEY: wb_secret, LEVEL: high}")
     text = json.dumps(settings_of(plan))
     assert "_secret" not in text and '"system_envs.LEVEL": "high"' in text
@@ -202,7 +202,7 @@ def test_parts_over_several_resumes() -> None:
         ((PLAIN,), (PLAIN, "sft_train.training_args.learning_rate=1"), None),
     ],
 )
-def test_another_form_of_the_optimizer_s_state(
+def test_an_incompatible_optimizer_state_is_refused(
     before: tuple[str, ...], now: tuple[str, ...], problem: str | None
 ) -> None:
     found = history.optimizer_problems(

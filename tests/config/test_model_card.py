@@ -98,7 +98,7 @@ def test_the_card_of_each_pipeline(name: str) -> None:
         ("# A model without a head\n", {}),
     ],
 )
-def test_what_the_student_s_card_says_goes_along(tmp_path: Path, readme: str, taken: dict[str, Any]) -> None:
+def test_licence_and_languages_are_the_students(tmp_path: Path, readme: str, taken: dict[str, Any]) -> None:
     base = copy_of_the_student(tmp_path / "base", README_md=readme)
     plan = load_plan("demo", "sft", [f"sft_train.model_args.model_name_or_path={base}"], pipeline="sft")
     card = model_card(plan, summarize([]), 1)
@@ -161,7 +161,7 @@ def test_a_part_of_unknown_settings() -> None:
     assert f"| `{RATE}` | unknown | 0.0002 |" in card
 
 
-def test_nothing_of_the_machine_is_in_it(tmp_path: Path) -> None:
+def test_the_card_has_no_data_of_the_machine(tmp_path: Path) -> None:
     """Over all settings that differ: paths, addresses, variables and keys."""
     student = copy_of_the_student(tmp_path / "secret place" / "my-student")
     rows = tmp_path / "secret place" / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""A configuration that is started as another pipeline than it is written for: one sentence names the right launcher."""
+"""A configuration started as another pipeline: one error names the right launcher."""
 
 from typing import Any
 

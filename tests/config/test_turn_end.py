@@ -1,4 +1,4 @@
-"""What families' chat templates write behind an answer, whether a model stops there, and who is told."""
+"""Turn ends of chat templates by model family, stop tokens, and the warning for a turn end without one."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def _tokenizer(path: Path, template: Any, eos: str = "</s>") -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_families_write(tmp_path: Path, family: str) -> None:
+def test_turn_ends_of_model_families(tmp_path: Path, family: str) -> None:
     template, names = FAMILIES[family]
     _tokenizer(tmp_path, template)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)

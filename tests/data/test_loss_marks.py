@@ -1,4 +1,4 @@
-"""Turns and rows that are marked as not to be learned: they are not, and the marks that are not read are named."""
+"""Loss weights of turns and rows: 0 excludes them, unsupported values cause a warning."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def forms(schema: str, mark: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("schema", ["sft", "dpo"])
 @pytest.mark.parametrize("mark", MARKS)
-def test_what_is_marked_is_not_learned(mark: str, schema: str) -> None:
+def test_loss_weight_zero_excludes_an_answer(mark: str, schema: str) -> None:
     plan = DataPlan((), 1, schema=schema)
     for value in (0, 0.0, False, "0", "false"):
         for row in forms(schema, {mark: value}):
@@ -47,7 +47,7 @@ def test_what_is_marked_is_not_learned(mark: str, schema: str) -> None:
             assert (dict(answer.answers[0]), answer.unread) == (WRONG, ())
 
 
-def test_rows_that_are_not_learned_do_not_stop_a_run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_excluded_rows_do_not_stop_a_run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"messages": [ASK, {**WRONG, "weight": 0}]}, {"messages": [ASK, {**WRONG, "content": RIGHT, "weight": 1}]}]
     file = write(tmp_path / "rows.jsonl", *rows)
     prompts, report = open_prompts(DataPlan((str(file),), 64, schema="sft"), tokenizer)
@@ -57,7 +57,7 @@ def test_rows_that_are_not_learned_do_not_stop_a_run(tmp_path: Path, tokenizer: 
         open_prompts(DataPlan((str(write(tmp_path / "none.jsonl", rows[0])),), 64, schema="sft"), tokenizer)
 
 
-def test_an_earlier_turn_that_is_marked_to_be_learned_is_the_answer() -> None:
+def test_an_earlier_turn_with_loss_weight_one_is_the_answer() -> None:
     first, last = {**WRONG, "content": RIGHT, "weight": 1}, {**WRONG, "weight": 0}
     row = parse_answered({"messages": [ASK, first, ASK, last]}, "0", DataPlan((), 1, schema="sft"))
     assert (row.messages, row.answers[0]["content"]) == ((ASK,), RIGHT)
@@ -66,9 +66,7 @@ def test_an_earlier_turn_that_is_marked_to_be_learned_is_the_answer() -> None:
 
 
 @pytest.mark.parametrize("schema", ["sft", "dpo"])
-def test_marks_that_are_not_read_are_named_once(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, schema: str
-) -> None:
+def test_unsupported_loss_weights_warn_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, schema: str) -> None:
     marks = [{"weight": 0.5}, {"loss_mask": [0, 1]}, *({name: [{"begin_offset": 0}]} for name in SPANS)]
     rows = [row for mark in marks for row in forms(schema, mark)]
     _, report = open_prompts(DataPlan((str(write(tmp_path / "rows.jsonl", *rows)),), 64, schema=schema), tokenizer)
@@ -79,6 +77,6 @@ def test_marks_that_are_not_read_are_named_once(
     assert len(report.warnings) == len(marks)
 
 
-def test_marks_are_nothing_to_a_run_that_samples() -> None:
+def test_runs_that_sample_ignore_loss_weights() -> None:
     row = {"messages": [ASK, {**WRONG, "weight": 0}], "loss_mask": 0}
     assert parse_answered(row, "0", DataPlan((), 1)).messages == (ASK,)

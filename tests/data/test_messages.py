@@ -68,7 +68,7 @@ def test_every_form_is_one_message(message: dict, expected: dict) -> None:
         ({"role": "tool", "content": None}, r"messages\[1\]\.content: .*is missing"),
     ],
 )
-def test_a_message_that_cannot_be_read_says_where_and_why(message: dict, said: str) -> None:
+def test_errors_of_messages_have_place_and_reason(message: dict, said: str) -> None:
     with pytest.raises(BadRow, match=said) as found:
         parse_messages([ASK, message])
     assert found.value.kind == WRONG_TYPE
@@ -76,7 +76,7 @@ def test_a_message_that_cannot_be_read_says_where_and_why(message: dict, said: s
         read_request(json.dumps({"messages": [ASK, message]}).encode())
 
 
-def test_an_assistant_that_says_nothing_is_bad_in_a_file() -> None:
+def test_an_empty_assistant_message_is_bad_in_a_file() -> None:
     with pytest.raises(BadRow, match="text in 'content', or 'tool_calls'"):
         parse_messages([ASK, {"role": "assistant", "content": None}])
     assert parse_messages([ASK, {"role": "assistant", "content": None, "reasoning_content": "so"}])
@@ -97,7 +97,7 @@ def test_parquet_gives_the_calls_and_tools_of_the_same_json(tmp_path: Path) -> N
         assert parse_row(value, "0").tools == parse_row(written, "0").tools
 
 
-def test_a_null_that_a_call_writes_stays(tmp_path: Path) -> None:
+def test_an_explicit_null_in_arguments_stays(tmp_path: Path) -> None:
     (read,) = read_message(called({"name": "add", "arguments": '{"a": null}'}), "m")["tool_calls"]
     assert read["function"]["arguments"] == {"a": None}
 

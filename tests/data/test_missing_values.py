@@ -1,4 +1,4 @@
-"""Values that are missing: every spelling means the same, in every format and column."""
+"""Missing values: all spellings are equivalent, in every format and column."""
 
 import math
 from decimal import Decimal
@@ -39,7 +39,7 @@ def test_a_missing_value_is_none(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", MISSING, ids=repr)
-def test_a_row_that_lacks_what_it_needs_is_bad(value: Any) -> None:
+def test_missing_required_values_make_a_row_bad(value: Any) -> None:
     for schema, row in (
         ("experience", {"prompt": value}),
         ("sft", {"prompt": "1+2=", "response": value}),

@@ -59,6 +59,6 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path, tokenizer: PreTrain
     assert found["rows.jsonl"][1]
 
 
-def test_what_only_rewards_read_is_left_for_later() -> None:
+def test_columns_for_rewards_only_are_skipped() -> None:
     assert "test_cases" not in (columns_needed(DataPlan((), 1)) or ())
     assert columns_needed(DataPlan((), 1, schema="task")) is None

@@ -1,4 +1,4 @@
-"""The one date of a run, as chat templates write it: over midnight, in other processes, in copies of the tokenizer."""
+"""The start date of a run in chat templates: past midnight, in other processes, in copies of the tokenizer."""
 
 import copy
 import os
@@ -102,7 +102,7 @@ def test_another_process_has_the_same_date(model: Callable) -> None:
     assert done.stdout.strip() == "24 Dec 2025", done.stderr
 
 
-def test_rows_and_what_teachers_read_go_over_midnight(
+def test_prompts_of_rows_and_teachers_keep_the_date_past_midnight(
     model: Callable, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     path = model("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")

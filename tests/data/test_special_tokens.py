@@ -1,4 +1,4 @@
-"""Special tokens around a text, of tokenizers as families make them: the ids are those of a list written by hand."""
+"""Special tokens around a text, for tokenizers of several families, against lists written by hand."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a chat template leaves out is found; what it moves, trims or writes in another form is no loss."""
+"""Parts that a chat template drops are found; moved, trimmed or escaped parts are accepted."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_what_is_written_is_no_loss(tmp_path: Path, case: str) -> None:
+def test_complete_renderings_are_accepted(tmp_path: Path, case: str) -> None:
     template, messages, columns = WRITTEN[case]
     text, _, warnings = read(tmp_path, template, {"messages": messages, **columns})
     assert warnings == ()
@@ -96,7 +96,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_a_template_leaves_out_is_a_bad_row(tmp_path: Path, case: str) -> None:
+def test_dropped_parts_make_a_row_bad(tmp_path: Path, case: str) -> None:
     template, messages, columns, said = LOST[case]
     columns = dict(columns)
     plan = {"template": columns.pop("template")} if "template" in columns else {}
@@ -135,7 +135,7 @@ def test_an_answer_is_learned_with_its_thoughts(tmp_path: Path, template: str, a
         (LLAMA3, {**CALL, "content": "I will add them up."}, "text of the answer"),
     ],
 )
-def test_what_an_answer_loses_is_not_learned_without(tmp_path: Path, template: str, answer: dict, said: str) -> None:
+def test_answers_with_dropped_parts_are_bad(tmp_path: Path, template: str, answer: dict, said: str) -> None:
     with pytest.raises(DataError, match=said):
         read(tmp_path, template, {"messages": [ASK, answer]}, "sft")
     pair = {"prompt": [ASK], "chosen": [answer], "rejected": "4"}

@@ -1,4 +1,4 @@
-"""A run that is resumed with other settings: what it trains with, prints, saves and publishes; and its snippet."""
+"""A run resumed with changed settings: its training, output, checkpoint and card; and its loading script."""
 
 import json
 import subprocess

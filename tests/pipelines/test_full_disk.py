@@ -1,4 +1,4 @@
-"""A full disk is reported as one, whatever error it shows: real writers on a small file system."""
+"""Errors of a full disk are recognized: real writers on a small file system."""
 
 import asyncio
 import errno
@@ -54,7 +54,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_writers_raise(disk: Path, writer: str) -> None:
+def test_errors_of_all_writers_are_recognized(disk: Path, writer: str) -> None:
     with pytest.raises(BaseException) as raised:
         WRITERS[writer](disk)
     said = full_disk(raised.value, disk)

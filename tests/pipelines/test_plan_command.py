@@ -1,4 +1,4 @@
-"""`roll-opd plan` refuses the parts of a user's own that a run would refuse, with the sentence of the run."""
+"""`roll-opd plan` refuses user code that a run would refuse, with the same error."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ WORKFLOW = "from roll_opd.workflows import WORKFLOWS, SimpleWorkflow\n\n\n@WORKF
         (["track_with=no_such_module.Tracker"], "no_such_module cannot be imported"),
     ],
 )
-def test_what_a_run_would_refuse_is_not_planned(
+def test_plan_refuses_user_code_that_a_run_refuses(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = "class Hooked(SimpleWorkflow):\n    def compute_reward(self, response): ...\n\n\ndef solve(row): ...\n"

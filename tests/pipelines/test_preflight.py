@@ -126,9 +126,7 @@ def test_head_sizes_are_the_installed_engines() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 24, 48, 320])
-def test_the_plan_tells_of_heads_that_this_machine_cannot_compute(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_warns_of_unsupported_head_sizes(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the student's engines and of a teacher that is measured in the student's place."""
     monkeypatch.setattr(hardware, "has_gpu_driver", lambda: False)
     path = _student(tmp_path / "small", head_dim=size)

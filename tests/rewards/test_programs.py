@@ -1,4 +1,4 @@
-"""The program in an answer, and whether what it printed or returned is what was expected."""
+"""Extraction of the program from an answer, and comparison of its output with the expected one."""
 
 import random
 import sys
@@ -52,7 +52,7 @@ def test_close_numbers_are_those_within_the_tolerance() -> None:
         ([0.3], [0.3, 0.3], False),
     ],
 )
-def test_what_counts_as_the_same_value(value: object, wanted: object, same: bool) -> None:
+def test_same_value(value: object, wanted: object, same: bool) -> None:
     assert same_value(value, wanted) is same
 
 

@@ -1,4 +1,4 @@
-"""What a run observed, the text of tools and of others, reaches no advantage, weight or mask, and no number on record.
+"""Observed tokens (of tools, environments, users) reach no advantage, weight, mask or recorded number.
 
 Whole outputs are compared, of the same samples with and without wild numbers at their observed tokens: what is measured
 or shown one day is covered as it comes.
@@ -265,7 +265,7 @@ def test_no_number_on_record_is_of_an_observed_token(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_counts_as_learned(seed: int) -> None:
+def test_learned_tokens(seed: int) -> None:
     """Action tokens in the loss, one by one: not those that a mask, a correction or a failed reward leaves out."""
     rng = np.random.default_rng(seed)
     for one in conversations(seed):

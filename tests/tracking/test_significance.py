@@ -1,4 +1,4 @@
-"""How often a lost gain is found where there is one, and where there is none: simulated runs of many kinds.
+"""Detection and false-alarm rates of the lost-gain test on simulated runs of many kinds.
 
 A step's value is the mean reward of `prompts` x `samples`; a prompt is easy or hard, so that its samples are
 correlated. Seeds are fixed.

@@ -235,7 +235,7 @@ async def awaited(*_: Any) -> Any: ...
         (SimpleWorkflow, {"format_prompt": async_method}, "format_prompt", "derive from MathBoxedWorkflow"),
     ],
 )
-def test_what_is_never_called_is_refused_by_name(base: type, methods: dict, name: str, message: str) -> None:
+def test_uncalled_hooks_are_refused_by_name(base: type, methods: dict, name: str, message: str) -> None:
     ((method, problem),) = hook_problems(type("Mine", (base,), {**methods, "__module__": "mine"}))
     assert method == f"Mine.{name}" and message in problem, problem
 

@@ -59,7 +59,7 @@ function layout(text) {
 // A text with the markup of its chat template on lines of its own: beside the first line of a map it would shift that.
 const marked = (text) => text.split(MARKUP).map((part, i) => (i % 2 ? el("span", { class: "markup" }, part) : part));
 
-// The stretches of a response: what the student wrote, and what it observed between its turns.
+// The turns of a response, and the observed text between them.
 function turnsOf(sample) {
   if (!sample.turns.length) return [{ from: 0, to: sample.pieces.length, acts: true, number: 0 }];
   return sample.turns.map(([from, acts, number], place) => ({
