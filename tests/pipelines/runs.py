@@ -28,6 +28,7 @@ from roll_opd.tracking.run_directory import read_jsonl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PURE, RLVR = "start_onpolicy_distill_pipeline.py", "start_rlvr_pipeline.py"
+AGENTIC = "start_agentic_pipeline.py"
 SECONDS = 400
 MARK = "ROLL_OPD_TEST_RUN"  # in the environment of everything a run starts
 FORKS = f"forks of {os.getpid()}"  # the mark of the warm server of this process, and so of its forks

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import RLVR, Run, launch
+from runs import AGENTIC, Run, launch
 from safetensors.torch import load_file
 from stage import PURE, SHORT, WITH_REWARD, WITH_TEACHER, Stage, optimizer_of
 
@@ -206,7 +206,7 @@ def test_killed_in_the_middle_of_its_games_and_resumed(stage: Stage, games: str,
         begun = any(path.read_text().count("\n") == 2 for path in broken.glob("demo/*/prompts.jsonl"))
         return begun and 2 * 32 + 4 < turns.read_text().count("\n") < 3 * 32 - 4
 
-    killed = launch(broken, *settings, kill_when=in_step_3, launcher=RLVR, config=WITH_REWARD)
+    killed = launch(broken, *settings, kill_when=in_step_3, launcher=AGENTIC, config=WITH_REWARD)
     assert killed.code == -9, killed.output[-4000:]
     assert not (killed.path / "checkpoints/step_3").exists()
     resumed = stage.run(*settings, "resume_from_checkpoint=true", config=WITH_REWARD, place=broken, name="demo")
