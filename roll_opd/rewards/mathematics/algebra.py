@@ -111,7 +111,7 @@ def _apart(gold: Basic, answer: Basic) -> bool | None:
     return True if size and abs(values[0] - values[1]) > _APART * size else None
 
 
-def _is_expression(value: Basic) -> bool:
+def _is_expression(value: Basic | MatrixBase) -> bool:
     return bool(getattr(value, "is_number", False))
 
 
