@@ -178,7 +178,8 @@ def _two_answers(value: dict[str, Any], asked: Asked, columns: Mapping[str, str]
 def _prompt(asked: Asked, before: tuple[Message, ...], name: str) -> Asked:
     """Return the prompt of a row from its prompt column `asked` and the messages `before` the answer in column `name`.
 
-    The messages of an answer may repeat the prompt or its end, or continue it with tool calls and their results.
+    The messages of an answer may repeat the prompt or its end, with earlier messages before it, or continue it with
+    tool calls and their results.
     """
     if not before or asked is None:
         return before or asked
@@ -186,9 +187,10 @@ def _prompt(asked: Asked, before: tuple[Message, ...], name: str) -> Asked:
     if isinstance(asked, tuple):
         question = tuple(map(_unmarked, asked[:-1] if asked[-1]["role"] == "assistant" else asked))
         before = tuple(map(_unmarked, before))
-        if before[: len(question)] == question:
+        asks, repeats = (tuple(map(_trimmed, part)) for part in (question, before))
+        if asks in (repeats[: len(asks)], repeats[-len(asks) :]):
             return before
-        if question[-len(before) :] == before:
+        if asks[-len(repeats) :] == repeats:
             return question
         if goes_on:
             return (*question, *before)
@@ -216,6 +218,10 @@ def _answer(value: dict[str, Any], name: str) -> tuple[tuple[Message, ...], Mess
     if messages[-1]["role"] != "assistant":
         raise BadRow(NO_ANSWER, f"the last message of {name} is not the assistant's")
     return messages[:-1], messages[-1]
+
+
+def _trimmed(message: Message) -> Message:
+    return FrozenDict({**message, "content": message["content"].strip()})
 
 
 def _unmarked(message: Message) -> Message:

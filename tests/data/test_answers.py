@@ -172,6 +172,11 @@ def test_an_answer_may_go_on_from_its_prompt(schema: str) -> None:
     assert roles([ASK], *CALLED) == ["user", "assistant", "tool"]
     assert roles([system, ASK]) == roles([system, ASK], ASK) == roles([system, ASK], system, ASK) == ["system", "user"]
     assert roles([ASK], ASK, *CALLED) == ["user", "assistant", "tool"]
+    # the prompt's column has the last turn alone, or other blanks around it
+    assert (
+        roles([ASK], system, ASK) == roles([{"role": "user", "content": "1+1=\n"}], system, ASK) == ["system", "user"]
+    )
+    assert roles([ASK], ASK, RIGHT, ASK) == ["user", "assistant", "user"]
     assert roles("1+1=", ASK) == ["user"]
     for prompt, before in (("1+1=", CALLED), ([ASK], [{"role": "user", "content": "other"}])):
         with pytest.raises(BadRow, match=r"continues|differ"):
