@@ -75,10 +75,10 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**read, "tool_calls": calls} if calls else read
 
 
-def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+def read_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | None:
     """Return tools from a list of objects, or from JSON text of one; None for anything else.
 
-    Raises `MessageError` for a text that starts like JSON and is not valid.
+    Raises `MessageError` for a text that starts like a JSON list of objects and is not valid.
     """
     if isinstance(tools, str):
         if not tools.strip():
@@ -86,9 +86,9 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            if tools.lstrip()[0] not in "[{":
+            if not tools.lstrip("[ \t\r\n").startswith("{"):
                 return None
-            raise MessageError("tools", f"is not JSON: {str(error)[:80]}; write a list of objects") from None
+            raise MessageError(where, f"is not JSON: {str(error)[:80]}; write a list of objects") from None
     else:
         tools = without_nulls(tools)
     if isinstance(tools, Mapping):

@@ -194,7 +194,7 @@ def _tools(value: Mapping[str, Any]) -> tuple[tuple[FrozenDict, ...], tuple[str,
         if not written or is_missing(written):
             continue
         try:
-            tools = read_tools(written)
+            tools = read_tools(written, name)
         except (MessageError, RecursionError) as error:
             raise BadRow(WRONG_TYPE, str(error) or f"{name} is nested too deeply") from None
         if tools is None:
@@ -222,9 +222,9 @@ def _variables(value: Any) -> FrozenDict:
 
 def _holds(value: Any) -> bool:
     """Whether a media column is not empty."""
-    if isinstance(value, list | tuple):
-        return any(map(_holds, value))
-    return not is_missing(value) and value not in ("[]", "{}", {}, False)
+    if isinstance(value, list | tuple | Mapping):
+        return any(map(_holds, value.values() if isinstance(value, Mapping) else value))
+    return not is_missing(value) and value not in ("[]", "{}", False)
 
 
 def _is_written(value: Any) -> bool:

@@ -94,7 +94,7 @@ def check_answer(answer: Mapping[str, Any], text: str) -> None:
             raise _no_thoughts()
     beside = next((answer[name] for name in THOUGHTS if isinstance(answer.get(name), str)), "")
     if not found.has(beside):
-        raise _no_thoughts()
+        raise _no_thoughts("write them in `content` for `chatml`")
 
 
 def drops_text_with_calls(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
@@ -116,10 +116,10 @@ def visible(message: Mapping[str, Any]) -> str:
     return _apart(message["content"])[1] if message["role"] == "assistant" else message["content"]
 
 
-def _no_thoughts() -> TemplateOmission:
+def _no_thoughts(how: str = "such as `chatml`") -> TemplateOmission:
     return TemplateOmission(
         "leaves out the thoughts of the answer, which would be learned without them; use a template that keeps them"
-        " (such as `chatml`), or remove them from the row"
+        f" ({how}), or remove them from the row"
     )
 
 
