@@ -1,8 +1,7 @@
 """Parse the tool calls of a response. Thoughts are skipped, and a malformed call does not lose the others."""
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ from roll_opd.thoughts import thought_spans
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HERMES = "hermes"  # of Qwen and many others: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-_BLOCK = re.compile(rf"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,28 +35,55 @@ def read_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
     """Return the text before the first call, and the calls; the whole text without any call."""
     calls, first = [], len(text)
     for start, written in _blocks(_without_thoughts(text)):
-        try:
-            call = json.loads(written)
-            if isinstance(call["name"], str):
-                calls.append(ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)))
-                first = min(first, start)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            continue
+        if call := _call(written):
+            calls.append(call)
+            first = min(first, start)
     return (text[:first].rstrip(), calls) if calls else (text, [])
 
 
+def _call(written: str) -> ToolCall | None:
+    """Return the call in the inside of a block; None where it is malformed."""
+    try:
+        call = json.loads(written)
+        if isinstance(call["name"], str):
+            return ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return None
+
+
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (start, content) of each tool-call block; of a block that was opened twice, the inner one."""
-    for block in _BLOCK.finditer(text):
-        inside = block[1].rpartition(OPEN)[2]
-        yield block.end() - len(f"{OPEN}{inside}{CLOSE}"), inside
+    """Yield (start, content) of each tool-call block, in linear time.
+
+    Of a block that was opened twice, the first opening counts where a whole call follows it, else the last.
+    """
+    end = 0
+    while (close := text.find(CLOSE, end)) >= 0:
+        first, last = text.find(OPEN, end, close), text.rfind(OPEN, end, close)
+        if first >= 0:
+            start = first if first == last or _call(text[first + len(OPEN) : close]) else last
+            yield start, text[start + len(OPEN) : close]
+        end = close + len(CLOSE)
+
+
+def _thoughts(text: str) -> list[tuple[int, int]]:
+    """Return (start, end) of the thoughts. A mark in the arguments of a whole call is text of theirs."""
+    return list(
+        thought_spans(_blanked(text, ((at, at + len(OPEN + call)) for at, call in _blocks(text) if _call(call))))
+    )
 
 
 def _without_thoughts(text: str) -> str:
-    """Return the text with its thoughts replaced by blanks, so that offsets stay the same."""
-    for start, end in thought_spans(text):
-        text = f"{text[:start]}{' ' * (end - start)}{text[end:]}"
-    return text
+    return _blanked(text, _thoughts(text))
+
+
+def _blanked(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Return the text with blanks in place of `spans`, which ascend, so that places stay the same."""
+    parts, done = [], 0
+    for start, end in spans:
+        parts += [text[done:start], " " * (end - start)]
+        done = end
+    return "".join([*parts, text[done:]])
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
@@ -82,7 +107,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolCallParser:
         return (found.content or "", calls) if found.tools_called else (text, [])
 
     def read(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-        begin = next((end for start, end in thought_spans(text) if not text[:start].strip()), 0)
+        begin = next((end for start, end in _thoughts(text) if not text[:start].strip()), 0)
         begin += len(text[begin:]) - len(text[begin:].lstrip()) if begin else 0
         answer = _without_thoughts(text)
         content, calls = extracted(answer[begin:], tools)

@@ -1,6 +1,7 @@
 """Parsers of tool calls that are vLLM's."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,29 @@ def test_a_malformed_call_loses_no_other() -> None:
     for bad in ("<tool_call>\n{not one}\n</tool_call>", "<tool_call>\n<function=add\n</tool_call>"):
         for text in (bad + CODER.format(1), CODER.format(1) + bad):
             assert [json.loads(call.arguments)["a"] for call in read(text, TOOLS)[1] if "a" in call.arguments], text
+
+
+def call_of(text: str) -> str:
+    return "<tool_call>\n" + json.dumps({"name": "add", "arguments": {"a": text}}) + "\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "argument", ["use <think> tags", "x </think> y", "<think>no</think>", "<tool_call>", "[THINK]"]
+)
+@pytest.mark.parametrize("before", ["", "<think>so</think>", "so</think>", f"<think>{call_of('no')}</think>"])
+def test_marks_in_the_arguments_of_a_call_are_text(before: str, argument: str) -> None:
+    for read in (lambda text: read_hermes(text, TOOLS), lambda text: read_hermes(text + call_of("b"), TOOLS)):
+        content, calls = read(before + call_of(argument))
+        assert content == before
+        assert json.loads(calls[0].arguments) == {"a": argument}
+    assert read_hermes(f"<think>{call_of(argument)}", TOOLS)[1] == []
+
+
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "</tool_call>", "</think>", "<think>x</think>", "<tool_call></tool_call>"]
+)
+def test_a_response_that_repeats_itself_takes_linear_time(piece: str) -> None:
+    began = time.perf_counter()
+    text = piece * 30_000
+    assert read_hermes(text, TOOLS) == (text, [])
+    assert time.perf_counter() - began < 3
