@@ -74,8 +74,9 @@ def contradict(value: str, rounding: str) -> bool:
     measured = N(number, _DIGITS)
     if not (measured.is_real and measured.is_finite):
         return False
-    places = len(rounding.partition(".")[2])
-    return bool(abs(measured - N(rounding, _DIGITS)) >= Rational(1, 10**places))
+    decimal, unit = N(rounding, _DIGITS), Rational(1, 10 ** len(rounding.partition(".")[2]))
+    is_cut_off = abs(decimal) <= abs(measured) and decimal * measured >= 0
+    return bool(abs(measured - decimal) >= unit if is_cut_off else abs(measured - decimal) > unit / 2)
 
 
 def _read(text: str) -> Basic | MatrixBase:

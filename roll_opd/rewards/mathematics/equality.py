@@ -7,7 +7,7 @@ docs/rewards/math_rule.md for the rules.
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import combinations
 from typing import Protocol
 
 from roll_opd.rewards.mathematics.notation import MAX_DIGITS, MAX_EXPRESSION, exact, plain
@@ -25,6 +25,13 @@ _OF_SETS = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
 _EQUALS = re.compile(r"(?:=|\\approx(?![A-Za-z]))")
+# 0.42, 42%, 4.2 \\cdot 10^{-1}
+_DECIMAL = re.compile(
+    r"(?P<digits>[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40}))"
+    r"(?:[eE](?P<e>[-+]?\d{1,3})|\s*\\(?:cdot|times)\s*10\s*\^\s*\{?\s*(?P<power>[-+]?\d{1,3})\s*\}?)?\s*(?P<percent>%?)",
+    re.ASCII,
+)
+_LETTER = re.compile(r"(?<![\\A-Za-z])(?![ei](?![A-Za-z]))[A-Za-z](?![A-Za-z])")  # a variable or a function
 _FUNCTION = re.compile(r"[A-Za-z]'?\([a-z]\)|y")
 _MEMBER = re.compile(r"^\s*[A-Za-z](?:_\{?\w\}?)?\s*\\in(?![A-Za-z])\s*|^[A-Z](?=\([^()]*,)")  # x in [0,1), P(2,3)
 _CHOICE = re.compile(
@@ -127,11 +134,11 @@ def _same_members(golds: Sequence[str], answers: Sequence[str], algebra: Algebra
 
 def _same_single(gold: str, answer: str, algebra: Algebra) -> bool:
     golds, answers = split_outside(gold, _APPROXIMATELY), split_outside(answer, _APPROXIMATELY)
-    if (len(golds) > 1) != (len(answers) > 1):  # one of them is "exact value ≈ rounding"
+    if len(golds) > 1 or len(answers) > 1:  # an exact value and its rounding
         return (
             _agree(golds, algebra)
             and _agree(answers, algebra)
-            and any(_same_single(one.strip(), other.strip(), algebra) for one in golds for other in answers)
+            and any(_same_single(one, other, algebra) for one in _values(golds) for other in _values(answers))
         )
     gold, answer = _sides(gold, answer)
     words = _same_words(gold, answer)
@@ -212,19 +219,67 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
-    """Return whether the sides of "a ≈ b" agree: of two numbers, b is a rounding of a; other sides always agree."""
-    values = [_value(split_outside(side, _EQUALS)) for side in sides]
-    for one, other in pairwise(values):
-        exact_text, rounded_text = (split_unit(text)[0].rstrip("% ") for text in (one, other))
-        value, rounding = as_number(exact_text), as_number(rounded_text)
-        if rounding is None:
-            continue
-        if value is None:
-            if exact_text and algebra.contradict(exact(exact_text), rounded_text):
-                return False
-        elif abs(value - rounding) >= Fraction(1, 10 ** len(rounded_text.partition(".")[2])):
+    """Return whether no two sides of "a ≈ b ≈ c" contradict each other, so that a list of guesses is no answer.
+
+    A decimal is a rounding of each other side; two sides that are no decimals are the same. Names have any value, and
+    one expression may be close to one other.
+    """
+    texts = [split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides]
+    texts = [text for text in texts if text and not (NAME.fullmatch(text) and text != "\\pi")]
+    for one, other in combinations(texts, 2):
+        rounded = [text for text in (other, one) if _DECIMAL.fullmatch(text)]
+        if rounded:
+            rounding = max(rounded, key=_last_place)
+            contradicts = _contradict(one if rounding == other else other, rounding, algebra)
+        else:
+            of_names = len(texts) == 2 and any(map(_LETTER.search, texts))
+            contradicts = not of_names and not _same_value(*(_without_percent(text) for text in (one, other)), algebra)
+        if contradicts:
             return False
     return True
+
+
+def _last_place(decimal: str) -> Fraction:
+    found = _DECIMAL.fullmatch(decimal)
+    assert found
+    return _scale(found) / 10 ** len(found["digits"].partition(".")[2])
+
+
+def _scale(decimal: re.Match[str]) -> Fraction:
+    power = int(decimal["power"] or decimal["e"] or 0)
+    return Fraction(10) ** power / (100 if decimal["percent"] else 1)
+
+
+def _contradict(text: str, rounding: str, algebra: Algebra) -> bool:
+    """Return whether `text` is a number that `rounding`, a decimal, neither rounds nor cuts off."""
+    decimal = _DECIMAL.fullmatch(rounding)
+    assert decimal
+    scale = _scale(decimal)
+    value = f"\\frac{{{scale.denominator}}}{{{scale.numerator}}}\\cdot ({_without_percent(text)})"
+    number = as_number(text.rstrip("% "))
+    if number is None:
+        return algebra.contradict(value, decimal["digits"])
+    number /= scale * (100 if text.endswith("%") else 1)
+    digits, unit = Fraction(decimal["digits"]), Fraction(1, 10 ** len(decimal["digits"].partition(".")[2]))
+    is_cut_off = abs(digits) <= abs(number) and digits * number >= 0
+    return abs(number - digits) >= unit if is_cut_off else abs(number - digits) > unit / 2
+
+
+def _without_percent(text: str) -> str:
+    return f"\\frac{{1}}{{100}}\\cdot ({exact(text.rstrip('% '))})" if text.endswith("%") else exact(text)
+
+
+def _values(sides: Sequence[str]) -> list[str]:
+    """Return the sides of "a ≈ b" that are numbers, where any is: its names and functions are no answer."""
+    texts = {side.strip(): split_unit(_value(split_outside(side, _EQUALS)))[0].strip() for side in sides}
+    found = [
+        side
+        for side, text in texts.items()
+        if re.search(r"\d|\\pi(?![A-Za-z])", text)
+        and (text == "\\pi" or not NAME.fullmatch(text))
+        and not _LETTER.search(text)
+    ]
+    return found or list(texts)
 
 
 def _value(sides: Sequence[str]) -> str:
