@@ -133,6 +133,10 @@ def test_an_example_of_use_is_not_the_solution() -> None:
     ):
         assert program_of(text, called_by(read_cases({"test_cases": cases}))) == solution
     assert program_of(text, called_by(read_cases({"test_cases": IO}))) == "print(square(3))\n"
+    # nor is one that has a variable of the tests' name
+    text = f"{F}python\n{solution}{F}\nUse it:\n{F}python\nfound = square(3)\n{F}"
+    cases = [{"assert_code": "found = square(3)\nassert found == 9"}]
+    assert program_of(text, called_by(read_cases({"test_cases": cases}))) == solution
 
 
 FUTURE = "from __future__ import annotations\n\ndef square(n: Unknown):\n    return n * n\n"

@@ -95,8 +95,16 @@ def hide_expected(code: str) -> Check:
     """Return assertion code without its expected values, and these apart. SyntaxError where it is not Python."""
     hider = _Hider()
     tree = ast.fix_missing_locations(hider.visit(ast.parse(code)))
-    called = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - vars(builtins).keys()
-    return Check(ast.unparse(tree), tuple(hider.expected), frozenset(called))
+    return Check(ast.unparse(tree), tuple(hider.expected), frozenset(_names_of_the_program(tree)))
+
+
+def _names_of_the_program(tree: ast.AST) -> set[str]:
+    """Return the names that code reads and does not make itself."""
+    nodes = list(ast.walk(tree))
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - made - vars(builtins).keys() - {"_seen"}
 
 
 def _has_members(node: ast.expr) -> bool:
