@@ -9,7 +9,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +27,17 @@ def search_modules_in(*directories: Path) -> None:
     """Set the directories with modules of the user, for this process and its workers; replaces earlier ones."""
     _leave(_appended)
     _search([str(directory.resolve()) for directory in directories])
+
+
+@contextmanager
+def same_modules() -> Iterator[None]:
+    """Search the directories of before again after the `with` block, whatever was planned inside of it."""
+    before = _directories()
+    try:
+        yield
+    finally:
+        _leave(_appended)
+        _search(before)
 
 
 def module_variables() -> dict[str, str]:

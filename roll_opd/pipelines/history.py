@@ -16,6 +16,7 @@ from roll_opd.diagnostics import ConfigError
 from roll_opd.pipelines.settings import CONTENT, Settings, settings_of
 from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS
+from roll_opd.user_modules import same_modules
 
 OF_THE_STATE = "strategy_args.strategy_config.use_distributed_optimizer"  # decides the form of an optimizer state
 SHOWN = 12  # changes in the line of a resumed run
@@ -128,7 +129,8 @@ def read_settings(run: Path, like: RunPlan) -> Settings | None:
         return None
     supervised = like.pipeline if like.rollout is None else None
     try:
-        plan = load_plan(str(run), "config", pure=None if supervised else like.mode == "pure", pipeline=supervised)
+        with same_modules():
+            plan = load_plan(str(run), "config", pure=None if supervised else like.mode == "pure", pipeline=supervised)
         return settings_of(plan)
     except (ConfigError, OSError, ValueError):
         return None

@@ -194,7 +194,8 @@ def _at_the_top(key: str) -> str | None:
 
 
 def _model_files(directory: Path) -> list[Path]:
-    return sorted(file for pattern in OF_A_MODEL for file in directory.glob(pattern))
+    """Return the files of a model; without links to files that are gone."""
+    return sorted(file for pattern in OF_A_MODEL for file in directory.glob(pattern) if file.is_file())
 
 
 def _hash(files: list[Path]) -> str:

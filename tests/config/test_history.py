@@ -14,6 +14,7 @@ from roll_opd.config.build import load_plan
 from roll_opd.pipelines import history
 from roll_opd.pipelines.settings import CONTENT, NO_SETTINGS, settings_of
 from roll_opd.plan import RunPlan
+from roll_opd.user_modules import module_variables
 
 DEMO = {"pure": "onpolicy_distill", "mixed": "rlvr_opd", "rl": "ppo", "sft": "sft", "dpo": "dpo"}
 
@@ -241,7 +242,9 @@ def test_a_checkpoint_without_settings(saved: Any) -> None:
 def test_settings_from_the_configuration_that_a_run_left(tmp_path: Path, kind: str) -> None:
     plan = plan_of(kind, "seed=7")
     (tmp_path / "config.yaml").write_text(plan.config_yaml)
+    searched = module_variables()
     assert history.read_settings(tmp_path, plan_of(kind)) == settings_of(plan)
+    assert module_variables() == searched  # modules of the user beside the configuration of the run that goes on
     (tmp_path / "config.yaml").write_text("max_steps: no number\n")
     assert history.read_settings(tmp_path, plan) is None
     assert history.read_settings(tmp_path / "none", plan) is None
