@@ -61,7 +61,7 @@ def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
         text = (
             _environment()
             .from_string(source)
-            .render(messages=turns, add_generation_prompt=False, **special_tokens(path))
+            .render(messages=turns, tools=None, documents=None, add_generation_prompt=False, **special_tokens(path))
         )
         known = tokens_by_id(path)
     except (jinja2.TemplateError, ModelFilesError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
