@@ -114,6 +114,7 @@ def test_an_explicit_null_in_arguments_stays(tmp_path: Path) -> None:
         ("[]", []),
         (["python"], None),
         ("python", None),
+        ("[python, search]", None),
         ([{"type": "web_search"}], None),
         (3, None),
     ],
@@ -129,7 +130,7 @@ def test_tools_are_objects_with_names(tools: Any, names: list | None) -> None:
 
 @pytest.mark.parametrize("name", ["images", "videos", "audios"])
 def test_rows_with_media_are_bad(name: str) -> None:
-    for empty in ([], None, "", [None], float("nan")):
+    for empty in ([], None, "", [None], float("nan"), [{"bytes": None, "path": None}]):
         assert parse_row({"prompt": [ASK], name: empty}, "0").unread == ()
     for full in (["x.png"], [{"bytes": b"x"}], "x.png"):
         with pytest.raises(BadRow, match=name) as found:

@@ -233,7 +233,7 @@ def _agree(sides: Sequence[str], algebra: Algebra) -> bool:
             contradicts = _contradict(one if rounding == other else other, rounding, algebra)
         else:
             of_names = len(texts) == 2 and any(map(_LETTER.search, texts))
-            contradicts = not of_names and not _same_value(*(_without_percent(text) for text in (one, other)), algebra)
+            contradicts = not of_names and not _same_value(_without_percent(one), _without_percent(other), algebra)
         if contradicts:
             return False
     return True
