@@ -17,7 +17,7 @@ from roll_opd.data.experience import Experience as Trained
 from roll_opd.data.source import Prompt
 
 TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
-TURN_REWARDS = "turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
+TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
 STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
 # field of Trinity-RFT's Experience that training does not read -> what to use instead
 UNREAD = {
@@ -216,7 +216,7 @@ def trained(
     state = info.get(STATE)
     if state is not None and not isinstance(state, str):
         raise TypeError(f"info[{STATE!r}] should be a text, not {type(state).__name__}")
-    turn_rewards = tuple(float(one) for one in made.info.get(TURN_REWARDS, ()))
+    turn_rewards = tuple(float(one) for one in info.get(TURN_REWARDS, ()))
     suffix = f".{place}" if place else ""
     group = _group(prompt, draw, made.eid.task)
     return Trained(

@@ -1,19 +1,24 @@
 """Check that the run of a user's workflow calls the Trinity-RFT hooks that its class overrides.
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
-called if code reachable from the run, or any other code of the user's modules, mentions its name.
+called if code reachable from the run, or any other code of the user's modules, mentions its name. A method that
+passes `self` to other code, or computes the name of an attribute, may call every hook: such a class has no uncalled one.
 """
 
 import dis
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from roll_opd.workflows.interface import Workflow, flag
 
 OURS = "roll_opd."
+# functions that call no method of their argument; functions that read the attribute that they name
+OF_AN_OBJECT, OF_A_NAME = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
+RUN = ("run", "run_async", "execute", "set_repeat_times")  # called by the runner alone
 RUNNER = "roll_opd.workers"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
@@ -40,42 +45,44 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
     written = {name: base for base in reversed(own) for name in HOOKS.keys() & vars(base).keys()}
     if not any(isinstance(vars(base)[name], FunctionType | staticmethod) for name, base in written.items()):
         return
-    by = _mentions(kind)
+    by, is_open = _mentions(kind)
     elsewhere = _mentioned_elsewhere(own)
     for name, instead in HOOKS.items():
         if name not in written or not isinstance(hook := vars(written[name])[name], FunctionType | staticmethod):
             continue
         called = f"{written[name].__name__}.{name}"
         if name not in by and name not in elsewhere:
-            if TWINS.get(name) not in written:  # a class may have both forms
+            if TWINS.get(name) not in written and (name in RUN or not is_open):  # a class may have both forms
                 yield called, f"is never called; {instead}"
         elif any(module.startswith(OURS) for module in by.get(name, ())) and name not in ("run", "execute"):
             is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
-            if is_awaited and not is_coroutine and name != "run_async":
+            if is_awaited and not _may_be_awaited(hook) and name != "run_async":
                 yield called, "is awaited; write `async def`"
             elif is_coroutine and not is_awaited:
                 other = f" or name it {TWINS[name]} in an asynchronous base" if name in TWINS else ""
                 yield called, f"is called and not awaited; write it without `async`{other}"
 
 
-def _mentions(kind: type) -> dict[str, set[str]]:
-    """Return method name -> modules that mention it, for all methods that a run of the class may call."""
+def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
+    """Return method name -> modules that mention it, and whether the user's code may call methods of any name."""
     both = isinstance(getattr(kind, "is_async", None), property)  # only known for an instance
     entries = ["run", "run_async"] if both else ["run_async" if flag(kind, "is_async") else "run"]
     entries += ["reset"] if flag(kind, "can_reset") or callable(getattr(kind, "resettable", None)) else []
     entries += ["set_repeat_times"] if flag(kind, "can_repeat") else ["set_single_run_context"]
     found = {name: {RUNNER} for name in ["__init__", "experiences_of", *entries]}
-    left = list(found)
+    left, is_open = list(found), False
     while left:
         for base, code in _called(kind, left.pop()):
             own = set(_names(code))
             if base.__module__.startswith(OURS):  # `one.eid.run` and `one.reward` are not calls there
                 own = (own - TWINS.keys()) | set(_of_self(code))
+            else:
+                is_open = is_open or _gives_away(code)
             for name in own:
                 if name not in found:
                     left.append(name)
                 found.setdefault(name, set()).add(base.__module__)
-    return found
+    return found, is_open
 
 
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
@@ -100,14 +107,58 @@ def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
 
 
 def _codes(part: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, a method or a property, without its decorators."""
+    """Yield the code of a function, a method or a property, of its decorators and of the functions in their closures."""
     if isinstance(part, property):
-        parts: list[Any] = [part.fget, part.fset]
+        left: list[Any] = [part.fget, part.fset]
     else:
-        parts = [getattr(part, "__func__", getattr(part, "func", part))]
-    for function in parts:
-        if isinstance(function := inspect.unwrap(function) if callable(function) else None, FunctionType):
+        left = [getattr(part, "__func__", getattr(part, "func", part))]
+    seen: set[int] = set()
+    while left:
+        function = left.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        left += [inner for inner in (getattr(function, "__wrapped__", None),) if callable(inner)]
+        if isinstance(function, FunctionType):
+            left += [held for cell in function.__closure__ or () if isinstance(held := _held(cell), FunctionType)]
             yield function.__code__
+
+
+def _held(cell: CellType) -> Any:
+    """Return the value of a closure's cell; None for an empty one."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _may_be_awaited(hook: Any) -> bool:
+    """Return whether a function may return an awaitable: it is a coroutine function, or returns another call's result."""
+    for code in _codes(hook):
+        if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE):
+            return True
+        for before, each in itertools.pairwise(dis.get_instructions(code)):
+            is_made = before.opname.startswith(("CALL", "LOAD")) and before.opname != "LOAD_CONST"
+            if each.opname == "RETURN_VALUE" and is_made:
+                return True
+    return False
+
+
+def _gives_away(code: CodeType, own: str = "") -> bool:
+    """Return whether a method passes its object to other code, or computes the name of an attribute that it reads."""
+    own = own or next(iter(code.co_varnames), "self")
+    found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    padded = [("", ""), ("", ""), *found, ("", ""), ("", "")]
+    for place, (operation, value) in enumerate(padded):
+        if value != own or operation not in ("LOAD_FAST", "LOAD_DEREF"):
+            continue
+        (_, earlier), (_, before), _, (after, constant), (later, _) = padded[place - 2 : place + 3]
+        is_named = after == "LOAD_CONST" and isinstance(constant, str) and later in ("PRECALL", "CALL", "LOAD_CONST")
+        is_super = "super" in (earlier, before) or before == "__class__"
+        is_used = after.endswith(("_ATTR", "_METHOD")) or after == "COPY" or is_super  # COPY: self.count += 1
+        if not (is_used or before in OF_AN_OBJECT or (before in OF_A_NAME and is_named)):
+            return True
+    return any(_gives_away(one, own) for one in code.co_consts if isinstance(one, CodeType) and own in one.co_freevars)
 
 
 def _of_self(code: CodeType) -> Iterator[str]:

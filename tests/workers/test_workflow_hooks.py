@@ -205,6 +205,96 @@ def test_what_is_called_is_not_refused(kind: type) -> None:
     assert list(hook_problems(kind)) == []
 
 
+HELPERS = """
+import functools
+
+def timed(function):
+    def inner(self, *args):
+        return function(self, *args)
+    return inner
+
+def scored(function):
+    @functools.wraps(function)
+    def inner(self):
+        return [self.compute_reward(one) for one in function(self)]
+    return inner
+
+def thin(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+    return inner
+
+def drive(workflow):
+    return workflow.step()
+"""
+USES = {
+    "a decorator": "step = lambda self: []\n    @timed\n    def run(self): return self.step()",
+    "a decorator that calls it": "compute_reward = lambda self, one: 1.0\n    @scored\n    def run(self): return []",
+    "another module": "step = lambda self: []\n    def run(self): return drive(self)",
+    "a name that is computed": (
+        "compute_reward = lambda self: []\n    def run(self):\n        kind = 'reward'\n"
+        "        return getattr(self, f'compute_{kind}')()"
+    ),
+    "a name in arguments": (
+        "calculate_reward = lambda self: []\n    def run(self): return getattr(self, self.task.workflow_args['how'])()"
+    ),
+    "a name in a list": (
+        "names = ('compute_reward',)\n    def compute_reward(self): return 1\n"
+        "    def run(self): return [getattr(self, name)() for name in self.names]"
+    ),
+    "an agent that holds it": "step = lambda self: []\n    def run(self): return Agent(environment=self)",
+    "what another coroutine function makes": (
+        "is_async = True\n    async def own(self): ...\n    def step_async(self): return self.own()\n"
+        "    async def run_async(self): return await self.step_async()"
+    ),
+}
+AWAITED = {  # of a base whose run awaits them
+    "made by another": "async def own(self, n): ...\n    def step_async(self, step_num): return self.own(step_num)",
+    "decorated": "@thin\n    async def step_async(self, step_num): ...",
+}
+
+
+def users_class(directory: Path, name: str, base: str, body: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (directory / f"{name}_helpers.py").write_text(HELPERS)
+    imports = f"from roll_opd.workflows import {base}\nfrom {name}_helpers import drive, scored, thin, timed\n"
+    (directory / f"{name}.py").write_text(f"{imports}class Mine({base}):\n    {body}\n")
+    monkeypatch.syspath_prepend(str(directory))
+    return find_workflow(f"{name}.Mine", None)
+
+
+@pytest.mark.parametrize("way", USES)
+def test_hooks_that_may_be_called_are_not_refused(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert users_class(tmp_path, f"uses_{list(USES).index(way)}", "Workflow", USES[way], monkeypatch)
+
+
+@pytest.mark.parametrize("way", AWAITED)
+def test_functions_of_which_the_result_is_awaited(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"awaited_{list(AWAITED).index(way)}"
+    assert users_class(tmp_path, name, "AsyncStepWiseRewardWorkflow", AWAITED[way], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def run(self):\n        super().__init__\n        return [self.task, isinstance(self, int)]",
+        "def run(self):\n        self.count += 1\n        return [getattr(self, 'other', None)]",
+        "def run(self):\n        return [lambda: self.task, type(self)]",
+    ],
+)
+def test_a_class_that_keeps_itself_to_itself_is_refused(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WorkflowError, match="compute_reward is never called"):
+        users_class(
+            tmp_path,
+            f"kept_{abs(hash(body))}",
+            "Workflow",
+            f"def compute_reward(self): ...\n    {body}",
+            monkeypatch,
+        )
+
+
 def async_method(*_: Any) -> Any: ...
 
 
@@ -330,6 +420,13 @@ def test_fields_that_nothing_reads_are_refused(field: str) -> None:
         with pytest.raises(ValueError, match=f"Experience.{field} is not used in training"):
             trained(made, Limits(9, 9), PROMPT, 0, 0, 0)
     trained(Experience(**given, **{field: None}), Limits(9, 9), PROMPT, 0, 0, 0)
+
+
+def test_info_may_be_none_and_hold_anything() -> None:
+    for info in (None, {"turn_rewards": 3.0}):
+        made = Experience(tokens=[1, 2], logprobs=[-1.0])
+        made.info = info
+        assert trained(made, Limits(9, 9), PROMPT, 0, 0, 0).turn_rewards == ()
 
 
 def test_a_metric_that_is_no_number_is_named() -> None:
