@@ -19,6 +19,7 @@ WINDOW = 5  # steps: the first so many are compared with the last so many
 LONG_WINDOW = 10  # for the noisy share of truncated answers
 WINDOW_SHARE = 10  # windows are 1 / WINDOW_SHARE of the steps so far, at most `LONGEST`
 LONGEST = 40
+TESTS = 200  # a longer run is tested once in so many parts of its steps: each test reads all of them
 ENTROPY_LEFT = 0.2  # share of the first entropy, below which a student hardly has a choice left
 SHORTER, LONGER = 0.5, 2.0  # times the first length
 DISAGREEMENT_LEFT = 0.2  # share of the first disagreement, below which a teacher has nothing left to say
@@ -81,6 +82,7 @@ class CollapseAlarm:
         self._rewards, self._cut_off = _Series((REWARD,)), _Series((CUT_OFF, LENGTH))
         self._stderr2: list[float] = []  # of each reward; 0 where it is not on record
         self._sounded: set[str] = set()
+        self._steps, self._untested = 0, set[str]()
 
     def after(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return the warnings that the metrics of one more step give rise to. What is not finite is None on record."""
@@ -90,6 +92,12 @@ class CollapseAlarm:
             self._stderr2.append((_finite(metrics.get(STDERR)) or 0.0) ** 2)
         if self._cut_off.add(metrics):
             measured.add(CUT_OFF)
+        self._steps += 1
+        self._untested |= measured
+        if self._steps % max(1, self._steps // TESTS):
+            measured &= {REWARD}  # which is tested at steps of its own
+        else:
+            measured, self._untested = self._untested, set()
         new = dict(self._found(measured - self._sounded))
         self._sounded |= new.keys()
         return list(new.values())
@@ -117,10 +125,10 @@ class CollapseAlarm:
 
     def _reward(self) -> str:
         """Return a warning if the reward has lost a part of its gain, else ""."""
-        values = self._rewards.values()
-        steps = values.shape[1]
+        steps = len(self._rewards.rows)
         if not is_due(steps):
             return ""
+        values = self._rewards.values()
         lost = lost_gain(values, np.array([self._stderr2]))
         if not lost.errors[0] > threshold(steps):
             return ""

@@ -1,6 +1,7 @@
 """When the alarms of a run sound, and when a similar change is learning or noise."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +186,24 @@ def test_agreement_estimates_what_two_distributions_share() -> None:
     found = opd_metrics([made])
     assert found[AGREEMENT] == pytest.approx(np.minimum(s, t).sum(), abs=5e-3)
     assert found[ENTROPY] == pytest.approx(-(s * np.log(s)).sum(), abs=1e-2)
+
+
+def test_a_long_run_is_tested_less_often() -> None:
+    """A resumed run gives all of its steps to the alarm before it goes on."""
+    alarm = CollapseAlarm(is_itself=False)
+    rows = [{ENTROPY: 1.0 + step % 3, LENGTH: 9.0, REWARD: 0.5, CUT_OFF: 0.1} for step in range(3000)]
+    began = time.process_time()
+    assert [text for row in rows for text in alarm.after(row)] == []
+    assert time.process_time() - began < 3.0
+
+
+def test_a_collapse_after_many_steps_is_found() -> None:
+    """Of metrics that not every step has, too."""
+    alarm, rng = CollapseAlarm(is_itself=False), np.random.default_rng(0)
+    found = []
+    for step in range(1500):
+        row = {REWARD: 0.5 + 0.01 * rng.standard_normal()}
+        if step % 7 == 0:
+            row[ENTROPY] = (1.0 if step < 900 else 0.02) * (1 + 0.05 * rng.standard_normal())
+        found += alarm.after(row)
+    assert len(found) == 1 and found[0].startswith(ENTROPY)
