@@ -20,16 +20,20 @@ RAY_VARIABLE = "RAY_TMPDIR"  # parent of Ray's session directories, whose paths 
 def run_temp_directory(reaper: Reaper) -> Iterator[None]:
     """Set TMPDIR to a new directory for processes started inside the block; `reaper` removes it."""
     outer = os.environ.get("TMPDIR") or FALLBACK
-    directory = tempfile.mkdtemp(prefix="roll_opd-", dir=outer if Path(outer).is_dir() else None)
+    if not os.access(outer, os.W_OK | os.X_OK):
+        outer = tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix="roll_opd-", dir=outer)
     if len(directory) > LONGEST and os.access(FALLBACK, os.W_OK):
         os.rmdir(directory)
         directory = tempfile.mkdtemp(prefix="roll_opd-", dir=FALLBACK)
     reaper.remove_at_the_end(Path(directory))
     before = {name: os.environ.get(name) for name in ("TMPDIR", RAY_VARIABLE)}
+    known, tempfile.tempdir = tempfile.tempdir, None  # Python caches TMPDIR at the first use
     os.environ |= {"TMPDIR": directory, RAY_VARIABLE: os.environ.get(RAY_VARIABLE) or outer}
     try:
         yield
     finally:
+        tempfile.tempdir = known
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ |= {} if value is None else {name: value}

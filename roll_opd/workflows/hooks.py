@@ -2,7 +2,7 @@
 
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
 called if code reachable from the run, or any other code of the user's modules, mentions its name. A method that
-passes `self` to other code, or computes the name of an attribute, may call every hook: such a class has no uncalled one.
+passes `self` to other code, or computes the name of an attribute, may call every hook: no hook counts as uncalled then.
 """
 
 import dis
@@ -107,7 +107,7 @@ def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
 
 
 def _codes(part: Any) -> Iterator[CodeType]:
-    """Yield the code of a function, a method or a property, of its decorators and of the functions in their closures."""
+    """Yield the code of a function, method or property, of its decorators and of functions in their closures."""
     if isinstance(part, property):
         left: list[Any] = [part.fget, part.fset]
     else:
@@ -133,7 +133,7 @@ def _held(cell: CellType) -> Any:
 
 
 def _may_be_awaited(hook: Any) -> bool:
-    """Return whether a function may return an awaitable: it is a coroutine function, or returns another call's result."""
+    """Return whether a function may return an awaitable: a coroutine, or the result of another call."""
     for code in _codes(hook):
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE):
             return True

@@ -1,0 +1,39 @@
+"""The directory for temporary files of a run, where the one that the environment names cannot be used."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_opd.cluster.temp_directory import LONGEST, run_temp_directory
+
+
+class Removing:
+    """In the place of the reaper, which is a process: removes nothing before the end of a test."""
+
+    def __init__(self) -> None:
+        self.told: list[Path] = []
+
+    def remove_at_the_end(self, directory: Path) -> None:
+        self.told.append(directory)
+
+
+@pytest.mark.parametrize("place", ["missing", "a/long/" + "path/" * LONGEST, "own"])
+def test_a_directory_of_the_run(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = tmp_path / place
+    if place != "missing":
+        outer.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(outer))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    reaper: Any = Removing()
+    with run_temp_directory(reaper):
+        (directory,) = reaper.told
+        assert os.environ["TMPDIR"] == str(directory) == tempfile.gettempdir()
+        assert directory.is_dir() and len(str(directory)) <= LONGEST
+        assert Path(os.environ["RAY_TMPDIR"]).is_dir()
+    directory.rmdir()
+    assert os.environ["TMPDIR"] == str(outer) and "RAY_TMPDIR" not in os.environ
+    assert Path(tempfile.gettempdir()).is_dir()
