@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 
 from roll_opd import __version__, demo
@@ -65,7 +66,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         from roll_opd.pipelines.launch import exit_code
 
         try:
-            check_user_code(plan)
+            with redirect_stdout(sys.stderr):  # output of imported modules is not part of a plan
+                check_user_code(plan)
         except Exception as error:
             return exit_code(error, is_started=False)
     print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)

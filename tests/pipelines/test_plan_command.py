@@ -1,5 +1,6 @@
 """`roll-opd plan` refuses user code that a run would refuse, with the same error."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_plan_refuses_user_code_that_a_run_refuses(
     code = main(["plan", "examples/demo/onpolicy_distill.yaml", "prompt_key=messages", *given])
     told = " ".join(capsys.readouterr().err.split())
     assert code == 2 and message in told
+
+
+def test_what_a_module_prints_is_no_part_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"printing_{tmp_path.name}"
+    source = WORKFLOW.replace("NAME", name) + "class Mine(SimpleWorkflow): ...\n\n\nprint('loading')\n"
+    (tmp_path / f"{name}.py").write_text(source)
+    own = [f"workflow={tmp_path}/{name}.py:Mine", "prompt_key=messages"]
+    assert main(["plan", "--json", "examples/demo/onpolicy_distill.yaml", *own]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["mode"] == "pure" and "loading" in printed.err
 
 
 def test_a_game_of_ones_own_is_looked_up(capsys: pytest.CaptureFixture[str]) -> None:
