@@ -18,6 +18,7 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 VALUE_HEAD = "score.weight"
 IN_A_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")  # of older releases; nobody loads them
+OF_FURTHER_TOKENS = "eh_proj.weight"  # joins a token's embedding and hidden state
 NAMED = 3  # tensors that a sentence names; the rest are counted
 FIRST_PIECES = 4  # of a tensor, to detect zeros; then all `PIECES` if one of them is zero
 CHUNK_BYTES = 2**24
@@ -120,8 +121,8 @@ def _layer_shapes(info: ModelInfo) -> dict[str, Shape]:
 
 def _layer_problems(info: ModelInfo, found: Mapping[str, StoredTensor]) -> Iterator[str]:
     numbers = {int(match[1]) for name in found if (match := IN_A_LAYER.match(name))}
-    if info.model_type not in DENSE:  # layers that predict further tokens are numbered after the others
-        numbers = {number for number in numbers if number < info.layers}
+    # layers that predict further tokens are numbered after the others
+    numbers -= {number for number in numbers if f"model.layers.{number}.{OF_FURTHER_TOKENS}" in found}
     if numbers and numbers != set(range(info.layers)):
         yield (
             f"num_hidden_layers is {info.layers} there, and the weights hold {len(numbers)} layers ({min(numbers)} to"

@@ -9,6 +9,7 @@ from config_assets import write_safetensors
 
 from roll_opd.frozen import FrozenDict
 from roll_opd.hf.model_info import read_model
+from roll_opd.hf.weight_files import weight_problems
 from roll_opd.megatron.supported import not_yet, unsupported
 from roll_opd.plan import Layout, LoraPlan, MicroBatchLimits, ModelPlan, TrainPlan
 
@@ -91,6 +92,16 @@ def test_layers_that_predict_further_tokens_count_for_nothing(tmp_path: Path) ->
     shapes = {"model.layers.2.input_layernorm.weight": (16,), "model.layers.3.eh_proj.weight": (16, 32)}
     write_safetensors(write(tmp_path, num_nextn_predict_layers=1) / "model.safetensors", shapes)
     assert read_model(tmp_path).parameters == 16
+
+
+@pytest.mark.parametrize(("behind", "layers"), [("eh_proj.weight", None), ("mlp.gate.weight", 4)])
+def test_layers_that_config_json_leaves_out_are_lost(tmp_path: Path, behind: str, layers: int | None) -> None:
+    """Not those that predict further tokens."""
+    path = write(tmp_path, num_hidden_layers=3, num_nextn_predict_layers=1)
+    shapes = {f"model.layers.{number}.input_layernorm.weight": (16,) for number in range(4)}
+    write_safetensors(path / "model.safetensors", shapes | {f"model.layers.3.{behind}": (16, 32)})
+    lost = [problem for problem in weight_problems(read_model(path)) if "num_hidden_layers" in problem]
+    assert len(lost) == (layers is not None) and all(f"hold {layers} layers" in problem for problem in lost)
 
 
 @pytest.mark.parametrize("query_rank", [6, None])
