@@ -213,6 +213,13 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
             )
             + " another model's weights, lost layers, coarse quantisation, or ids or a template that it does not know"
         )
+    elif name == "samples" and teacher < min(guess, student - margin):
+        verdict = "warning"
+        meaning = (
+            "the student's own samples are hardly likelier to it than a guess (-ln V), so that a sound teacher and a"
+            " wrong one are as far below it: begin with a student that can answer, or measure the teacher"
+            " (validation.measure_teacher)"
+        )
     return Check(f"mean log-prob, {name}", f"{teacher:.2f}, student {student:.2f}, -ln V {guess:.2f}", verdict, meaning)
 
 
