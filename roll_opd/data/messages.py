@@ -134,7 +134,7 @@ def _part(part: Any, where: str) -> str:
         if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
             return part["text"]
         if kind not in _TEXT_PARTS:
-            raise MessageError(where, f"is a part of type {kind!r}; only text parts are supported, remove it")
+            raise MessageError(where, f"is a part of type {kind!r}; parts other than text are not supported, remove it")
     raise MessageError(where, "is not a text part; write {'type': 'text', 'text': ...}, other parts are not supported")
 
 
