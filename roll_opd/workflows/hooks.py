@@ -3,6 +3,7 @@
 Calls are found in the bytecode: a method is assumed to call every method whose name it mentions. A hook counts as
 called if code reachable from the run, or any other code of the user's modules, mentions its name. A method that
 passes `self` to other code, or computes the name of an attribute, may call every hook: no hook counts as uncalled then.
+A hook that only roll_opd's code calls must take the arguments of that call.
 """
 
 import dis
@@ -22,6 +23,7 @@ RUN = ("run", "run_async", "execute", "set_repeat_times")  # called by the runne
 RUNNER = "roll_opd.workers"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
+BY_KEYWORD = ("step_num",)  # arguments of hooks that are passed by keyword; all others are positional
 # hook of Trinity-RFT's classes -> what to do if nothing calls it
 HOOKS = {
     "format_messages": "derive from SimpleWorkflow or OnPolicyDistillWorkflow, whose runs call it",
@@ -54,13 +56,47 @@ def hook_problems(kind: type) -> Iterator[tuple[str, str]]:
         if name not in by and name not in elsewhere:
             if TWINS.get(name) not in written and (name in RUN or not is_open):  # a class may have both forms
                 yield called, f"is never called; {instead}"
-        elif any(module.startswith(OURS) for module in by.get(name, ())) and name not in ("run", "execute"):
-            is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
-            if is_awaited and not _may_be_awaited(hook) and name != "run_async":
-                yield called, "is awaited; write `async def`"
-            elif is_coroutine and not is_awaited:
-                other = f" or name it {TWINS[name]} in an asynchronous base" if name in TWINS else ""
-                yield called, f"is called and not awaited; write it without `async`{other}"
+        elif any(module.startswith(OURS) for module in by.get(name, ())) and name != "execute":
+            is_called_by_us_alone = all(module.startswith(OURS) for module in by[name]) and name not in elsewhere
+            problem = _async_problem(name, hook) or (_call_problem(kind, name) if is_called_by_us_alone else None)
+            if problem:
+                yield called, problem
+
+
+def _async_problem(name: str, hook: Any) -> str | None:
+    """Return why a hook cannot be awaited, or called without; None where it can."""
+    is_awaited, is_coroutine = name.endswith("_async"), inspect.iscoroutinefunction(hook)
+    if is_awaited and not _may_be_awaited(hook) and name != "run_async":
+        return "is awaited; write `async def`"
+    if is_coroutine and not is_awaited and name != "run":
+        other = f" or name it {TWINS[name]} in an asynchronous base" if name in TWINS else ""
+        return f"is called and not awaited; write it without `async`{other}"
+    return None
+
+
+def _call_problem(kind: type, name: str) -> str | None:
+    """Return why a hook cannot be called as the class of ours that declares it calls it; None where it can.
+
+    A decorator's own signature counts, as it may change the arguments.
+    """
+    declared = next((vars(base).get(name) for base in kind.__mro__ if _is_ours(base) and name in vars(base)), None)
+    try:
+        _, *expected = inspect.signature(declared).parameters  # type: ignore[arg-type]
+        signature = inspect.signature(getattr(kind, name), follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+    is_bound = not isinstance(inspect.getattr_static(kind, name), staticmethod)
+    positional = [*(["self"] if is_bound else []), *(one for one in expected if one not in BY_KEYWORD)]
+    try:
+        signature.bind(*positional, **{one: one for one in expected if one in BY_KEYWORD})
+    except TypeError as error:
+        passed = ", ".join(f"{one}={one}" if one in BY_KEYWORD else one for one in expected)
+        return f"is called as {name}({passed}) and takes {signature} ({error}); write these parameters"
+    return None
+
+
+def _is_ours(base: type) -> bool:
+    return base.__module__.startswith(OURS)
 
 
 def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
@@ -72,13 +108,14 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
     found = {name: {RUNNER} for name in ["__init__", "experiences_of", *entries]}
     left, is_open = list(found), False
     while left:
-        for base, code in _called(kind, left.pop()):
+        method = left.pop()
+        for base, code in _called(kind, method):
             own = set(_names(code))
             if base.__module__.startswith(OURS):  # `one.eid.run` and `one.reward` are not calls there
                 own = (own - TWINS.keys()) | set(_of_self(code))
             else:
                 is_open = is_open or _gives_away(code)
-            for name in own:
+            for name in own - {method}:  # a method that calls its base's
                 if name not in found:
                     left.append(name)
                 found.setdefault(name, set()).add(base.__module__)

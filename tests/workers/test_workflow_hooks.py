@@ -221,8 +221,8 @@ def scored(function):
 
 def thin(function):
     @functools.wraps(function)
-    def inner(*args):
-        return function(*args)
+    def inner(*args, **named):
+        return function(*args, **named)
     return inner
 
 def drive(workflow):
@@ -328,6 +328,55 @@ async def awaited(*_: Any) -> Any: ...
 def test_uncalled_hooks_are_refused_by_name(base: type, methods: dict, name: str, message: str) -> None:
     ((method, problem),) = hook_problems(type("Mine", (base,), {**methods, "__module__": "mine"}))
     assert method == f"Mine.{name}" and message in problem, problem
+
+
+@pytest.mark.parametrize(
+    ("base", "source", "called", "is_right"),
+    [
+        (
+            "OnPolicyDistillWorkflow",
+            "def compute_reward(self, response, truth): ...",
+            "compute_reward(response)",
+            False,
+        ),
+        ("OnPolicyDistillWorkflow", "def compute_reward(self): ...", "compute_reward(response)", False),
+        ("OnPolicyDistillWorkflow", "compute_reward = staticmethod(lambda response, truth: 1.0)", "(response)", False),
+        (
+            "OnPolicyDistillWorkflow",
+            "def compute_reward(self, one, truth): return super().compute_reward(one)",
+            "compute_reward(response)",
+            False,
+        ),
+        ("SimpleWorkflow", "def format_messages(self, task): ...", "format_messages()", False),
+        ("SimpleWorkflow", "def set_repeat_times(self, times): ...", "(repeat_times, run_id_base)", False),
+        ("Workflow", "def run(self, model): ...", "run()", False),
+        ("StepWiseRewardWorkflow", "def reward(self, exps): ...", "reward(exps, step_num=step_num)", False),
+        ("StepWiseRewardWorkflow", "def step(self, number): ...", "step(step_num=step_num)", False),
+        ("RewardPropagationWorkflow", "def reward(self, exps, step_num): ...", "reward(exps)", False),
+        ("AsyncRewardPropagationWorkflow", "async def reward_async(self): ...", "reward_async(exps)", False),
+        ("OnPolicyDistillWorkflow", "def compute_reward(self, one, truth=None): ...", "", True),
+        ("OnPolicyDistillWorkflow", "compute_reward = staticmethod(lambda response: 1.0)", "", True),
+        ("StepWiseRewardWorkflow", "def step(self, **named): ...", "", True),
+        (
+            "OnPolicyDistillWorkflow",
+            "def compute_reward(self, one, truth): ...\n    async def run_async(self): self.compute_reward(1, 2)",
+            "",
+            True,
+        ),
+        (
+            "OnPolicyDistillWorkflow",
+            "@functools.wraps(lambda self, one, truth: 1.0)\n    def compute_reward(self, response): return 1.0",
+            "",
+            True,
+        ),
+    ],
+)
+def test_hooks_take_the_arguments_of_their_call(base: str, source: str, called: str, is_right: bool) -> None:
+    space: dict[str, Any] = {"__name__": "mine"}
+    exec(f"import functools\nfrom roll_opd.workflows import {base}\nclass Mine({base}):\n    {source}\n", space)
+    found = [problem for _, problem in hook_problems(space["Mine"])]
+    assert (found == []) is is_right, found
+    assert all(f"is called as {called}" in problem or called in problem for problem in found)
 
 
 def test_a_base_model_s_prompt_is_called() -> None:
