@@ -13,7 +13,7 @@ from typing import Any
 
 import roll_opd
 from roll_opd.report import samples
-from roll_opd.report.curves import averaged, points
+from roll_opd.report.curves import averaged
 from roll_opd.report.panels import MODES, before_after, charts, everything, mode_of, with_surprise
 from roll_opd.report.read import RunRecord, find_run, number, read_run
 from roll_opd.report.text import limited, rounded, script_json, visible
@@ -26,7 +26,6 @@ SCRIPTS = ("dom.js", "charts.js", "tokens.js", "sections.js")  # in this order
 STEPS_OF_TIME = 120  # bars of the chart of seconds by step
 MOST_WARNINGS, MOST_FACTS, CONFIG_CHARACTERS = 200, 100, 200_000
 LONG = 2000  # characters of a sentence that someone else wrote
-BESIDE_PHASES = {"step", "startup"}
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -106,9 +105,14 @@ def _state(run: RunRecord) -> dict[str, str]:
     return {"kind": "open", "text": f"Not finished: {progress}{when}. The run goes on, or it was killed."}
 
 
+def _totals(run: RunRecord) -> dict[str, Any]:
+    """Return the summary of the run, of a running run that of its steps so far."""
+    return {**summarize(run.metrics), **run.summary}
+
+
 def _figures(run: RunRecord) -> dict[str, float]:
-    """Return the totals of the console's last table: from the summary, in a running run from the steps so far."""
-    totals = {**summarize(run.metrics), **run.summary}
+    """Return the totals of the console's last table."""
+    totals = _totals(run)
     found = {name: number(totals.get(name)) or 0.0 for name in ("steps", "generated_tokens", "wall_seconds")}
     return {
         "steps": int(found["steps"]),
@@ -118,17 +122,18 @@ def _figures(run: RunRecord) -> dict[str, float]:
 
 
 def _time(run: RunRecord) -> dict[str, Any]:
-    """Return seconds by phase: of the start, in all, and by step (means over equal parts of a long run)."""
-    rows = [row for row in run.metrics if row["step"] > 0]
-    measured = {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")}
-    own = [name for name in measured - BESIDE_PHASES if "/" not in name]
+    """Return the summary's seconds, of start-up, phases and end, and seconds by step (means over equal parts)."""
+    totals = _totals(run)
+    given = totals["phase_seconds"] if isinstance(totals["phase_seconds"], dict) else {}
+    total = {name: seconds for name, value in given.items() if (seconds := number(value)) and seconds > 0}
     order = {name: place for place, name in enumerate(PHASES)}
-    total = {name: sum(row.get(f"time/{name}", 0.0) for row in rows) for name in own}
-    phases = sorted((name for name in own if total[name] > 0), key=lambda name: (order.get(name, len(order)), name))
+    phases = sorted(total, key=lambda name: (order.get(name, len(order)), name))
+    startup, wall = (number(totals[name]) or 0.0 for name in ("startup_seconds", "wall_seconds"))
+    rows = [row for row in run.metrics if row["step"] > 0]
     bars = averaged(rows, [f"time/{name}" for name in phases], STEPS_OF_TIME)
-    started = points(run.metrics, "time/startup")
     return {
-        "startup": rounded(started[0][1], 6) if started else None,
+        "startup": rounded(startup, 6),
+        "end": rounded(max(0.0, wall - startup - sum(total.values())), 6),
         "phases": [visible(name) for name in phases],
         "kinds": [order.get(name, len(order)) for name in phases],  # their colours, the same in every report
         "total": [rounded(total[name], 6) for name in phases],

@@ -33,6 +33,7 @@ global.ResizeObserver = class { observe() {} };
 global.addEventListener = () => {};
 new Function(program)();
 console.log(JSON.stringify({
+  text: known.report.all((node) => node.tag === "section").map((node) => node.text),
   sections: known.report.all((node) => node.tag === "section").map((node) => node.attributes.id),
   samples: known.report.all((node) => node.tag === "article").map((sample) => ({
     chips: sample.of("chips").flatMap((list) => list.children.map((chip) => chip.text)),

@@ -54,16 +54,26 @@ def test_console_summary_and_report_have_one_set_of_totals(tmp_path: Path) -> No
     run.summary_file.unlink()
     run.append_jsonl(METRICS, [metrics_row(step, 6) | {"time/startup": 7.0 * (step == 5)} for step in (5, 6)])
     rows = read_jsonl(run.metrics_file)
-    seconds = 12.5 + 7.0 + sum(row["time/step"] for row in rows[1:])
+    rows[0]["time/validate"] = 5.0  # before the first step
+    rows[4] |= {"time/validate": 3.25, "time/step": rows[4]["time/step"] + 3.25}
+    run.metrics_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    seconds = 12.5 + 5.0 + 7.0 + sum(row["time/step"] for row in rows[1:])
     for end in (0.0, 3.5):
         if end:
             write_summary(run, seed=0, end_seconds=end)
         summary = json.loads(run.summary_file.read_text()) if end else summarize(rows)
-        figures = of(run.path).data["figures"]
+        data = of(run.path).data
+        figures, shown = data["figures"], data["time"]
         assert figures["steps"] == summary["steps"] == 6
         assert figures["tokens"] == summary["generated_tokens"] == 6000
         assert figures["seconds"] == pytest.approx(summary["wall_seconds"]) == pytest.approx(seconds + end)
         assert totals(summary).startswith(f"6 steps, 6.0k generated tokens, {duration(figures['seconds'])} wall time")
+        assert "validation 8s" in totals(summary)
+        phases = dict(zip(shown["phases"], shown["total"], strict=True))
+        assert phases == {name: pytest.approx(value) for name, value in summary["phase_seconds"].items() if value}
+        assert phases["validate"] == 8.25 and shown["startup"] == summary["startup_seconds"] == 19.5
+        parts = (shown["startup"], *shown["total"], shown["end"])
+        assert sum(parts) == pytest.approx(figures["seconds"]) and shown["end"] == pytest.approx(end)
 
 
 def test_the_data_are_the_runs(tmp_path: Path) -> None:

@@ -55,17 +55,19 @@ function beforeAfter() {
 }
 
 function time() {
-  const { startup, phases, kinds, total, steps } = DATA.time;
-  if (!phases.length && startup === null) return null;
+  const { startup, end, phases, kinds, total, steps } = DATA.time;
+  if (!phases.length && !startup) return null;
   const parts = phases.map((name, i) => [name, total[i], `p${kinds[i]}`]);
-  if (startup !== null) parts.unshift(["start-up", startup, "startup"]);
+  if (startup) parts.unshift(["start-up", startup, "startup"]);
+  if (end >= 0.05) parts.push(["end", end, "startup"]);
   const sum = parts.reduce((all, [, seconds]) => all + seconds, 0);
   const bar = el("div", { class: "bar", "aria-hidden": "true" },
     parts.map(([, seconds, kind]) => el("i", { class: kind, style: { "flex-grow": seconds } })));
   const rows = parts.map(([name, seconds, kind]) => line(el("span", {}, el("i", { class: `swatch ${kind}` }), name), duration(seconds), percent(seconds / sum)));
   return section("time", "Where the time went", el("div", { class: "two" },
-    el("div", { class: "card" }, el("h3", {}, `${duration(sum)} in all`), bar, table(["", "time", "share"], rows, "Seconds by phase")),
-    steps.length ? phaseChart(DATA.time) : null));
+    el("div", { class: "card" }, el("h3", {}, `${duration(sum)} in all`), bar, table(["", "time", "share of all"], rows, "Seconds by phase")),
+    steps.length ? phaseChart(DATA.time) : null),
+    note("Of the whole run, as in summary.json. The chart by step has neither the start-up and the validation before the first step nor the end."));
 }
 
 function samples() {
