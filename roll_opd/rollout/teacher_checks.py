@@ -220,6 +220,8 @@ def _likely(readings: Readings, settings: Settings, name: str, chosen: np.ndarra
             " wrong one are as far below it: begin with a student that can answer, or measure the teacher"
             " (validation.measure_teacher)"
         )
+    elif name != "samples" and student <= guess + margin:
+        meaning = "not judged: the student itself is no better than a guess (-ln V)"
     return Check(f"mean log-prob, {name}", f"{teacher:.2f}, student {student:.2f}, -ln V {guess:.2f}", verdict, meaning)
 
 

@@ -8,11 +8,10 @@ import pytest
 from roll_opd.rollout.teacher_checks import Readings, Settings, checks
 
 VOCAB, TOKENS = 320, 300
-ROW = "mean log-prob, samples"
 
 
-def verdict(student: float, teacher: float) -> tuple[str, str]:
-    """Return verdict and meaning for mean log-probs of the samples by student and teacher."""
+def verdict(student: float, teacher: float, text: str = "samples") -> tuple[str, str]:
+    """Return verdict and meaning for mean log-probs of a text by student and teacher."""
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((TOKENS, 20)), axis=1)[:, :4].astype(np.int32)
     topk = np.log(np.tile(np.float32([0.6, 0.3, 0.05, 0.02]), (TOKENS, 1)))
@@ -29,11 +28,12 @@ def verdict(student: float, teacher: float) -> tuple[str, str]:
         again=of_teacher[:8],
         in_run=of_teacher,
         sampled=~none,
-        prompted=none,
-        answered=none,
+        prompted=none if text != "prompts" else ~none,
+        answered=none if text != "answers" else ~none,
         ended=none,
     )
-    row = next(row for row in checks(readings, Settings(1.0, True, VOCAB)) if row.check == ROW)
+    found = checks(readings, Settings(1.0, True, VOCAB))
+    row = next(row for row in found if row.check == f"mean log-prob, {text}")
     return row.verdict, row.meaning
 
 
@@ -51,3 +51,20 @@ def test_what_samples_of_a_guessing_student_say(student: float, teacher: float, 
     found, meaning = verdict(student, teacher)
     assert found == wanted
     assert ("than a guess (-ln V), so that a sound teacher and a wrong one" in meaning) == (wanted == "warning")
+
+
+@pytest.mark.parametrize("text", ["prompts", "answers"])
+@pytest.mark.parametrize(
+    ("student", "teacher", "wanted"),
+    [
+        (-9.12, -13.8, "not judged: the student itself is no better than a guess (-ln V)"),
+        (-9.12, -9.0, "not judged: the student itself is no better than a guess (-ln V)"),
+        (-4.3, -17.0, "not judged: the student itself is no better than a guess (-ln V)"),
+        (-0.2, -0.9, "nats a token; a sound teacher is at most 1.5 below the student"),
+    ],
+)
+def test_text_that_the_student_cannot_predict_is_not_judged(
+    text: str, student: float, teacher: float, wanted: str
+) -> None:
+    """Whatever the teacher's log-prob is, the meaning does not hold it against the student's."""
+    assert verdict(student, teacher, text) == ("ok", wanted)
