@@ -93,7 +93,9 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
     slowest = sorted(summary.get("startup_parts", {}).items(), key=lambda part: -part[1])[:PHASES_SHOWN]
     waited = ", ".join(f"{part} {duration(seconds)}" for part, seconds in slowest if seconds >= LEAST_SECONDS)
     if named and waited:
-        named += f"\n  start-up waited for: {waited}"
+        last = summary.get("last_startup_seconds")  # of a resumed run, whose start-up is that of all parts
+        which = "start-up" if last is None else f"last start-up, {duration(last)},"
+        named += f"\n  {which} waited for: {waited}"
     first = ", ".join([f"{summary['steps']} steps", *tokens, f"{duration(summary['wall_seconds'])} wall time"])
     return f"{first}\n  {named}" if named else first
 

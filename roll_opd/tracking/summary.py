@@ -89,7 +89,8 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     always = {"val_accuracy": (None, None), "reverse_kl": _ends(_column(rows, REVERSE_KL))}
     pairs = always | {name: pair for name, pair in measured.items() if pair != (None, None)}
     phases = {phase: sum(_column(rows, f"time/{phase}")) for phase in (*PHASES, "other")}
-    startup = sum(_column(rows, STARTUP_SECONDS))
+    starts = _column(rows, STARTUP_SECONDS)
+    startup = sum(starts)
     before_the_steps = sum(row.get("time/validate") or 0.0 for row in rows if row.get(STEP_SECONDS) is None)
     learned = _column(rows, LEARNED_TOKENS)
     return {
@@ -102,6 +103,7 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **({"learned_tokens": int(sum(learned))} if learned else {}),
         "wall_seconds": startup + before_the_steps + sum(_column(rows, STEP_SECONDS)),
         "startup_seconds": startup,
+        **({"last_startup_seconds": starts[-1]} if len(starts) > 1 else {}),
         "phase_seconds": phases,
     }
 

@@ -101,6 +101,18 @@ def test_the_table_of_distillation_and_where_the_time_went() -> None:
     assert totals(summary).splitlines()[2] == "  start-up waited for: teacher 30s, student 29s, plan and data 5s"
 
 
+def test_a_resumed_run_waited_in_its_last_start_up() -> None:
+    """The start-up of the second line is that of all parts; its parts are known of the last one alone."""
+    rows = [
+        {"step": n, "time/startup": waited, "time/step": 1.0, "time/train": 1.0} for n, waited in ((1, 40.0), (2, 6.0))
+    ]
+    summary = summarize(rows) | {"startup_parts": {"teacher": 5.0, "Ray": 1.0}}
+    assert totals(summary).splitlines()[1:] == [
+        "  start-up 46s, steps 2s (train 100%)",
+        "  last start-up, 6s, waited for: teacher 5s, Ray 1s",
+    ]
+
+
 def test_a_table_has_the_rows_of_its_pipeline() -> None:
     rlvr = [{"step": 0, "val_correct/all/mean": 0.1}]
     rlvr += [{"step": step, "critic/score/mean": step / 4} for step in (1, 2)] + [
