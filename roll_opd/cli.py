@@ -60,14 +60,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         tell(f"roll-opd: {error}", sys.stderr)
         return USER_ERROR
-    if uses_user_code(plan):
+    if uses_user_code(plan) or (plan.workflow and plan.rewards):
         # imports torch, as the user's own modules may
         from roll_opd.pipelines.check_user_code import check_user_code
         from roll_opd.pipelines.launch import exit_code
+        from roll_opd.pipelines.workflow_rewards import uncalled_rewards
 
         try:
             with redirect_stdout(sys.stderr):  # output of imported modules is not part of a plan
                 check_user_code(plan)
+                plan = replace(plan, warnings=(*plan.warnings, *uncalled_rewards(plan)))
         except Exception as error:
             return exit_code(error, is_started=False)
     print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)

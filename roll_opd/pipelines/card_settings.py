@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_opd.pipelines.history import Part, differences, renamed, text_of
 from roll_opd.pipelines.origin import cached, model_name
-from roll_opd.pipelines.settings import CONTENT, Settings
+from roll_opd.pipelines.settings import CONTENT, Settings, as_written
 
 # keys of every card, if set; keys that differ between two parts are added
 ALWAYS = (
@@ -17,6 +17,8 @@ ALWAYS = (
     r".*opd_kl_coef",
     r"(?!validation\.).+\.generating_args\.temperature",
     *("rollout_batch_size", "num_return_sequences_in_group", "response_length", "max_steps"),
+    *(r"custom_envs\.[^.]+\.(env_type|max_steps|max_tokens_per_step)", r"train_env_manager\.group_size"),
+    *("sequence_length", r"(student|actor)_infer\.generating_args\.max_new_tokens"),  # of environments
 )
 # keys of the machine
 PRIVATE = re.compile(
@@ -28,6 +30,7 @@ MOST_ROWS = 60
 
 def settings_table(parts: Sequence[Part]) -> str:
     """Return the table: a column for each part, a row for each setting in `ALWAYS` or with a change; "" for none."""
+    parts = [part if part.settings is None else replace(part, settings=as_written(part.settings)) for part in parts]
     known = [part.settings for part in parts if part.settings is not None]
     if not known:
         return ""
@@ -43,8 +46,13 @@ def settings_table(parts: Sequence[Part]) -> str:
     if not rows:
         return ""
     left_out = [f"| and {len(rows) - MOST_ROWS} more |" + " |" * len(parts)] if len(rows) > MOST_ROWS else []
-    head = ["", *(f"steps {part.first} to {part.last}" for part in parts)]
+    head = ["", *(steps_text(part.first, part.last) for part in parts)]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows[:MOST_ROWS], *left_out])
+
+
+def steps_text(first: int, last: int | None) -> str:
+    """Return consecutive steps as text."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _keys_below(key: str, before: Settings, now: Settings) -> list[str]:

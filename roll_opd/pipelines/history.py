@@ -13,7 +13,7 @@ from typing import Any
 from roll_opd.config.build import load_plan
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED
 from roll_opd.diagnostics import ConfigError
-from roll_opd.pipelines.settings import CONTENT, Settings, settings_of
+from roll_opd.pipelines.settings import CONTENT, Settings, as_written, settings_of
 from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS
 from roll_opd.user_modules import same_modules
@@ -26,8 +26,10 @@ STUDENTS = (PURE_ROLES[0], MIXED_ROLES[0], *(keys.role for keys in SUPERVISED.va
 SAMPLERS = (PURE_ROLES[1], MIXED_ROLES[1])
 # derived key -> the keys it follows from; its change is not listed if one of them changed
 FOLLOWS = {
-    r".+\.max_model_len": ("prompt_length", "response_length"),
-    "enable_old_logprobs_recompute": ("ppo_epochs", "rollout_batch_size", "num_return_sequences_in_group"),
+    r".+\.max_model_len": ("prompt_length", "response_length", "sequence_length"),
+    "enable_old_logprobs_recompute": (
+        *("ppo_epochs", "rollout_batch_size", "num_return_sequences_in_group", "train_env_manager.group_size"),
+    ),
     "num_train_epochs": ("max_steps",),
     r"demonstrations\.updates": ("rollout_batch_size", "num_return_sequences_in_group", "expert_data_ratio"),
 }
@@ -155,7 +157,7 @@ def optimizer_problems(settings: History, checkpoint: Path) -> list[str]:
 
 def differences(before: Settings, now: Settings) -> Changes:
     """Return the changed settings, under the keys of `now`, without those derived from another change."""
-    before = renamed(before, now)
+    before, now = renamed(as_written(before), now), as_written(now)
     found: Changes = {
         key: (before.get(key), now.get(key))
         for key in dict.fromkeys((*now, *before))

@@ -11,10 +11,11 @@ import yaml
 
 from roll_opd import __version__
 from roll_opd.hf.tokenizer_files import has_chat_template
-from roll_opd.pipelines.card_settings import public, settings_table
+from roll_opd.pipelines.card_settings import public, settings_table, steps_text
 from roll_opd.pipelines.describe import objective_text
 from roll_opd.pipelines.history import Part
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
+from roll_opd.pipelines.workflow_rewards import rewards_from
 from roll_opd.plan import RunPlan, SamplingPlan
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
@@ -26,7 +27,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
     `parts` are the parts of its run with their settings. Paths, hosts and variables of the machine are left out.
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
-    last = f" of steps {parts[-1].first} to {step}" if len(parts) > 1 else ""
+    last = f" of {steps_text(parts[-1].first, step)}" if len(parts) > 1 else ""
     student = Path(plan.student.model.path)
     sections = {
         f"{plan.exp_name}, step {step}": (
@@ -80,16 +81,44 @@ def _made_from(plan: RunPlan) -> dict[str, str]:
         made[f"teacher `{teacher.name}`"] = f"`{name}`, weight {teacher.opd_kl_coef:g}{tags}"
     if plan.reference:
         made["reference policy"] = f"`{model_name(plan.reference.model.path)}`"
-    for reward in plan.rewards:
-        purpose = " (measured, not learned from)" if plan.rewards_are_monitored else ""
-        terms = " + ".join(f"{term.weight:g} × `{public(term.worker)}`" for term in reward.terms)
-        made[f"reward `{reward.domain}`"] = terms + purpose
-    made["data"] = files
+    made |= _rewards(plan)
+    for tag in plan.data.environments:
+        made[f"environment `{tag}`"] = _environment(plan, tag)
+    if files:
+        made["data"] = files
     if plan.demonstrations:
         made["demonstrations"] = ", ".join(f"`{Path(file).name}`" for file in plan.demonstrations.data.files)
     if plan.rollout:
-        made["sampling"] = _sampling(plan.rollout.sampling)
+        made["sampling"] = _sampling(plan.rollout.sampling) + (" a turn" if plan.is_agentic else "")
     return {**made, "precision": plan.student.model.dtype, "seed": str(plan.seed)}
+
+
+def _rewards(plan: RunPlan) -> dict[str, str]:
+    """Return the workflow, if any, and the rewards: of the environment, of the workflow, or of the configuration."""
+    purpose = " (measured, not learned from)" if plan.rewards_are_monitored else ""
+    if plan.is_agentic:
+        return {"reward": f"of the environment{purpose}"}
+    terms = {
+        reward.domain: " + ".join(f"{term.weight:g} × `{public(term.worker)}`" for term in reward.terms)
+        for reward in plan.rewards
+    }
+    source, made = "configuration", {}
+    if plan.workflow:
+        source, made = rewards_from(plan.workflow), {"workflow": f"`{public(plan.workflow.workflow)}`"}
+    if source == "either":
+        made |= {f"reward `{domain}`": f"set by the workflow, else {text}{purpose}" for domain, text in terms.items()}
+        return made if terms else {**made, "reward": f"set by the workflow{purpose}"}
+    if source == "configuration":
+        return made | {f"reward `{domain}`": text + purpose for domain, text in terms.items()}
+    by = f", by `{public(plan.workflow.workflow_reward)}`" if plan.workflow and source == "function" else ""
+    uncalled = f"; the configured {', '.join(f'`{domain}`' for domain in terms)} is never called" if terms else ""
+    return {**made, "reward": f"of the workflow{by}{uncalled}{purpose}"}
+
+
+def _environment(plan: RunPlan, tag: str) -> str:
+    """Return the type of an environment, and how long an episode may be."""
+    played = plan.workflow.workflow_args["environments"][tag] if plan.workflow else {}
+    return f"`{public(played['env_type'])}`, at most {played['max_steps']} turns"
 
 
 def _sampling(sampling: SamplingPlan) -> str:
@@ -103,6 +132,8 @@ def _steps(plan: RunPlan, step: int, parts: Sequence[Part]) -> str:
 
 
 def _batch(plan: RunPlan) -> str:
+    if plan.is_agentic:
+        return f"of {plan.sequences_per_step} trajectories, {plan.answers_per_prompt} of each beginning"
     what = f"prompts × {plan.answers_per_prompt} responses" if plan.rollout else "rows with answers"
     return f"of {plan.rollout_batch_size} {what} each"
 

@@ -42,6 +42,7 @@ from roll_opd.pipelines.checkpoints import (
     instead_of,
 )
 from roll_opd.pipelines.history import History
+from roll_opd.pipelines.workflow_rewards import uncalled_rewards
 from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
 from roll_opd.rewards import registry as rewards
 from roll_opd.terminal import tell, warn
@@ -92,6 +93,8 @@ def preflight(plan: RunPlan) -> Inputs:
     if problems:
         raise ConfigError(problems)
     check_user_code(plan)
+    for warning in uncalled_rewards(plan):
+        warn(warning)
     now = datetime.now()
     began = resumed.began if resumed and resumed.began else now
     set_date(began)

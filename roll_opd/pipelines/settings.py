@@ -21,6 +21,7 @@ from roll_opd.tracking.secrets import without_secrets
 Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON
 
 CONTENT = " (content)"  # suffix of the key of a model or of data files: a hash of their contents
+GROUP = "num_return_sequences_in_group"
 WHOLE_BYTES = 16 * 2**20  # files up to this size are hashed whole, of larger ones pieces
 OF_A_MODEL = ("*.safetensors", "*.json", "*.jinja", "*.model")  # files that decide what a model computes
 # fields of the plan without influence on results, or derived from others
@@ -126,6 +127,22 @@ def settings_of(plan: RunPlan) -> Settings:
     found |= {f"{key}{CONTENT}": _hash(files) for key, files in contents.items() if files}
     plain: Settings = json.loads(json.dumps(found, default=str))
     return dict(sorted(without_secrets(plain).items()))
+
+
+def as_written(settings: Settings) -> Settings:
+    """Return settings with the keys of a run in environments as its configuration spells them; others unchanged."""
+    if not any(key.startswith("custom_envs.") for key in settings) or GROUP not in settings:
+        return settings
+    derived = (GROUP, "prompt_length", "response_length")
+    group, prompt, turn = (settings.get(key) or 0 for key in derived)
+    sampler = next((key.partition(".")[0] for key in settings if "_infer.generating_args." in key), "actor_infer")
+    found = {key: value for key, value in settings.items() if key not in derived} | {
+        "train_env_manager.group_size": group,
+        "rollout_batch_size": (settings.get("rollout_batch_size") or 0) * group,  # trajectories
+        "sequence_length": prompt + turn,
+        f"{sampler}.generating_args.max_new_tokens": turn,
+    }
+    return dict(sorted(found.items()))
 
 
 def _top(plan: RunPlan) -> Iterator[tuple[str, Any]]:

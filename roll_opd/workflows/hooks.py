@@ -110,7 +110,7 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
     while left:
         method = left.pop()
         for base, code in _called(kind, method):
-            own = set(_names(code))
+            own = set(names_in(code))
             if base.__module__.startswith(OURS):  # `one.eid.run` and `one.reward` are not calls there
                 own = (own - TWINS.keys()) | set(_of_self(code))
             else:
@@ -125,9 +125,9 @@ def _mentions(kind: type) -> tuple[dict[str, set[str]], bool]:
 def _called(kind: type, name: str) -> Iterator[tuple[type, CodeType]]:
     """Yield (class, code) of a method and, while the code mentions its name (as super() does), of the base's."""
     for base in kind.__mro__:
-        codes = list(_codes(vars(base).get(name)))
+        codes = list(codes_of(vars(base).get(name)))
         yield from ((base, code) for code in codes)
-        if codes and not any(name in _names(code) for code in codes):
+        if codes and not any(name in names_in(code) for code in codes):
             return
 
 
@@ -139,11 +139,11 @@ def _mentioned_elsewhere(own: Sequence[type]) -> set[str]:
             if getattr(part, "__module__", None) == module and part not in own:
                 is_class = isinstance(part, type)
                 parts = list(vars(part).values()) if is_class and not issubclass(part, Workflow) else [part]
-                found |= {name for each in parts for code in _codes(each) for name in _names(code)}
+                found |= {name for each in parts for code in codes_of(each) for name in names_in(code)}
     return found
 
 
-def _codes(part: Any) -> Iterator[CodeType]:
+def codes_of(part: Any) -> Iterator[CodeType]:
     """Yield the code of a function, method or property, of its decorators and of functions in their closures."""
     if isinstance(part, property):
         left: list[Any] = [part.fget, part.fset]
@@ -171,7 +171,7 @@ def _held(cell: CellType) -> Any:
 
 def _may_be_awaited(hook: Any) -> bool:
     """Return whether a function may return an awaitable: a coroutine, or the result of another call."""
-    for code in _codes(hook):
+    for code in codes_of(hook):
         if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE):
             return True
         for before, each in itertools.pairwise(dis.get_instructions(code)):
@@ -208,11 +208,11 @@ def _of_self(code: CodeType) -> Iterator[str]:
             before = "super" if instruction.argval == "super" else str(instruction.argval)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names in code, including strings, since `getattr(self, "reward")` may call a method."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             yield constant

@@ -194,3 +194,20 @@ def test_the_card_has_no_data_of_the_machine(tmp_path: Path) -> None:
     assert [text for text in (*private, f"/{getpass.getuser()}/", "system_envs") if text in card] == []
     assert "my-student" in card and "rows.jsonl" in card
     head_of(card)
+
+
+def test_the_card_of_a_run_in_environments() -> None:
+    """Its environments, and keys and values as the YAML file has them; those of a resumed run, too."""
+    plans = [load_plan("examples/games", "frozen_lake", words) for words in ([], ["sequence_length=400"])]
+    card = model_card(plans[0], summarize([]), 1, parts_of(plans[:1], [1]))
+    rows = {row.split(" | ")[0]: row.split(" | ")[1:] for row in card.splitlines() if row.startswith("| ")}
+    assert rows["| environment `FrozenLake`"] == ["`frozen_lake`, at most 8 turns |"] and "| data" not in rows
+    assert rows["| `rollout_batch_size`"] == ["128 |"] and rows["| `train_env_manager.group_size`"] == ["2 |"]
+    assert rows["| `sequence_length`"] == ["320 |"] and "of 128 trajectories" in card
+    assert "response_length" not in card and "num_return_sequences_in_group" not in card
+    assert "|  | step 1 |" in card
+    now = history.continued(
+        history.parts_of(json.loads(json.dumps(history.begun(plans[0]).as_json(3))), 3), plans[1], 3
+    )
+    assert now.line == "Settings changed after step 3: sequence_length: 320 → 400"
+    assert "|  | steps 1 to 3 | step 4 |" in model_card(plans[1], summarize([]), 4, now.up_to(4))

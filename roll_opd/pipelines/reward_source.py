@@ -1,0 +1,70 @@
+"""Find out from a workflow's class whether its own rewards replace those of the configuration.
+
+The configuration's `rewards` score only samples that the workflow leaves without a reward.
+"""
+
+import dis
+import itertools
+from typing import Literal
+
+from roll_opd.workflows.builtin.environment import EnvironmentWorkflow
+from roll_opd.workflows.builtin.single_turn import BaseSimpleWorkflow, OnPolicyDistillWorkflow
+from roll_opd.workflows.hooks import OURS, codes_of, names_in
+from roll_opd.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow
+
+# workflow: its code sets every reward; function: workflow_reward does; either: known only for each sample
+Source = Literal["workflow", "function", "configuration", "either"]
+RUN = ("run", "run_async")
+REWARD_NAMES = {"reward", "rewards", "reward_fn", "take_reward", "update_reward", "score", "scored"}
+
+
+def reward_source(kind: type, *, has_function: bool, is_scored: bool) -> Source:
+    """Return where the rewards of a workflow's samples come from.
+
+    `has_function`: the configuration has a `workflow_reward`; `is_scored`: it has `rewards`.
+    """
+    if issubclass(kind, BaseSimpleWorkflow):
+        return _of_one_turn(kind, has_function=has_function, is_scored=is_scored)
+    if not _are_ours(kind, *RUN, "experiences_of"):
+        return "either"
+    if issubclass(kind, StepWiseRewardWorkflow | RewardPropagationWorkflow):
+        return "either" if any(_may_be_none(kind, name) for name in ("reward", "reward_async")) else "workflow"
+    return "workflow" if issubclass(kind, EnvironmentWorkflow) else "either"
+
+
+def _of_one_turn(kind: type, *, has_function: bool, is_scored: bool) -> Source:
+    if not _are_ours(kind, *RUN, "experiences_of", "scored", "score"):
+        return "either"
+    if issubclass(kind, OnPolicyDistillWorkflow):
+        is_written = not _are_ours(kind, "compute_reward")
+        is_placeholder = _written_by(kind, "compute_reward") is OnPolicyDistillWorkflow
+        if is_written or not (is_placeholder or has_function or is_scored):
+            return "either" if _may_be_none(kind, "compute_reward") else "workflow"
+    own = [base for base in kind.__mro__ if not base.__module__.startswith((OURS, "builtins"))]
+    parts = [part for base in own for part in vars(base).values()]
+    if REWARD_NAMES & {name for part in parts for code in codes_of(part) for name in names_in(code)}:
+        return "either"
+    return "function" if has_function else "configuration"
+
+
+def _written_by(kind: type, name: str) -> type | None:
+    return next((base for base in kind.__mro__ if name in vars(base)), None)
+
+
+def _are_ours(kind: type, *names: str) -> bool:
+    """Whether the package's own methods have these names in a class."""
+    found = [_written_by(kind, name) for name in names]
+    return all(base is None or base.__module__.startswith(OURS) for base in found)
+
+
+def _may_be_none(kind: type, name: str) -> bool:
+    """Whether a method has a way to return None, also without a return."""
+    base = _written_by(kind, name)
+    for code in codes_of(vars(base)[name] if base else None):
+        instructions = list(dis.get_instructions(code))
+        for before, each in itertools.pairwise(instructions):
+            if each.opname == "RETURN_VALUE" and before.opname == "LOAD_CONST" and before.argval is None:
+                return True
+        if any(each.opname == "RETURN_CONST" and each.argval is None for each in instructions):
+            return True
+    return False
