@@ -7,14 +7,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from roll_opd.diagnostics import ConfigError
+from roll_opd.full_disk import DiskFull
+from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.history import History
 from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
 from roll_opd.tracking.summary import versions
+from roll_opd.workers.errors import RunError
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # asking CUDA would take memory of a device
 MEMORY = Path("/proc/meminfo")
 MOST_SAID = 2000  # characters of an error
+SENTENCES = (RunError, CheckpointError, ConfigError, DiskFull)  # errors whose text is one for users
 
 
 def run_facts(plan: RunPlan, history: History) -> dict[str, Any]:
@@ -52,7 +57,10 @@ def write_facts(run: RunDirectory, facts: dict[str, Any]) -> None:
 def note_end(run: RunDirectory, error: BaseException) -> None:
     """Add to `run.json` what has ended the run before its last step."""
     facts = json.loads((run.path / RUN_FACTS).read_text(encoding="utf-8"))
-    said = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        said = "interrupted"
+    else:
+        said = str(error) if isinstance(error, SENTENCES) else f"{type(error).__name__}: {error}"
     write_facts(run, {**facts, "ended": said[:MOST_SAID]})
 
 

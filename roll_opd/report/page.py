@@ -73,7 +73,7 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
         "problems": [visible(sentence) for sentence in run.problems],
         "figures": _figures(run),
         "table": [_rounded(row) for row in before_after(rows, mode)],
-        "charts": charts(rows, mode),
+        "charts": charts(rows, mode, of_games=run.facts.get("pipeline") == "agentic"),
         "metrics": everything(rows),
         "time": _time(run),
         "samples": [samples.shaped(row, limit) for row in shown],

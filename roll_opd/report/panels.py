@@ -125,9 +125,10 @@ def with_surprise(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float]]
     return [{**row, **({SURPRISE: -row[STUDENT_LOGPROB]} if STUDENT_LOGPROB in row else {})} for row in rows]
 
 
-def charts(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[str, Any]]:
-    """Return the panels that there are numbers for, as the page draws them."""
-    drawn = [_chart(panel, rows) for panel in _panels(rows, mode)]
+def charts(rows: Sequence[Mapping[str, float]], mode: str, *, of_games: bool = False) -> list[dict[str, Any]]:
+    """Return the panels that there are numbers for, as the page draws them; `of_games`: of a run in environments."""
+    panels = [_as_games(panel) if of_games else panel for panel in _panels(rows, mode)]
+    drawn = [_chart(panel, rows) for panel in panels]
     return [chart for chart in drawn if chart["lines"]]
 
 
@@ -168,6 +169,15 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[st
 def _as_reward(panel: Panel) -> Panel:
     """Return the validation panel, titled as a mean reward, for rewards other than 0 and 1."""
     return replace(panel, title="Validation reward", what="Mean reward of held-out prompts.")
+
+
+def _as_games(panel: Panel) -> Panel:
+    """Return a validation panel in the words of games, any other as it is."""
+    if panel.lines[0][0] != ACCURACY:
+        return panel
+    if panel.title == "Validation reward":
+        return replace(panel, what="Mean reward of held-out games.")
+    return replace(panel, what="Share of held-out games won.")
 
 
 def _is_noise(

@@ -14,7 +14,8 @@ from roll_opd.pipelines.run_facts import note_end
 from roll_opd.report.page import contents, write_report
 from roll_opd.report.read import read_run
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl, to_json
-from roll_opd.workers.errors import RunError
+from roll_opd.tracking.summary import write_summary
+from roll_opd.workers.errors import RunError, Terminated
 
 TURNS = ("Right.", "\n|S__\n_P_\n__G\n", "Down.", "\n|S__\n___\n_PG\n", "Right.")
 RESPONSE = "".join(TURNS)
@@ -122,9 +123,58 @@ def test_a_run_that_the_preflight_ended_shows_its_table(tmp_path: Path) -> None:
     note_end(run, RunError("the preflight of teacher teacher failed: mean log-prob, samples: -16.8"))
     data = Page(write_report(run.path).read_text()).data
     assert data["preflight"] == [{"teacher": "teacher", "rows": ROWS}] and data["preflight_first"] is True
-    assert data["state"]["kind"] == "stopped" and "the preflight of teacher teacher failed" in data["state"]["text"]
+    assert data["state"] == {
+        "kind": "stopped",
+        "text": "Stopped after 0 of 9 steps: the preflight of teacher teacher failed: mean log-prob, samples: -16.8",
+    }
     if shutil.which("node"):
-        assert drawn(run)["sections"][0] == "preflight"
+        assert drawn(run)["sections"] == ["preflight", "time", "run"]
+
+
+@needs_node
+def test_a_run_of_steps_without_samples_names_the_key(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run.path / SAMPLES).unlink()
+    assert any("No samples were recorded (samples_per_step)" in text for text in drawn(run)["text"])
+
+
+@needs_node
+def test_the_table_of_time_is_of_the_whole_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_summary(run, seed=0, end_seconds=8.4)  # 12.5 s of start-up and 6 steps of 3.6 s
+    page = drawn(run)
+    text = page["text"][page["sections"].index("time")]
+    assert "43 s in all" in text and "end8.4 s20 %" in text and "generate12 s28 %" in text
+
+
+def test_an_unforeseen_error_is_named_by_its_class(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    ended = {}
+    for error in (KeyError("weights"), KeyboardInterrupt(), Terminated("ended by SIGTERM after step 3")):
+        (run.path / "run.json").write_text("{}")
+        note_end(run, error)
+        ended[type(error).__name__] = json.loads((run.path / "run.json").read_text())["ended"]
+    assert ended == {
+        "KeyError": "KeyError: 'weights'",
+        "KeyboardInterrupt": "interrupted",
+        "Terminated": "ended by SIGTERM after step 3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "reward", "what"),
+    [
+        ("agentic", 1.0, "Share of held-out games won."),
+        ("agentic", 0.5, "Mean reward of held-out games."),
+        ("rlvr", 1.0, "Share of right answers to held-out prompts."),
+    ],
+)
+def test_games_are_won_and_answers_are_right(pipeline: str, reward: float, what: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run.path / "run.json").write_text(json.dumps({"pipeline": pipeline}))
+    graded = {} if reward == 1.0 else {"val/reward/max": reward}
+    run.append_jsonl(METRICS, [{"step": 6, "val_correct/all/mean": reward, **graded}])
+    assert [chart["what"] for chart in contents(read_run(run.path))["charts"]][1] == what
 
 
 def test_a_preflight_that_passed_stands_at_its_place(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ function head() {
 }
 
 function curves() {
-  if (!DATA.charts.length) return section("curves", "Curves", note("No step has been recorded yet."));
+  if (!DATA.charts.length) return DATA.state.kind === "stopped" ? null : section("curves", "Curves", note("No step has been recorded yet."));
   const names = Object.keys(DATA.metrics), place = el("div", { class: "charts" });
   const pick = el("select", { onchange: () => place.replaceChildren(...(pick.value ? [lineChart({ title: pick.value, what: "",
     lines: [{ name: pick.value, points: DATA.metrics[pick.value], trend: [] }] })] : [])) },
@@ -72,7 +72,7 @@ function time() {
 
 function samples() {
   if (!DATA.samples.length)
-    return ["sft", "dpo"].includes(DATA.mode) ? null : section("samples", "Samples", note("No samples were recorded (samples_per_step)."));
+    return !DATA.figures.steps || ["sft", "dpo"].includes(DATA.mode) ? null : section("samples", "Samples", note("No samples were recorded (samples_per_step)."));
   const steps = [...new Set(DATA.samples.map((sample) => sample.step))], place = el("div", { class: "samples" });
   const colours = colourSwitch(measures(DATA.samples), () => { for (const card of place.children) card.paint(); });
   const show = (step) => place.replaceChildren(...DATA.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, colours.measure)));
