@@ -13,6 +13,7 @@ from roll_opd import __version__
 from roll_opd.hf.tokenizer_files import has_chat_template
 from roll_opd.pipelines.card_settings import public, settings_table, steps_text
 from roll_opd.pipelines.describe import objective_text
+from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.history import Part
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.pipelines.workflow_rewards import rewards_from
@@ -28,7 +29,6 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
     """
     head = yaml.safe_dump(_metadata(plan), sort_keys=False, allow_unicode=True)
     last = f" of {steps_text(parts[-1].first, step)}" if len(parts) > 1 else ""
-    student = Path(plan.student.model.path)
     sections = {
         f"{plan.exp_name}, step {step}": (
             f"`{model_name(plan.student.model.path)}`, trained by {plan.title} with roll_opd {__version__}."
@@ -37,7 +37,7 @@ def model_card(plan: RunPlan, summary: Mapping[str, Any], step: int, parts: Sequ
         "Settings": settings_table(parts),
         f"Objective{last}": _code(objective_text(plan)),
         "Figures": _figures(summary),
-        "How to load it": _code("\n".join(loading(".", is_chat=has_chat_template(student))), "python"),
+        "How to load it": _code("\n".join(_loading(plan)), "python"),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions().items() if version),
     }
     shown = {title: text for title, text in sections.items() if text}
@@ -141,6 +141,10 @@ def _batch(plan: RunPlan) -> str:
 def _figures(summary: Mapping[str, Any]) -> str:
     table = before_after_table(summary)
     return _code(table) if table else "None were measured."
+
+
+def _loading(plan: RunPlan) -> Sequence[str]:
+    return loading(".", example_prompt(plan), is_chat=has_chat_template(Path(plan.student.model.path)))
 
 
 def _table(cells: Mapping[str, str]) -> str:

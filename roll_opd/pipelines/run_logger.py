@@ -16,6 +16,7 @@ from roll_opd.data.training import TrainSample
 from roll_opd.full_disk import full_disk
 from roll_opd.hf.tokenizer_files import has_chat_template
 from roll_opd.pipelines.checkpoints import HF
+from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.remedies import remedies
@@ -228,7 +229,8 @@ class RunLogger:
             print("", game, sep="\n", flush=True)
         model = self._run.checkpoint(self._done) / HF
         if model.is_dir():
-            print("", *loading(model, is_chat=has_chat_template(model)), "", sep="\n", flush=True)
+            script = loading(model, example_prompt(self._plan), is_chat=has_chat_template(model))
+            print("", *script, "", sep="\n", flush=True)
         self.note(f"Run directory: {self._run.path}")
         self.report()
 

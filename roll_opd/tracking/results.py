@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ ROWS = (
 )
 OF_EVERY_STEP = ("reward", "sft_loss", "dpo_loss", "reverse_kl")
 APART = {"validate": "validation", "checkpoint": "checkpoints"}  # phases that are named beside the steps
+PROMPT_COLUMNS = 71  # of the prompt in the script, in a line of 80
 RULE = 74  # characters
 
 
@@ -100,15 +103,16 @@ def totals(summary: Mapping[str, Any], short: Mapping[str, str] = SHORT) -> str:
     return f"{first}\n  {named}" if named else first
 
 
-def loading(directory: Path | str, *, is_chat: bool = True) -> Sequence[str]:
+def loading(directory: Path | str, prompt: str, *, is_chat: bool = True) -> Sequence[str]:
     """Return a script that loads the model in `directory` with transformers and vLLM, with and without a GPU.
 
-    `is_chat`: the model has a chat template, and the script uses it.
+    The model answers the beginning of `prompt`. `is_chat`: it has a chat template, and the script uses it.
     """
     path = json.dumps(str(directory), ensure_ascii=False)  # quoted, and escaped
-    asks = 'llm.chat([{"role": "user", "content": "12+30="}])' if is_chat else 'llm.generate("12+30=")'
+    asks = 'llm.chat([{"role": "user", "content": prompt}])' if is_chat else "llm.generate(prompt)"
     return (
         f"model_dir = {path}",
+        f"prompt = {_literal(prompt, PROMPT_COLUMNS)}",
         "",
         'if __name__ == "__main__":  # vLLM starts processes, which import this file',
         "    import torch",
@@ -123,6 +127,26 @@ def loading(directory: Path | str, *, is_chat: bool = True) -> Sequence[str]:
         "    llm = LLM(model_dir, **({} if torch.cuda.is_available() else on_cpu))",
         f"    print({asks}[0].outputs[0].text)",
     )
+
+
+def _literal(text: str, columns: int) -> str:
+    """Return the beginning of `text` as a string of Python in one line, cut between words to fit in `columns`."""
+    text, shown, width = text.strip(), "", 2  # the quotes
+    for place, character in enumerate(text):
+        written = _escaped(character)
+        width += sum(1 + (unicodedata.east_asian_width(each) in "WF") for each in written)
+        if width > columns:
+            words = re.match(r"(?s)(.+)\s", text[: place + 1])
+            kept = words[1].rstrip() if words and len(words[1]) > place // 2 else text[:place]
+            return f'"{"".join(map(_escaped, kept))}"'
+        shown += written
+    return f'"{shown}"'
+
+
+def _escaped(character: str) -> str:
+    if character < " " or character in '"\\':
+        return json.dumps(character)[1:-1]
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def phase_split(metrics: Mapping[str, float], seconds: float, count: int, short: Mapping[str, str]) -> str:

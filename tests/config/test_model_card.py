@@ -5,6 +5,7 @@ import json
 import re
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,36 @@ def test_the_card_of_a_run_in_environments() -> None:
     )
     assert now.line == "Settings changed after step 3: sequence_length: 320 → 400"
     assert "|  | steps 1 to 3 | step 4 |" in model_card(plans[1], summarize([]), 4, now.up_to(4))
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        (
+            {"messages": [{"role": "system", "content": "+"}, {"role": "user", "content": "4+5=\nNow."}]},
+            "4+5=\\nNow.",
+        ),
+        ({"prompt": 'Say "9".'}, 'Say \\"9\\".'),
+        ({"messages": [{"role": "system", "content": "Nothing is asked."}]}, "504+766="),  # the next row
+    ],
+)
+def test_the_script_asks_what_the_first_held_out_row_asks(tmp_path: Path, row: dict[str, Any], asked: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    second = Path("examples/demo/data/val.jsonl").read_text().splitlines()[1]
+    rows.write_text(f"{json.dumps(row)}\n{second}\n")
+    plan = load_plan("demo", "rlvr_opd", [f"validation.data_args.file_name={rows}"])
+    assert f'prompt = "{asked}"' in model_card(plan, summarize([]), 1).splitlines()
+
+
+def test_the_script_of_other_data(tmp_path: Path) -> None:
+    """Tasks of a workflow have columns of their own; games have no rows, and a file may be gone."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "How many?", "ground_truth": "3"}\n')
+    words = ["workflow=simple_workflow", f"validation.data_args.file_name={rows}", "prompt_key=question"]
+    assert 'prompt = "How many?"' in model_card(load_plan("demo", "rlvr_opd", words), summarize([]), 1)
+    rows.unlink()
+    plan = load_plan("examples/games", "frozen_lake")
+    assert 'prompt = "Hello"' in model_card(plan, summarize([]), 1)
+    plan = load_plan("demo", "sft", pipeline="sft")
+    gone = replace(plan, validation=None, data=replace(plan.data, files=(str(rows),)))
+    assert 'prompt = "Hello"' in model_card(gone, summarize([]), 1)

@@ -71,7 +71,7 @@ def test_the_snippet_runs_as_a_script(whole: Run, tmp_path: Path, of: str) -> No
     model = whole.path / "checkpoints/step_4/hf"
     text = whole.output if of == "console" else (model / "README.md").read_text().partition("```python")[2]
     code = text[text.index("model_dir = ") :].partition("```")[0]
-    lines = [line for line in code.splitlines() if not line or line.startswith(("model_dir", "if ", " "))]
+    lines = [line for line in code.splitlines() if not line or line.startswith(("model_dir", "prompt", "if ", " "))]
     script = tmp_path / "pasted.py"
     script.write_text("\n".join(lines[: max(n for n, line in enumerate(lines) if "print(" in line) + 1]))
     place = REPOSITORY if of == "console" else model

@@ -1,6 +1,8 @@
 """The console: what a user reads of a run, in a terminal of any width."""
 
+import ast
 import io
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -196,11 +198,32 @@ def test_the_ratio_to_the_teacher_has_its_uncertainty() -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_the_script_that_loads_a_model_is_python(is_chat: bool) -> None:
     """What it starts is below its main guard; a model without a chat template continues a text."""
-    code = "\n".join(loading('a "b"\\ü/hf', is_chat=is_chat))
+    code = "\n".join(loading('a "b"\\ü/hf', "4+5=", is_chat=is_chat))
     model_dir = compile(code, "shown", "exec").co_consts
     assert 'a "b"\\ü/hf' in model_dir
     assert all(line.startswith("    ") for line in code.partition("__main__")[2].splitlines()[1:] if line)
     assert ("llm.chat(" in code) == is_chat and ("llm.generate(" in code) != is_chat
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [
+        ("4+5=", "4+5="),
+        ('  What is\n"1\\2"?\t\n', 'What is\n"1\\2"?'),
+        ("word " * 40, ("word " * 14).strip()),
+        ("x" * 500, "x" * 69),
+        ("数" * 500, "数" * 34),
+        ("\x1b[31m\u2028\u202e\x7f😀", "\x1b[31m\u2028\u202e\x7f😀"),
+        ("Solve this.\r\n\r\n" + "\n" * 60 + "1", "Solve this."),
+    ],
+)
+def test_the_script_asks_with_a_prompt_of_the_run(prompt: str, kept: str) -> None:
+    """It is one line of at most 80 columns, and the same text, or its beginning."""
+    line = loading("hf", prompt)[1]
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in line)
+    assert len(line) + wide <= 80 and line.isprintable()
+    found = ast.literal_eval(line.removeprefix("prompt = "))
+    assert found == kept
 
 
 @pytest.mark.parametrize(

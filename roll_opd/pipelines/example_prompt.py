@@ -1,0 +1,43 @@
+"""A prompt of a run's own data, with which the script that loads its model asks the model."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from roll_opd.data.answers import parse_answered
+from roll_opd.data.columns import columns_needed
+from roll_opd.data.files import open_file
+from roll_opd.data.rows import BadRow, DataError, parse_messages
+from roll_opd.plan import DataPlan, RunPlan
+
+NEUTRAL = "Hello"
+ROWS_TRIED = 20
+
+
+def example_prompt(plan: RunPlan) -> str:
+    """Return the user's text of the first held-out row, else of the first row to learn from, else `NEUTRAL`."""
+    held_out = [plan.validation.data] if plan.validation else []
+    key = plan.workflow.prompt_key if plan.workflow else "prompt"
+    return next((text for data in (*held_out, plan.data) for text in _texts(data, key)), NEUTRAL)
+
+
+def _texts(data: DataPlan, key: str) -> Iterator[str]:
+    """Yield the users' texts of the first rows of a data set; none for a file that cannot be read."""
+    try:
+        for file in data.files[:1]:
+            for line, _, value in itertools.islice(open_file(file, columns_needed(data)).scan(), ROWS_TRIED):
+                try:
+                    row = parse_answered(value, str(line), data)
+                    asked = row.extra.get(key) or row.extra.get("messages") if data.schema == "task" else row.prompt
+                    text = asked if isinstance(asked, str) and key != "messages" else _of_user(row.messages or asked)
+                except BadRow:
+                    continue
+                if text.strip():
+                    yield text
+    except (OSError, DataError):
+        return
+
+
+def _of_user(messages: Any) -> str:
+    turns: Sequence[Mapping[str, Any]] = parse_messages(messages)
+    return next((turn["content"] for turn in turns if turn["role"] == "user"), "")
