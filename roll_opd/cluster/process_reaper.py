@@ -92,6 +92,7 @@ def watch(driver: int, preexisting: set[int]) -> None:
         descendants = {process for process in descendants | _descendants(driver) if process.is_running()}
         ours = (process for process in descendants if process.pid not in spared)
         shared |= {path for process in ours for path in _shared_memory(process)}
+    descendants |= _descendants(driver)  # started since the last look, by a driver that waits for this process
     started = [process for process in descendants if process.pid not in spared]
     trackers = [process for process in started if _is_tracker(process)]
     reapers = [process for process in started if _is_reaper(process)]
@@ -108,7 +109,7 @@ def watch(driver: int, preexisting: set[int]) -> None:
 
 
 def _end(processes: list[psutil.Process], grace: float) -> None:
-    """Kill those of `processes` that have not left by themselves after `grace` seconds."""
+    """Kill the `processes` that run after `grace` seconds, and wait until they are gone."""
     deadline = time.monotonic() + grace
     while (alive := [process for process in processes if _computes(process)]) and time.monotonic() < deadline:
         time.sleep(LEAVING_SECONDS)
@@ -117,6 +118,9 @@ def _end(processes: list[psutil.Process], grace: float) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(map(_computes, alive)) and time.monotonic() < deadline:  # until then they may still write files
+        time.sleep(LEAVING_SECONDS)
 
 
 def _shared_memory(process: psutil.Process) -> list[str]:

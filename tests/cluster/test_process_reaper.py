@@ -1,5 +1,6 @@
 """A driver that is killed leaves no process and no directory of a session behind."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from roll_opd.cluster.process_reaper import guarded
 
 # a child that shares memory as the ranks of an engine do
 CHILD = """
@@ -58,3 +61,23 @@ def test_nothing_is_left(how: str, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert others.exists()
+
+
+WRITER = """
+import os, sys, time
+while True:
+    os.makedirs(sys.argv[1], exist_ok=True)
+    open(os.path.join(sys.argv[1], "log"), "a").close()
+"""
+
+
+def test_a_process_started_just_before_the_end_of_the_block_is_ended(tmp_path: Path) -> None:
+    """As Ray's are when Ctrl-C comes while it starts: they wrote into its session after that was removed."""
+    session = tmp_path / "session_1"
+    with guarded() as reaper:
+        reaper.remove_at_the_end(session)
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(session)])
+        while not session.exists():
+            time.sleep(0.01)
+    assert writer.wait(timeout=5) == -signal.SIGKILL
+    assert not session.exists()
