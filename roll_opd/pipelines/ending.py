@@ -31,14 +31,20 @@ class Ending:
         self.is_training = False  # there are steps, which are worth to be finished
         self._lost: str | None = None  # why the run cannot go on, although nothing in it has failed yet
         self._is_over = False
+        self._is_interrupted = False
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
-        """End the run at SIGTERM inside the block, but for the time in which `of_the_loop` has taken it over."""
+        """End the run at SIGTERM inside the block, but for the time in which `of_the_loop` has taken it over.
+
+        Until `start_up_is_over`, also at Ctrl-C.
+        """
         if threading.current_thread() is not threading.main_thread():  # Python leaves signals to that
             yield
             return
         before = signal.getsignal(signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+            signal.signal(signal.SIGINT, self._interrupt)
         self.listen()
         try:
             yield
@@ -48,6 +54,16 @@ class Ending:
             raise error.__cause__ from None  # the handler has raised it inside Ray's C code
         finally:
             signal.signal(signal.SIGTERM, before)
+            self._leave_interrupts_to_python()
+
+    def start_up_is_over(self) -> None:
+        """Listen again after Ray has started; raise what a signal raised meanwhile, if Ray's code swallowed it."""
+        self._leave_interrupts_to_python()  # asyncio replaces only Python's own handler
+        self.listen()
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        if self.is_asked_for:
+            raise self._terminated()
 
     def hear_all_hosts(self) -> None:
         """Take a SIGTERM that follows on another at once for the same one, of another host."""
@@ -132,4 +148,15 @@ class Ending:
             self._is_over = True
             raise self._without_a_part()
         self.is_asked_for = True
-        raise Terminated(f"ended by SIGTERM{self.how_to_go_on()}")
+        raise self._terminated()
+
+    def _leave_interrupts_to_python(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _interrupt(self, *_: object) -> None:
+        self._is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _terminated(self) -> Terminated:
+        return Terminated(f"ended by SIGTERM{self.how_to_go_on()}")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,3 +93,25 @@ def test_what_the_handler_raises_inside_of_rays_code_is_raised_as_itself() -> No
             raise SystemError("returned a result with an exception set") from raised
     with pytest.raises(SystemError), ending().before_the_loop():
         raise SystemError("a bug")
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_that_is_swallowed_while_ray_starts_ends_the_run(
+    number: signal.Signals, raised: type[BaseException]
+) -> None:
+    before, it = signal.getsignal(signal.SIGINT), ending(None)
+    with pytest.raises(raised), it.before_the_loop():
+        with suppress(BaseException):
+            os.kill(os.getpid(), number)
+        it.start_up_is_over()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_stays_ignored_where_it_was() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending().before_the_loop():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
