@@ -170,7 +170,7 @@ def _run(plan: RunPlan, inputs: Inputs, directory: RunDirectory, recording: Reco
             runtime.ray_cluster(plan.devices_per_node, starting, hosts),
             watched(ending.lose),
         ):
-            ending.listen()
+            ending.start_up_is_over()
             if hosts:
                 ending.hear_all_hosts()
                 hosts.watch(ending.lose)
@@ -234,24 +234,25 @@ def own_directory(plan: RunPlan, resumed: Checkpoint | None, history: History) -
     A new one in which nothing has begun goes with it. RunError where the run to resume has gone on meanwhile.
     """
     experiment = os.path.realpath(os.path.join(plan.output_dir, plan.exp_name))
-    with ExitStack() as locks:
+    with ExitStack() as ends:
         try:
             if resumed and str(resumed.run.parent) == experiment:
-                locks.enter_context(only_driver(resumed.run))
+                ends.enter_context(only_driver(resumed.run))
                 if find(plan.checkpoint, plan.output_dir, plan.exp_name) != resumed:  # its last driver was still saving
                     raise RunError(f"{resumed.run} has gone on since {resumed.path} was read: start this command again")
                 directory = RunDirectory.resume(resumed.run, resumed.step)
             else:
                 directory = RunDirectory.create(plan.output_dir, plan.exp_name)
-                locks.enter_context(only_driver(directory.path))
+                ends.callback(_discard_unbegun, directory)
+                ends.enter_context(only_driver(directory.path))  # ends first: NFS keeps a directory with an open file
             directory.checkpoints.mkdir(exist_ok=True)
             directory.write_config(plan.config_yaml)
             write_facts(directory, run_facts(plan, history))
         except OSError as error:
             raise ConfigError([f"output_dir: {os_sentence(error)}"]) from error
-        try:
-            yield directory
-        finally:
-            if not directory.has_begun:
-                locks.close()  # NFS keeps a file that is open, and with it the directory
-                directory.discard()
+        yield directory
+
+
+def _discard_unbegun(directory: RunDirectory) -> None:
+    if not directory.has_begun:
+        directory.discard()

@@ -4,6 +4,7 @@ import asyncio
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import REPOSITORY
@@ -12,7 +13,7 @@ from states import write_state
 from roll_opd.config.build import load_plan
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, find
-from roll_opd.pipelines.history import begun
+from roll_opd.pipelines.history import History, begun
 from roll_opd.pipelines.loop import own_directory
 from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
@@ -101,6 +102,22 @@ def test_a_run_that_goes_on_while_another_driver_looks_at_it(tmp_path: Path, mon
     resumed = find(plan.checkpoint, plan.output_dir, plan.exp_name)
     with own_directory(plan, resumed, begun(plan)) as directory:
         assert directory.path == run and not directory.set_aside
+
+
+def test_a_run_interrupted_while_its_directory_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(History):
+        def as_facts(self) -> list[dict[str, Any]]:
+            assert list(tmp_path.glob("runs/*/*/config.yaml"))
+            raise KeyboardInterrupt
+
+    monkeypatch.chdir(REPOSITORY)
+    plan = load_plan("demo", "onpolicy_distill", [f"output_dir={tmp_path / 'runs'}"], pure=True)
+    history = Interrupted(**vars(begun(plan)))
+    with pytest.raises(KeyboardInterrupt), own_directory(plan, None, history):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kept", [True, False])
