@@ -16,8 +16,15 @@ from typing import IO, Any
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import torch_variables, use_the_network_of
 from roll_opd.cluster.temp_directory import run_temp_directory
+from roll_opd.failures import DEBUG
 from roll_opd.paths import use_cache_of_compilers
 
+# of Megatron, on a machine where nothing is wrong; the beginnings of the messages, as PYTHONWARNINGS takes them
+EXPECTED_WARNINGS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+)
 ALONE = "localhost"  # in the place of this host's name, which need not have an address
 
 
@@ -31,6 +38,9 @@ def start(told: Mapping[str, Any], output: IO[str] | None = None) -> "subprocess
     threads = str(max(1, (os.cpu_count() or 1) // told["ranks"]))
     use_cache_of_compilers(os.environ)
     environment = {"OMP_NUM_THREADS": threads, **torch_variables(), **os.environ}
+    if DEBUG not in os.environ:
+        ignored = [f"ignore:{beginning}" for beginning in EXPECTED_WARNINGS]
+        environment["PYTHONWARNINGS"] = ",".join([*ignored, *filter(None, [os.environ.get("PYTHONWARNINGS")])])
     if told["hosts"] == 1:
         launcher += ["--standalone", f"--local_addr={ALONE}"]
     else:
