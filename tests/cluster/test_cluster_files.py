@@ -22,13 +22,15 @@ SLURM, KUBERNETES = CLUSTERS / "slurm.sbatch", CLUSTERS / "k8s_job.yaml"
 SECONDS = 60.0
 # in the place of srun: the tasks of a step, all on this machine
 SRUN = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 words = sys.argv[1:]
 assert words[:7:2] == ["--nodes", "--ntasks", "--ntasks-per-node", "--kill-on-bad-exit=0"], words
 size = words[3]
+assert words[7] == "--cpus-per-task=" + os.environ["SLURM_CPUS_PER_TASK"], words
+time.sleep(float(os.environ.get("SECONDS_TO_START", "0")))
 step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_TASKS_PER_NODE": f"1(x{size})"}
 tasks = [
-    subprocess.Popen(words[7:], env={**os.environ, **step, "SLURM_PROCID": str(rank)}) for rank in range(int(size))
+    subprocess.Popen(words[8:], env={**os.environ, **step, "SLURM_PROCID": str(rank)}) for rank in range(int(size))
 ]
 sys.exit(max(task.wait() for task in tasks))
 """
@@ -64,6 +66,7 @@ def job(tmp_path: Path) -> dict[str, str]:
     program(tmp_path / "submitted" / ".venv" / "bin" / "python", COMMAND)
     slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_JOB_NUM_NODES": "2"}
     slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path / "submitted"), "ENVIRONMENT": "BATCH", "SLURM_NTASKS": "2"}
+    slurm["SLURM_CPUS_PER_TASK"] = "3"
     outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     return {**outer, **slurm, "PATH": path, "FOUND": str(tmp_path / "found"), "SECONDS_OF_RUN": "0"}
@@ -91,6 +94,14 @@ def test_the_signal_before_the_end_reaches_the_driver_and_the_job_waits_for_its_
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)  # to the script alone: --signal=B:TERM
     assert running.wait(timeout=SECONDS) == 143
+
+
+def test_a_signal_that_comes_before_the_driver_reaches_it(job: dict[str, str]) -> None:
+    job |= {"SECONDS_OF_RUN": str(SECONDS), "SECONDS_TO_START": "1.5"}
+    running = subprocess.Popen(["bash", SLURM, "run.yaml"], env=job, stderr=subprocess.PIPE)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=SECONDS / 2) == 143
 
 
 def test_the_slurm_job_asks_for_one_task_a_host_and_for_time_to_save() -> None:
