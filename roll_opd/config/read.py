@@ -124,7 +124,7 @@ def _variables(
             own.add(key)
         elif key in ignored or tell.origins.get(str(key)) == COMMAND_LINE:
             continue  # nobody writes a variable there that no file refers to
-        elif not typing_error("", str(key), value, {*known, *ignored}):
+        elif not typing_error("", str(key), value, {*known, *ignored}, may_be_variable=True):
             own.add(key)
             tell.dropped.add(str(key))
     return own

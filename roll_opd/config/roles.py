@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from roll_opd.config import adapters, replay
+from roll_opd.config import adapters, replay, role_keys
 from roll_opd.config.read import CRITIC, REFERENCE, Sections
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Dtype, Supervised, TeacherWorker, Top, Worker
 from roll_opd.config.strategies import OPTIONS, Strategy, read_megatron, read_vllm
@@ -249,6 +249,24 @@ class RoleReader:
                 _tell_unread(role, "training_args", "does not learn", train)
             if role.job != "rollout" and role.worker.generating_args.written:
                 _tell_unread(role, "generating_args", "generates nothing", infer)
+            for key in role_keys.unread(role.worker, self._kind(role)):
+                if key not in role_keys.OF_TEACHERS:
+                    role.tell.ignore(key)
+                elif teacher := next(iter(self._roles.teachers.values()), None):
+                    at_top = f", or {key} at the top" if isinstance(top, Top) and hasattr(top, key) else ""
+                    where = f"write it at {teacher.tell.at(key)}{at_top}"
+                    role.tell.remark(key, f"has no effect, as this role is no teacher; {where}")
+                else:
+                    _tell_unread(role, key, "is no teacher", None)
+
+    def _kind(self, role: Role) -> str:
+        """Return the kind of a role that is placed."""
+        if role.job == "rollout":
+            return role_keys.ROLLOUT
+        if any(role is teacher for teacher in self._roles.teachers.values()):
+            return role_keys.TEACHER
+        kinds = {role_keys.TRAIN: self._roles.train, role_keys.CRITIC: self._roles.critic}
+        return next((kind for kind, one in kinds.items() if role is one), role_keys.FROZEN)
 
     def _check_adapters(self) -> None:
         """Refuse adapters of what does not learn, and what would train something else than was asked for."""

@@ -245,13 +245,20 @@ def test_an_indented_array_is_counted_by_its_rows(root: Path, plan: Plan, proble
         ("student_train.learning_rate", 1e-5, "student_train.training_args.learning_rate"),
         ("student_train.model_args.learning_rate", 1e-5, "student_train.training_args.learning_rate"),
         ("student_infer.temperature", 1.0, "student_infer.generating_args.temperature"),
-        ("student_infer.tensor_parallel_size", 2, "student_infer.strategy_args.strategy_config.tensor_parallel_size"),
         (
             "teacher.strategy_args.tensor_model_parallel_size",
             2,
             "teacher.strategy_args.strategy_config.tensor_model_parallel_size",
         ),
-        ("teacher.file_name", "x", "teacher.data_args.file_name"),
+        ("student_infer.tensor_parallel_size", 2, "student_infer.strategy_args.strategy_config.tensor_parallel_size"),
+        ("teacher.strategy_config", {}, "teacher.strategy_args.strategy_config"),
+        # in the section of a role without effect: the place where it has one
+        ("teacher.file_name", "x", "student_train.data_args.file_name"),
+        ("student_train.temperature", 1.0, "student_infer.generating_args.temperature"),
+        ("student_train.num_return_sequences", 4, "student_infer.generating_args.num_return_sequences"),
+        ("student_train.training_args.opd_kl_coef", 1.0, "the top: opd_kl_coef"),
+        ("teacher.training_args.opd_kl_coef", 1.0, "teacher.opd_kl_coef"),
+        ("student_train.hint", "x", "teacher.hint"),
         ("student_train.max_steps", 5, "the top: max_steps"),
     ],
 )

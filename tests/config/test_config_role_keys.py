@@ -1,0 +1,66 @@
+"""Keys in a section where they have no effect: the hint and the warning name the place where they have one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll_opd.config.role_keys import READ_BY
+from roll_opd.config.schema import Worker, keys_of
+from roll_opd.plan import RunPlan
+
+Plan = Callable[..., RunPlan]
+Problems = Callable[..., list[str]]
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("tensor_model_parallel_size", "student_train.strategy_args.strategy_config.tensor_model_parallel_size"),
+        ("tensor_parallel_size", "student_infer.strategy_args.strategy_config.tensor_parallel_size"),
+        ("strategy_name", "student_train.strategy_args.strategy_name"),
+        ("temperature", "student_infer.generating_args.temperature"),
+        ("worker_cls", "rewards.NAME.worker_cls"),
+        ("on_error", "rewards.NAME.on_error"),
+        ("env_type", "custom_envs.NAME.env_type"),
+    ],
+)
+def test_a_key_at_the_top_is_named_with_its_section(problems: Problems, key: str, place: str) -> None:
+    (found,) = problems({}, overrides=(f"{key}=1",))
+    assert found.startswith(f"{key}: unknown key at the top") and f" {place} (" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "place"), [("file_name", "data_args.file_name"), ("temperature", "generating_args.temperature")]
+)
+def test_a_key_of_a_section_of_validation(problems: Problems, key: str, place: str) -> None:
+    found = problems({f"validation.{key}": 1})
+    assert any(
+        text.startswith(f"validation.{key}: unknown key here; write it at validation.{place} (") for text in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"student_train.opd_kl_coef": 0.5}, "student_train.opd_kl_coef: has no effect"),
+        ({"student_train.opd_kl_coef": 9, "opd_kl_coef": 2}, "student_train.opd_kl_coef: has no effect"),
+        ({"student_infer.opd_kl_coef": 0.2}, "student_infer.opd_kl_coef: has no effect"),
+        ({"student_train.tag_included": ["a"]}, "student_train.tag_included: has no effect"),
+        ({"student_infer.infer_batch_size": 3}, "have no effect here: of roles: infer_batch_size"),
+        ({"teacher.max_tokens_per_microbatch_in_train": 9}, "of roles: max_tokens_per_microbatch_in_train"),
+    ],
+)
+def test_a_key_that_another_role_reads_is_warned_of(plan: Plan, changes: dict[str, Any], warning: str) -> None:
+    found = [text for text in plan(changes).warnings if warning in text]
+    assert len(found) == 1
+    assert "opd_kl_coef" not in warning or "write it at teacher.opd_kl_coef" in found[0]
+
+
+def test_keys_that_a_role_reads_are_not_warned_of(plan: Plan) -> None:
+    read = {"teacher.opd_kl_coef": 0.5, "teacher.infer_batch_size": 3, "student_train.infer_batch_size": 3}
+    assert not any("opd_kl_coef" in text or "infer_batch_size" in text for text in plan(read).warnings)
+
+
+def test_every_key_with_a_reader_is_a_key_of_a_role() -> None:
+    assert READ_BY.keys() <= keys_of(Worker).keys()
