@@ -50,6 +50,7 @@ def test_scores_equal_hugging_face(tmp_path: Path) -> None:
     options = ["--tp", "2", "--temperature", "0.7", "--max-tokens-per-microbatch", "90"]
     done = score("--model", str(MODEL), "--input", str(source), "--output", str(target), *options)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "UserWarning" not in done.stderr
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["id"] for row in found] == ids
     network = reference.load(MODEL)
