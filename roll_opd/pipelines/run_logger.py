@@ -211,7 +211,8 @@ class RunLogger:
 
     def model_card(self, step: int) -> str:
         """Return the README.md of the model as it is after `step`, which has been logged."""
-        return model_card(self._plan, summarize(read_jsonl(self._run.metrics_file)), step, self._history.up_to(step))
+        summary = summarize(read_jsonl(self._run.metrics_file)) | {"parts": self._history.as_facts(step)}
+        return model_card(self._plan, summary, step, self._history.up_to(step))
 
     def finish(self) -> None:
         """Write `summary.json` and the report; print the last table and how to load the model."""

@@ -18,6 +18,7 @@ from roll_opd.report.panels import MODES, before_after, charts, everything, mode
 from roll_opd.report.read import RunRecord, find_run, number, read_run
 from roll_opd.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.comparable import changed_settings
 from roll_opd.tracking.run_directory import write_atomic
 from roll_opd.tracking.summary import summarize
 
@@ -72,7 +73,7 @@ def contents(run: RunRecord, now: datetime | None = None) -> dict[str, Any]:
         "state": _state(run),
         "problems": [visible(sentence) for sentence in run.problems],
         "figures": _figures(run),
-        "table": [_rounded(row) for row in before_after(rows, mode)],
+        "table": [_rounded(row) for row in before_after(rows, mode, comparable=not changed_settings(_parts(run)))],
         "charts": charts(rows, mode, of_games=run.facts.get("pipeline") == "agentic"),
         "metrics": everything(rows),
         "time": _time(run),
@@ -169,17 +170,21 @@ def _warnings(run: RunRecord) -> list[str]:
 def _facts(run: RunRecord) -> list[list[str]]:
     """Return (name, value) of models, machine and versions."""
     found = {"run directory": str(run.path)}
-    found |= _parts(run)
+    found |= _changes(run)
     for part in ("models", "machine", "versions"):
         given = run.facts.get(part) or (run.summary.get(part) if part == "versions" else None)
         found |= {str(name): str(value) for name, value in (given if isinstance(given, dict) else {}).items() if value}
     return [[limited(name), limited(value, LONG)] for name, value in list(found.items())[:MOST_FACTS]]
 
 
-def _parts(run: RunRecord) -> dict[str, str]:
+def _parts(run: RunRecord) -> list[Any]:
+    return _list(run.summary.get("parts") or run.facts.get("parts"))
+
+
+def _changes(run: RunRecord) -> dict[str, str]:
     """Return "changed from step N" -> changed settings, for each later part of a resumed run."""
     found = {}
-    for part in _list(run.summary.get("parts") or run.facts.get("parts"))[1:]:
+    for part in _parts(run)[1:]:
         changed = part.get("changed") if isinstance(part, dict) else None
         changes = changed.items() if isinstance(changed, dict) else ()
         said = [f"{key}: {' → '.join(map(str, change))}" for key, change in changes if isinstance(change, list)]

@@ -138,10 +138,11 @@ def everything(rows: Sequence[Mapping[str, float]]) -> dict[str, list[list[float
     return {limited(name): _short(downsample(points(rows, name), POINTS_OF_EACH)) for name in names}
 
 
-def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[str, Any]]:
+def before_after(rows: Sequence[Mapping[str, float]], mode: str, *, comparable: bool = True) -> list[dict[str, Any]]:
     """Return a row a line of the panels: its value before and after, and the teacher's.
 
     Of what is measured now and then these are the first and the last value, else the means over a tenth of the steps.
+    Unless their settings are `comparable`, no difference between steps is judged.
     """
     table = []
     for panel in _panels(rows, mode):
@@ -158,7 +159,7 @@ def before_after(rows: Sequence[Mapping[str, float]], mode: str) -> list[dict[st
                 "after": after,
                 "better": panel.better,
                 "held_out": held_out,
-                "noise": _is_noise(rows, metric, values, after - before),
+                "noise": _is_noise(rows, metric, values, after - before) if held_out or comparable else None,
             }
             if metric == ACCURACY and (teacher := _teacher(rows)) is not None:
                 row["teacher"] = teacher

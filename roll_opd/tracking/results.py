@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_opd.tracking.clock import PHASES
+from roll_opd.tracking.comparable import changed_settings
 
 PHASES_SHOWN = 3  # the largest ones, at most
 LEAST_SECONDS = 0.5  # of a part of the wall time that is named
@@ -40,7 +41,7 @@ RULE = 74  # characters
 def before_after_table(summary: Mapping[str, Any]) -> str:
     """Return the table a run ends with, from the keys of `summary.json`, with the rows that its pipeline measures.
 
-    What was not measured, or once alone, is a dash.
+    What was not measured, or once alone, is a dash. No ratio of the first value is given across changed settings.
     """
     teacher = summary.get("teacher_val_reward", summary.get("teacher_val_accuracy"))
     rows = []
@@ -54,7 +55,10 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
         compared = {"teacher": of_teacher, "first": first}.get(base)
         stderrs = summary.get("val_stderr_last"), summary.get("teacher_val_stderr")
         error = _ratio_stderr(last, compared, *stderrs) if base == "teacher" else None
-        rows.append((label, first, last, of_teacher, _ratio(last, compared, f"of {base}", error)))
+        ratio = _ratio(last, compared, f"of {base}", error)
+        if base == "first" and ratio:
+            ratio = changed_settings(summary.get("parts")) or ratio
+        rows.append((label, first, last, of_teacher, ratio))
     if not rows:
         return ""
     has_teacher, has_ratio = (any(row[column] not in (None, "") for row in rows) for column in (3, 4))

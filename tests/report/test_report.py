@@ -42,6 +42,15 @@ def test_only_a_difference_beyond_noise_is_judged(tmp_path: Path) -> None:
         assert table == {"Validation accuracy": noise, "Reward": True, "Loss, training": False}
 
 
+def test_steps_of_other_settings_are_not_judged(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=40)
+    for key, judged in (("actor_infer.generating_args.temperature", False), ("max_steps", True)):
+        parts = [{"first": 1, "last": 20, "changed": {}}, {"first": 21, "last": 40, "changed": {key: [1, 2]}}]
+        (run.path / "run.json").write_text(json.dumps({"parts": parts}))
+        table = {row["name"]: row["noise"] for row in of(run.path).data["table"]}
+        assert (table["Reverse KL to the teacher"] is not None) == judged
+
+
 def test_a_mean_reward_is_not_called_an_accuracy() -> None:
     rows = [{"step": 0, "val_correct/all/mean": 0.0}, {"step": 2, "val_correct/all/mean": 0.4, "val/reward/max": 0.9}]
     assert [row["name"] for row in before_after(rows, "rl")] == ["Validation reward"]

@@ -115,6 +115,28 @@ def test_a_resumed_run_waited_in_its_last_start_up() -> None:
     ]
 
 
+CHANGES = {
+    "actor_infer.generating_args.temperature": "settings changed",
+    "opd_kl_coef": "settings changed",
+    "teacher.model_args.model_name_or_path": "settings changed",
+    "max_steps": "0.25 of first",
+    "actor_train.training_args.learning_rate": "0.25 of first",
+    "learning_rate": "0.25 of first",
+    "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": "0.25 of first",
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_ratio_compares_steps_of_the_same_settings(key: str) -> None:
+    rows = [{"step": 1, "opd/reverse_kl/mean": 1.6}, {"step": 2, "opd/reverse_kl/mean": 0.4}]
+    first = {"first": 1, "last": 1, "changed": {}}
+    parts = [first, {"first": 2, "last": 2, "changed": {key: [1, 2]}}]
+    assert before_after_table(summarize(rows) | {"parts": parts}).splitlines()[3].endswith(CHANGES[key])
+    unknown = [first, {"first": 2, "last": 2, "changed": None}]
+    assert before_after_table(summarize(rows) | {"parts": unknown}).splitlines()[3].endswith("settings unknown")
+    assert before_after_table(summarize(rows) | {"parts": [first]}).splitlines()[3].endswith("0.25 of first")
+
+
 def test_a_table_has_the_rows_of_its_pipeline() -> None:
     rlvr = [{"step": 0, "val_correct/all/mean": 0.1}]
     rlvr += [{"step": step, "critic/score/mean": step / 4} for step in (1, 2)] + [
