@@ -13,7 +13,7 @@ from roll_opd import __version__
 from roll_opd.hf.tokenizer_files import has_chat_template
 from roll_opd.pipelines.card_settings import public, settings_table, steps_text
 from roll_opd.pipelines.describe import objective_text
-from roll_opd.pipelines.example_prompt import example_prompt
+from roll_opd.pipelines.example_prompt import NEUTRAL
 from roll_opd.pipelines.history import Part
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.pipelines.workflow_rewards import rewards_from
@@ -144,7 +144,8 @@ def _figures(summary: Mapping[str, Any]) -> str:
 
 
 def _loading(plan: RunPlan) -> Sequence[str]:
-    return loading(".", example_prompt(plan), is_chat=has_chat_template(Path(plan.student.model.path)))
+    # a card is published, and rows may be private
+    return loading(".", NEUTRAL, is_chat=has_chat_template(Path(plan.student.model.path)))
 
 
 def _table(cells: Mapping[str, str]) -> str:

@@ -15,9 +15,11 @@ from huggingface_hub import ModelCard
 
 from roll_opd.config.build import load_plan
 from roll_opd.pipelines import history
+from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.plan import RunPlan
+from roll_opd.tracking.results import loading
 from roll_opd.tracking.summary import summarize
 
 MEASURED = [{"step": 0, "val_correct/all/mean": 0.25}, {"step": 20, "val_correct/all/mean": 0.75}]
@@ -230,7 +232,8 @@ def test_the_script_asks_what_the_first_held_out_row_asks(tmp_path: Path, row: d
     second = Path("examples/demo/data/val.jsonl").read_text().splitlines()[1]
     rows.write_text(f"{json.dumps(row)}\n{second}\n")
     plan = load_plan("demo", "rlvr_opd", [f"validation.data_args.file_name={rows}"])
-    assert f'prompt = "{asked}"' in model_card(plan, summarize([]), 1).splitlines()
+    assert f'prompt = "{asked}"' in loading(".", example_prompt(plan))
+    assert 'prompt = "Hello"' in model_card(plan, summarize([]), 1)  # published: no row of the user's data
 
 
 def test_the_script_of_other_data(tmp_path: Path) -> None:
@@ -238,10 +241,9 @@ def test_the_script_of_other_data(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "How many?", "ground_truth": "3"}\n')
     words = ["workflow=simple_workflow", f"validation.data_args.file_name={rows}", "prompt_key=question"]
-    assert 'prompt = "How many?"' in model_card(load_plan("demo", "rlvr_opd", words), summarize([]), 1)
+    assert example_prompt(load_plan("demo", "rlvr_opd", words)) == "How many?"
     rows.unlink()
-    plan = load_plan("examples/games", "frozen_lake")
-    assert 'prompt = "Hello"' in model_card(plan, summarize([]), 1)
+    assert example_prompt(load_plan("examples/games", "frozen_lake")) == "Hello"
     plan = load_plan("demo", "sft", pipeline="sft")
     gone = replace(plan, validation=None, data=replace(plan.data, files=(str(rows),)))
-    assert 'prompt = "Hello"' in model_card(gone, summarize([]), 1)
+    assert example_prompt(gone) == "Hello"
