@@ -53,12 +53,12 @@ def follow(parent: int) -> None:
         sys.exit()
 
 
-def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) -> None:
-    """Import what Megatron's roles need, and of vLLM what `told` says; fork until the other end of `alive` is closed.
+def preload_and_serve(requests: TextIO, listeners: Mapping[str, int], alive: int) -> None:
+    """Import Megatron's modules and the requested ones of vLLM; serve forks until the other end of `alive` is closed.
 
-    `told` is JSON that the driver writes once it has read its configuration; `listeners` are the sockets of MEGATRON
-    and ENGINES. A failing import is left to the process that needs the module, which reports the error. Ray is left to
-    the forks, since it reads its job from the environment when it is imported.
+    `requests` is JSON that the driver writes once it has read its configuration; `listeners` are the sockets of
+    MEGATRON and ENGINES. A failing import is left to the process that needs the module, which reports the error. Ray
+    is left to the forks, since it reads its job from the environment when it is imported.
     """
     from roll_opd.companions import broken_companions, hide
     from roll_opd.inference.settings import prepare_environment
@@ -77,18 +77,18 @@ def preload_and_serve(told: TextIO, listeners: Mapping[str, int], alive: int) ->
             follow(first)
             _import(OF_MEGATRON)
         else:
-            _import_engines(json.loads(told.read() or "{}"))
+            _import_engines(json.loads(requests.read() or "{}"))
     del modules["ray"]
     gc.freeze()  # so that collections in the forks do not copy all of these pages
     gc.enable()
     _serve(listeners[kind], alive)
 
 
-def _import_engines(told: Mapping[str, Any]) -> None:
+def _import_engines(request: Mapping[str, Any]) -> None:
     """Import the parts of vLLM that the driver requests, with its `variables` in the environment."""
     modules: dict[str, Any] = sys.modules
-    wanted = told.get("engines", "")
-    os.environ |= told.get("variables", {})
+    wanted = request.get("engines", "")
+    os.environ |= request.get("variables", {})
     if wanted == ANY_ENGINE:
         _import(VLLM)
     if wanted == EAGER_ENGINES:
