@@ -1,0 +1,26 @@
+"""Wrong formulas in losses, advantages, masks, divergences and KL estimators: each makes a test fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutations import PACKAGE, REPOSITORY, file_of, file_of_test
+from wrong_formulas import WRONG_FORMULAS
+
+
+@pytest.mark.slow  # one run of tests for each
+@pytest.mark.timeout(1800)
+def test_every_wrong_formula_fails_a_test() -> None:
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("mutations.py")], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("formula", WRONG_FORMULAS, ids=lambda formula: formula.name)
+def test_the_table_of_wrong_formulas_matches_the_package(formula) -> None:
+    assert formula.right != formula.wrong
+    file_of(formula.right, REPOSITORY / PACKAGE)
+    for name in formula.tests:
+        file_of_test(name, REPOSITORY / "tests")
