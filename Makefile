@@ -3,27 +3,27 @@
 PYTHON_IN_VENV := .venv/bin/python
 DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_path demo --config_name onpolicy_distill
 
-# sessions of pytest, the longest first: three share the cores, since each of them waits a good deal
-SESSIONS := test-rooms test-launches test-megatron test-staged test-engines test-config
-STAGED := $(wildcard tests/pipelines/test_staged_*.py)
-PYTEST := $(PYTHON_IN_VENV) -u -m pytest -v --durations=30
+# the tests run in two processes, which take groups of tests that share what takes long to start (tests/groups.py)
+PYTEST := -m pytest -n 2 -v --durations=40
 LOGS := build/tests
-SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/shown.py $(LOGS)/$(@:test-%=%).log
+SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/shown.py $(LOGS)/$(@:tests-%=%).log
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
-# sessions run side by side: threads of one that wait, spinning, for those of another cost five times the work
-test-% fast-%: export OMP_NUM_THREADS := 1
-test-%: export COLUMNS := 120
+# processes share the cores: threads of one that wait, spinning, for those of another cost five times the work
+tests-% test-fast: export OMP_NUM_THREADS := 1
+tests-%: export COLUMNS := 120
+tests-%: export PYTHONUNBUFFERED := 1
 
 # set-up compiles little: what is imported first is to be compiled for all the processes after it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test $(SESSIONS) test-fast fast-config fast-rooms lint style format docs doctor clean
+.PHONY: help setup demo test test-all test-fast tests-push tests-all lint style format docs doctor clean
 
 help:
 	@echo "make demo       set up, then distil the example teacher into the example student on the CPU"
-	@echo "make test       set up, then lint and run all tests"
+	@echo "make test       set up, then lint and run the tests of every push: all but the nightly ones"
+	@echo "make test-all   set up, then lint and run all tests, and measure which lines they execute"
 	@echo "make test-fast  set up, then run the tests that start no engines and no whole runs"
 	@echo "make lint       set up, then check style (ruff) and types (mypy)"
 	@echo "make format     set up, then let ruff fix and format the code"
@@ -39,46 +39,37 @@ demo: setup
 	@$(DEMO)
 
 # what failed is said again at the end, where somebody looks
+SAY_AGAIN = { for log in $(LOGS)/*.log; do echo $$log; \
+	grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed|error))' $$log | cut -c1-400 | tail -n 40; done; exit 1; }
+
+# the linter runs beside the tests, with a lower priority: it fills the time in which they wait
 test: setup
 	@rm -rf $(LOGS)
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 $(SESSIONS) style \
-		|| { for log in $(LOGS)/*.log; do echo $$log; \
-			grep -E '^(E  |FAILED|ERROR|[=]+ .*(passed|failed|error))' $$log | cut -c1-400 | tail -n 40; done; exit 1; }
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 tests-push style || $(SAY_AGAIN)
 
-test-rooms:
-	@$(PYTEST) --ignore=tests/pipelines --ignore=tests/megatron_engine --ignore=tests/inference --ignore=tests/config $(SHOWN)
+test-all: setup
+	@rm -rf $(LOGS) build/coverage
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 tests-all style || $(SAY_AGAIN)
 
-test-launches:
-	@$(PYTEST) tests/pipelines $(STAGED:%=--ignore=%) $(SHOWN)
+tests-push:
+	@$(PYTHON_IN_VENV) $(PYTEST) -m "not nightly" $(SHOWN)
 
-test-megatron:
-	@$(PYTEST) tests/megatron_engine $(SHOWN)
+# a process that is killed writes no lines, so that the share is a lower bound
+tests-all:
+	@$(PYTHON_IN_VENV) -m coverage run $(PYTEST) $(SHOWN)
+	@$(PYTHON_IN_VENV) -m coverage combine -q
+	@$(PYTHON_IN_VENV) -m coverage report > build/coverage/report.txt
+	@tail -n 1 build/coverage/report.txt
 
-test-staged:
-	@$(PYTEST) $(STAGED) $(SHOWN)
-
-test-engines:
-	@$(PYTEST) tests/inference $(SHOWN)
-
-test-config:
-	@$(PYTEST) tests/config $(SHOWN)
-
-# half of the time goes to configurations, which Hydra composes anew for every test
 test-fast: setup
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target fast-config fast-rooms
-
-fast-config:
-	@$(PYTHON_IN_VENV) -m pytest -q -m "not slow" tests/config
-
-fast-rooms:
-	@$(PYTHON_IN_VENV) -m pytest -q -m "not slow" --ignore=tests/config
+	@$(PYTHON_IN_VENV) -m pytest -n 2 -q -m "not slow"
 
 lint: setup style
 
 style:
-	@$(PYTHON_IN_VENV) -m ruff check .
-	@$(PYTHON_IN_VENV) -m ruff format --check .
-	@$(PYTHON_IN_VENV) -m mypy
+	@nice $(PYTHON_IN_VENV) -m ruff check .
+	@nice $(PYTHON_IN_VENV) -m ruff format --check .
+	@nice $(PYTHON_IN_VENV) -m mypy
 
 format: setup
 	@$(PYTHON_IN_VENV) -m ruff check --fix .

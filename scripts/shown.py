@@ -1,4 +1,4 @@
-"""Keep a session of `pytest -v` in its log and show what matters of it: whole logs side by side hide the one line.
+"""Keep the output of `pytest -n 2 -v` in its log and show what matters of it: a whole log hides the one line.
 
 Shown are each tenth of the session, what failed and why, what was skipped, and how it ended.
 """
@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-PROGRESS = re.compile(r"(\d+)%\]$")
-BAD = re.compile(r"(FAILED|ERROR) +\[ *\d+%\]$")
+PROGRESS = re.compile(r"^\[gw\d+\] \[ *(\d+)%\]")
+BAD = re.compile(r"^\[gw\d+\] \[ *\d+%\] (FAILED|ERROR)")
 TOLD = re.compile(r"^(E  |FAILED|ERROR|SKIPPED|INTERNALERROR)")
 ENDED = re.compile(r"=+ .*(passed|failed|error|no tests ran)")
 WIDTH = 400

@@ -1,16 +1,24 @@
-"""What several rooms need, and which rooms are slow as a whole."""
+"""Fixtures of several rooms, the tiers of tests (fast, push, all) and their groups.
+
+The markers `slow` and `nightly` make the tiers: `make test-fast` leaves both out, `make test` the nightly ones.
+"""
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import groups
 
 WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
 os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look for; tests of the width set their own
 
 TESTS = Path(__file__).parent
 SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "workers"}  # start engines, process groups or Ray
+STARTED: list[tuple[pytest.FixtureDef, Any]] = []
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"  # beside the repository
 GSM8K_FILES = ("train.jsonl", "test.jsonl")
 
@@ -25,11 +33,34 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.option.markexpr == "not slow" and collection_path.name in SLOW_ROOMS else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of a slow room as slow; the others carry `@pytest.mark.slow` themselves."""
+    """Mark every test of a slow room, and every nightly one, as slow; put the tests in the order of their groups."""
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in SLOW_ROOMS:
+        if item.path.relative_to(TESTS).parts[0] in SLOW_ROOMS or item.get_closest_marker("nightly"):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: groups.place_of(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return groups.scheduler(config, log)
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> None:
+    """Remember what a group of tests starts once."""
+    if fixturedef.argname in groups.STARTED_ONCE:
+        STARTED.append((fixturedef, request))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After the last test of a group, end what the group has started once."""
+    yield
+    if nextitem is not None and groups.group_of(nextitem.nodeid) != groups.group_of(item.nodeid):
+        while STARTED:
+            fixturedef, request = STARTED.pop()
+            fixturedef.finish(request)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,46 @@
+"""Groups of tests: all tests of a group run in one process, and share there what takes long to start.
+
+A group is a set of files of one room; every other file is a group of its own. `pytest -n` hands out the groups in the
+order of `GROUPS`, the most expensive first, then the other files. Groups follow from paths, as pytest-xdist 3.8 has no
+others under pytest 9.2: its `--dist loadgroup` adds a suffix to `Item._nodeid`, which `Item.nodeid` no longer reads.
+"""
+
+from fnmatch import fnmatch
+from typing import Any
+
+# (group, its files), in the order in which groups start
+GROUPS = (
+    ("staged", "tests/pipelines/test_staged_*.py"),
+    ("staged", "tests/pipelines/test_rewarded_runs.py"),
+    ("staged", "tests/pipelines/test_runs.py"),
+    ("megatron", "tests/megatron_engine/*.py"),
+    ("launches", "tests/pipelines/*.py"),
+    ("pools", "tests/workers/*.py"),
+    ("engines", "tests/inference/*.py"),
+)
+# session fixtures that end with their group: processes that nobody uses any more take memory from the next group
+STARTED_ONCE = ("answers", "cluster", "forks", "shared_engine", "stage", "warm")
+
+
+def group_of(nodeid: str) -> str:
+    """Return the group of a test id."""
+    path = nodeid.partition("::")[0]
+    return next((name for name, pattern in GROUPS if fnmatch(path, pattern)), path)
+
+
+def place_of(nodeid: str) -> int:
+    """Return the place of a test's group in the order of `GROUPS`; files without a group come last."""
+    names = list(dict(GROUPS))
+    return names.index(group_of(nodeid)) if group_of(nodeid) in names else len(names)
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """Return a scheduler of pytest-xdist that gives whole groups to its processes."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # keep the order of collection, which is that of `GROUPS`
+    return GroupScheduling(config, log)
