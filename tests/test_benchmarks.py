@@ -175,6 +175,7 @@ def test_cpu_time_belongs_to_the_innermost_part(data_plane):
     assert driver_cost.memory()["RssAnon"] > 2**20
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_is_measured(logprob_memory):
     """One small round of each way in processes of their own: they agree, and the eager one holds its logits."""

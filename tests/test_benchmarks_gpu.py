@@ -46,6 +46,7 @@ def loop(monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_tiny_model_on_a_cpu_agrees_with_hugging_face_in_every_objective_and_is_timed(tmp_path: Path) -> None:
     command = ["--device", "cpu", "--shapes", "tiny", "--peak-tflops", "0.1", "--json", str(tmp_path / "found")]

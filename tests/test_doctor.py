@@ -187,6 +187,7 @@ def test_doctor_runs_where_nothing_is_installed():
     assert "torch is not installed" in done.stdout and "packaging is not installed" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_doctor_on_this_machine_finds_nothing_broken():
     done = subprocess.run([sys.executable, "-m", "roll_opd.cli", "doctor"], capture_output=True, text=True, timeout=120)

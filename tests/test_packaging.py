@@ -366,6 +366,7 @@ def test_setup_that_fails_half_way_leaves_no_environment(clone):
     assert "setuptools" in (clone / "setup.log").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_setup_starts_afresh_after_one_that_was_killed(clone):
     (clone / ".venv/bin").mkdir(parents=True)

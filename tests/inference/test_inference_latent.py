@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from inference_models import Running, buckets_of, hf_logprobs, make_latent, save_model
 
@@ -21,6 +22,7 @@ def test_cpus_with_amx_compute_it_as_others_do(tmp_path: Path) -> None:
         assert "attention_backend" not in resolve_engine_args(model, on_cpu=on_cpu, engine_args=own, **same)
 
 
+@pytest.mark.nightly
 def test_latent_attention_is_hugging_faces(tmp_path: Path, warm: None) -> None:
     prompts = [list(range(2, 20)), [7]]
     running = Running(save_model(make_latent(seed=0), tmp_path), routes=True)

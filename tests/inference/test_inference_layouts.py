@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_mixture, make_model, save_model
 
 from roll_opd.plan import SamplingPlan
 
 
+@pytest.mark.nightly
 def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
     path = save_model(make_model(seed=0, tied=True), tmp_path)
     running = Running(path, tensor_parallel_size=2)
@@ -27,6 +29,7 @@ def test_tied_weights_reach_both_workers(tmp_path: Path, warm: None) -> None:
     running.close()
 
 
+@pytest.mark.nightly
 def test_experts_are_packed_again(tmp_path: Path, warm: None) -> None:
     """vLLM's kernels for CPUs take weights of a layout of their own, which it makes when it loads a model."""
     running = Running(save_model(make_mixture(seed=0), tmp_path), tensor_parallel_size=2)

@@ -65,6 +65,7 @@ def test_unchanged_settings_go_on_to_the_bit(whole: Run, tmp_path: Path) -> None
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("of", ["console", "card"])
 def test_the_snippet_runs_as_a_script(whole: Run, tmp_path: Path, of: str) -> None:
     """As it is printed, and as it is in the card beside the model; on whatever this machine has."""

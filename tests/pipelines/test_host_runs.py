@@ -16,6 +16,7 @@ pytestmark = needs_hosts
 SECONDS = 300.0
 
 
+@pytest.mark.nightly
 def test_two_hosts_end_with_the_bits_of_one(tmp_path: Path) -> None:
     """Student and engine are on one host, the teacher is on the other; torchrun starts both."""
     short = ("max_steps=2", "save_steps=0")
@@ -42,6 +43,7 @@ def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
         assert LEFT not in process.output and not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
     """Host 1 has another version of the package, lacks the teacher, and has a directory of its own for the run."""
     output = "/tmp/own"

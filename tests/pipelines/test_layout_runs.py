@@ -116,12 +116,14 @@ def agrees_with_hugging_face(run: Run) -> None:
         np.testing.assert_allclose(row["student_logprobs"], wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_a_student_under_context_parallelism(tmp_path: Path) -> None:
     run = run_of(tmp_path / "output", f"+{STUDENT}.context_parallel_size=2")
     assert apart(run) <= 1e-4
     agrees_with_hugging_face(run)
 
 
+@pytest.mark.nightly
 def test_engines_of_two_ranks_inside_ray(tmp_path: Path) -> None:
     """What they sample with is the student's weights after every update, and so is what they answer."""
     ranks = "+student_infer.strategy_args.strategy_config.tensor_parallel_size=2"
@@ -130,6 +132,7 @@ def test_engines_of_two_ranks_inside_ray(tmp_path: Path) -> None:
     agrees_with_hugging_face(run)
 
 
+@pytest.mark.nightly
 def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, deep: Path) -> None:
     """The teacher has four slots: tensor and context parallelism of two."""
     student = (f"{STUDENT}.pipeline_model_parallel_size=2", f"+{STUDENT}.virtual_pipeline_model_parallel_size=2")
@@ -140,6 +143,7 @@ def test_a_student_in_virtual_stages_and_a_teacher_cut_twice(tmp_path: Path, dee
     agrees_with_hugging_face(run)
 
 
+@pytest.mark.nightly
 def test_a_student_that_learns_adapters_alone(tmp_path: Path) -> None:
     """The checkpoint's model is base and adapter together, which is what the engines have."""
     keys = ("lora_target=all-linear", "lora_rank=8")

@@ -87,6 +87,7 @@ def test_a_resumed_run_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one), file
 
 
+@pytest.mark.nightly
 def test_a_run_in_turns_has_the_same_bits(whole: Run, tmp_path: Path) -> None:
     """All on one device, from a checkpoint, with the base as reference policy, writing beside the work."""
     turns = ("is_offload_states=true", "async_save=true", "actor_infer.device_mapping=[0]")

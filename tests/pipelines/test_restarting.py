@@ -48,11 +48,11 @@ def attempts(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("ends", "code", "tries"),
     [
-        ("1,0,0", 0, 2),
+        pytest.param("1,0,0", 0, 2, marks=pytest.mark.nightly),
         ("-9,-11,0", 0, 3),  # killed, crashed
-        ("1,-9,-9", 1, 3),
+        pytest.param("1,-9,-9", 1, 3, marks=pytest.mark.nightly),
         ("2,0,0", 2, 1),  # what cannot work
-        ("-15,0,0", 143, 1),  # asked to end
+        pytest.param("-15,0,0", 143, 1, marks=pytest.mark.nightly),  # asked to end
     ],
 )
 def test_what_fails_goes_on(tmp_path: Path, ends: str, code: int, tries: int) -> None:

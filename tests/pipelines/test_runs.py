@@ -173,6 +173,7 @@ def test_the_model_has_a_card_and_the_runs_umask(run: Run) -> None:
     assert "AutoModelForCausalLM.from_pretrained(model_dir)" in code and "LLM(model_dir" in code
 
 
+@pytest.mark.nightly
 def test_gsm8k_prompts_train(stage: Stage, tmp_path: Path, gsm8k_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     assert convert_gsm8k(["--input", str(gsm8k_dir / "train.jsonl"), "--output", str(rows)]) == 0

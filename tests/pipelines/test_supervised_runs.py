@@ -59,6 +59,7 @@ def test_dpo_learns_which_of_two_answers_is_chosen(dpo: Run) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_killed_in_a_save_and_resumed_equals_uninterrupted(dpo: Run, tmp_path: Path) -> None:
     """Bit for bit; two ranks write while they learn, and the reference policy is the student as it began."""
     experiment, saving = tmp_path / "killed" / "demo", 2 * SAVED

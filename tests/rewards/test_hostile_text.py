@@ -13,6 +13,7 @@ from roll_opd.rewards.instructions.functions import FUNCTIONS
 from roll_opd.rewards.instructions.rules import INSTRUCTIONS
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.registry import resolve
+from tests.cover import cover, tiered
 
 LENGTH = 100_000  # characters
 SECONDS = 1.0  # for one of them
@@ -87,7 +88,11 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[str | None, dict[str, Any]]]]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("worker", "options", "rows"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("worker", "options", "rows"),
+    tiered(CASES, cover(CASES, of=lambda case: (case[0],))),
+    ids=lambda value: str(value)[:40],
+)
 def test_it_is_scored_in_time(
     worker: str, options: dict[str, Any], rows: list[tuple[str | None, dict[str, Any]]]
 ) -> None:

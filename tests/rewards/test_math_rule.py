@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from roll_opd.rewards.mathematics.equality import as_number
 from roll_opd.rewards.mathematics.final_answer import final_answer
 from roll_opd.rewards.mathematics.notation import MAX_EXPRESSION, plain
 from roll_opd.rewards.registry import resolve, reward_arguments
+from tests.cover import tiered
 
 PAIRS = Path(__file__).with_name("math_pairs.txt")
 PAGE = Path(__file__).parents[2] / "docs" / "rewards" / "math_rule.md"
@@ -48,10 +50,21 @@ def pairs() -> Iterator[tuple[str, str, bool]]:
                 yield gold, response.replace("\\n", "\n"), right
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_that_equal_a_gold_answer_and_answers_that_do_not() -> None:
     table = list(pairs())
-    assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 2000
+    assert len(table) > 2000
+    assert_verdicts(table)
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_answers_that_equal_a_gold_answer_and_of_those_that_do_not() -> None:
+    """A tenth, by a hash of the pair: the same on every day and machine."""
+    assert_verdicts([pair for pair in pairs() if crc32(f"{pair[0]}\n{pair[1]}".encode()) % 10 == 0])
+
+
+def assert_verdicts(table: list[tuple[str, str, bool]]) -> None:
+    assert Counter(right for _, _, right in table).keys() == {True, False} and len(table) > 200
     with ThreadPoolExecutor(processes.PROCESSES) as pool:
         found = list(pool.map(lambda pair: is_right(pair[1], pair[0], timeout=60) is True, table))
     assert [pair for pair, verdict in zip(table, found, strict=True) if pair[2] is not verdict] == []
@@ -167,19 +180,26 @@ HOSTILE = {
 }  # fmt: skip
 
 
+KINDS_OF_HARM = ("tower of powers", "brackets", "letters", "1 MB", "1 MB of brackets", "surrogates")
+
+
 @pytest.mark.slow
-def test_hostile_text_is_not_right_and_ends_in_time_and_the_next_answer_is_scored() -> None:
+@pytest.mark.parametrize(
+    "names", tiered([(KINDS_OF_HARM,), (tuple(HOSTILE),)], [(KINDS_OF_HARM,)]), ids=["some", "all"]
+)
+def test_hostile_text_is_not_right_and_ends_in_time_and_the_next_answer_is_scored(names: tuple[str, ...]) -> None:
     rule = MathRule(timeout=0.5)
     is_right(r"\boxed{\sqrt{4}}", "3", timeout=60)  # the processes are up
     reasons = {}
-    for name, text in HOSTILE.items():
+    for name in names:
+        text = HOSTILE[name]
         began, own = time.monotonic(), time.thread_time()
         (score,) = rule.score([RewardSample("a", text, r"2\sqrt{3}", "t")])
         assert score.value == 0.0, name
         assert time.thread_time() - own < 1, name
         assert time.monotonic() - began < 0.5 * processes.MOST_WAITING + 1, name
         reasons[name] = score.reason
-    assert {reasons[name] for name in ("tower of powers", "sum", "power of a sum")} == {"timeout"}
+    assert {reasons[name] for name in ("tower of powers", "sum", "power of a sum") if name in names} == {"timeout"}
     assert is_right(r"\boxed{\sqrt{4}}", "2", timeout=60) is True
 
 
@@ -193,7 +213,7 @@ def test_a_question_has_its_time_of_the_processor() -> None:
     assert process.process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_among_many_hostile_answers_at_once_the_right_ones_are_right() -> None:
     """They wait for their turn, and their time begins with it."""
     rule = MathRule(timeout=0.5)
