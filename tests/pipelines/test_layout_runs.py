@@ -3,18 +3,17 @@
 The models are made of the example's student: a layer more, or experts in the place of its multi-layer perceptrons.
 """
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from runs import REPOSITORY, Run, launch
+from mixture import START, save, save_mixture
+from runs import Run, launch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("forks")
-START = REPOSITORY / "examples/demo/models/student"
 STEPS = 3
 LEARNING_RATE = "student_train.training_args.learning_rate"
 SETTINGS = (
@@ -35,14 +34,6 @@ TEACHER = "teacher.strategy_args.strategy_config"
 R3 = ("+student_train.router_replay.mode=R3", "+student_infer.router_replay.mode=R3")
 
 
-def save(model: PreTrainedModel, path: Path) -> Path:
-    model.save_pretrained(path)
-    for file in START.iterdir():
-        if file.name not in ("config.json", "model.safetensors", "README.md"):
-            shutil.copy(file, path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, which two virtual stages on two ranks need; the last one does next to nothing."""
@@ -61,33 +52,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four experts like the student's perceptron, and routers to which they are all the same but for rounding."""
-    dense = AutoModelForCausalLM.from_pretrained(START, dtype=torch.float32)
-    shared = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    )
-    sizes = {name: getattr(dense.config, name) for name in (*shared, "eos_token_id", "tie_word_embeddings")}
-    width = dense.config.intermediate_size
-    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width)
-    config.norm_topk_prob = True
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float()
-    model.load_state_dict(dense.state_dict(), strict=False)
-    with torch.no_grad():
-        for layer, old in zip(model.model.layers, dense.model.layers, strict=True):
-            for expert in range(4):
-                for new, parts in (
-                    (layer.mlp.experts.gate_up_proj, (old.mlp.gate_proj.weight, old.mlp.up_proj.weight)),
-                    (layer.mlp.experts.down_proj, (old.mlp.down_proj.weight,)),
-                ):
-                    new[expert] = torch.cat(parts) * (1 + 0.1 * torch.randn_like(new[expert]))
-            row = 0.02 * torch.randn(config.hidden_size)
-            layer.mlp.gate.weight.copy_(row * (1 + 1e-7 * torch.randn(4, config.hidden_size)))
-    return save(model, tmp_path_factory.mktemp("mixture"))
+    return save_mixture(tmp_path_factory.mktemp("mixture"))
 
 
 def run_of(output: Path, *settings: str, model: Path = START) -> Run:
