@@ -1,0 +1,21 @@
+"""The golden runs of this tree end with the bits on record, where there is a record of this class of machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from compare import Renamed, reports
+from record import fixtures, record
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_runs_end_with_the_bits_on_record(tmp_path: Path) -> None:
+    place = fixtures()
+    if not place.is_dir():
+        there = ", ".join(sorted(path.name for path in place.parent.glob("*")))
+        pytest.skip(f"no record of this class of machine, {place.name}, but of {there} (record.py --fixture makes one)")
+    record(tmp_path, [])
+    gaps = {name: lines[:5] for name, lines in reports(place, tmp_path, [], Renamed()) if lines}
+    assert not gaps, json.dumps(gaps, indent=1)
