@@ -6,7 +6,7 @@ DEMO := $(PYTHON_IN_VENV) examples/start_onpolicy_distill_pipeline.py --config_p
 # the tests run in two processes, which take groups of tests that share what takes long to start (tests/groups.py)
 PYTEST := -m pytest -n 2 -v --durations=40
 LOGS := build/tests
-SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/shown.py $(LOGS)/$(@:tests-%=%).log
+SHOWN = 2>&1 | $(PYTHON_IN_VENV) scripts/log_filter.py $(LOGS)/$(@:tests-%=%).log
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 

@@ -1,6 +1,7 @@
 """Puts the configuration groups and the examples into a wheel; everything else about it is in pyproject.toml.
 
-They stand beside the package, where a reader of the repository looks for them; `roll_opd.paths` finds them both ways.
+They stand beside the package, where a reader of the repository looks for them; `roll_opd.base.paths` finds them both
+ways.
 """
 
 import shutil

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.data.experience import Experience
+from roll_opd.config.plan import RunPlan, SamplingPlan
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.environments import make
 from roll_opd.environments.interface import Environment
 from roll_opd.inference.completion import Completion
-from roll_opd.plan import RunPlan, SamplingPlan
 from roll_opd.rollout.workflow import sample_seed
+from roll_opd.samples.experience import Experience
 
 # (engine, tokens, settings, seed) of each request -> seconds of the slowest engine, and the completions in that order
 Ask = Callable[[Sequence[tuple[int, np.ndarray, SamplingPlan, int]]], tuple[float, list[Completion]]]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from roll_opd.config.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
 from roll_opd.inference.completion import Completion
-from roll_opd.plan import MegatronPlan, RolloutPlan, RunPlan, SamplingPlan, TrainPlan
 
 CLOSE_SECONDS = 20
 # has the step's samples made by the engines; returns the seconds of each part of that, and the experiences
@@ -53,7 +53,7 @@ def _step(
     plan: RunPlan, sample: Sample, step: int, engines: list["Part"], student: list["Part"], teacher: list["Part"]
 ) -> dict[str, float]:
     # imported here: the engines' processes read this module too, and shall hold nothing that is not theirs
-    from roll_opd.workers.megatron import train_samples
+    from roll_opd.actors.megatron_actor import train_samples
 
     assert plan.rollout is not None
     temperature, objective = plan.rollout.sampling.temperature, plan.objective
@@ -76,8 +76,8 @@ def _step(
 
 def _prompts(plan: RunPlan) -> Sample:
     """Return what draws a step's prompts and answers them on the engines, spread as the pipeline spreads them."""
-    from roll_opd.data.prompts import open_prompts
-    from roll_opd.data.source import PromptSource
+    from roll_opd.data.dataset import open_prompts
+    from roll_opd.data.prompt_source import PromptSource
     from roll_opd.data.templates import load_tokenizer
     from roll_opd.rollout.workflow import experience_of, sample_seed
 
@@ -103,7 +103,7 @@ def _environments(plan: RunPlan) -> Sample:
     """Return what plays a step's games."""
     from bare_games import Games
 
-    from roll_opd.data.environments import EnvironmentSource
+    from roll_opd.data.environment_tasks import EnvironmentSource
 
     if not plan.is_agentic:
         raise BareError("of workflows, only those in environments can be measured; choose such a configuration")
@@ -261,9 +261,9 @@ def serve_rank(pipe: Any, worker: MegatronPlan, plan: RunPlan) -> None:
 def _buckets(engine: Any) -> list:
     import torch
 
-    from roll_opd.data.bucket import BucketMemory, map_bucket
-    from roll_opd.data.tensors import as_array
     from roll_opd.megatron.export import weight_buckets
+    from roll_opd.samples.tensors import as_array
+    from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
     memory = BucketMemory()
     written = weight_buckets(engine, [memory], torch.float32)
@@ -278,8 +278,8 @@ def serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
 
 
 async def _serve_engine(pipe: Any, rollout: RolloutPlan, plan: RunPlan) -> None:
-    from roll_opd.data.tensors import as_tensor
     from roll_opd.inference.engine import InferenceEngine
+    from roll_opd.samples.tensors import as_tensor
 
     engine = await InferenceEngine.start(
         rollout.model,

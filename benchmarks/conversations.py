@@ -23,21 +23,21 @@ import numpy as np
 import ray
 from pipeline_run import REPOSITORY, machine
 
+from roll_opd.actors.engine_actor import RolloutWorker
+from roll_opd.actors.sampler import Sampler
+from roll_opd.base.frozen import freeze
+from roll_opd.cluster.forkserver.forkserver_start import warm_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
-from roll_opd.cluster.warm_start import warm_server
-from roll_opd.config.build import load_plan
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import Prompt
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.dataset import Prompt
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.frozen import freeze
 from roll_opd.pipelines import start
-from roll_opd.plan import RunPlan
+from roll_opd.planner.build import load_plan
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
 from roll_opd.rollout.workflow import SingleTurn, Workflow
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.rollout import RolloutWorker
-from roll_opd.workers.sampler import Sampler
 
 SLICE = 0.02  # seconds of a point of the timeline
 

@@ -17,12 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from lengths import LENGTHS, TOKENS
 from pipeline_run import machine
 
-TOKENS, LONGEST = 1024, 16_384  # of each response of `fixed`, and at most of `tail`
-SHORT = 32  # of each of `short`, by which the price of a sample is told from that of its tokens
-LENGTHS = ("fixed", "tail", "short")
 ANSWERS = 8  # to a prompt
 MODES = {  # configuration, whether it is pure distillation, overrides
     "pure": ("onpolicy_distill", True, ()),
@@ -70,13 +67,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def lengths_of(kind: str, count: int, seed: int) -> np.ndarray:
-    """Return response lengths, int64: all the same, or with a long tail (a mean of about 2,400)."""
-    if kind != "tail":
-        return np.full(count, TOKENS if kind == "fixed" else SHORT)
-    return np.clip(np.random.default_rng(seed).lognormal(np.log(1500), 1.0, count), 16, LONGEST).astype(np.int64)
-
-
 def overrides_of(mode: str, sequences: int, ranks: int, steps: int, directory: Path) -> list[str]:
     """Return the command line of a run with `sequences` a step, or a few less."""
     _, pure, own = MODES[mode]
@@ -109,16 +99,14 @@ def measure(point: dict[str, Any], steps: int, ranks: int) -> dict[str, Any]:
     from driver_cost import DriverCost
     from synthetic_roles import put_in_place
 
-    from roll_opd.pipelines import launch
+    from roll_opd.commands import run
 
     config, pure, _ = MODES[point["mode"]]
     cost = DriverCost()
     put_in_place(point["lengths"], cost)
     with tempfile.TemporaryDirectory(prefix="data_plane-") as directory:
         command = overrides_of(point["mode"], point["sequences"], ranks, steps, Path(directory))
-        code = launch.main(
-            "data plane", pure=pure, arguments=["--config_path", "demo", "--config_name", config, *command]
-        )
+        code = run.main("data plane", pure=pure, arguments=["--config_path", "demo", "--config_name", config, *command])
     if code:
         raise RuntimeError(f"the run of {point} ended with exit code {code}")
     return {**point, **cost.figures()}

@@ -17,13 +17,13 @@ from typing import Any
 from conversations import SLICE, WatchedEngine, idle_share, rolled_out, timeline
 from pipeline_run import REPOSITORY, machine
 
+from roll_opd.cluster.forkserver.forkserver_start import warm_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
-from roll_opd.cluster.warm_start import warm_server
-from roll_opd.config.build import load_plan
-from roll_opd.data.environments import EnvironmentSource
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.environment_tasks import EnvironmentSource
 from roll_opd.pipelines import start
-from roll_opd.plan import RunPlan
+from roll_opd.planner.build import load_plan
 
 
 def main() -> int:

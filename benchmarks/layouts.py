@@ -107,10 +107,10 @@ def measure(ranks: Ranks, directory: Path) -> None:
     """Measure on this rank, and write its figures of each batch."""
     import torch
 
-    from roll_opd.hf.model_info import read_model
-    from roll_opd.megatron.memory import shard_of, train_memory
+    from roll_opd.config.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
     from roll_opd.megatron.trainer import MegatronTrainer
-    from roll_opd.plan import Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
+    from roll_opd.models.memory import shard_of, train_memory
+    from roll_opd.models.model_info import read_model
 
     limits, layout = MicroBatchLimits(tokens=PACK), Layout(**dict[str, Any](ranks.layout))
     plan = TrainPlan(
@@ -154,7 +154,7 @@ def random_samples(sequences: int, length: int) -> list[Any]:
     """Return samples of random tokens with random advantages."""
     import numpy as np
 
-    from roll_opd.data.training import TrainSample
+    from roll_opd.samples.training import TrainSample
 
     rng = np.random.default_rng(0)
     mask, zeros = np.ones(length - 1, bool), np.zeros(length - 1, np.float32)

@@ -23,9 +23,9 @@ from models import made_models
 from pipeline_run import ONLY_STEPS, machine, pipeline_row, run_pipeline
 from work import UncountedError, Work, check_counted, phase_devices, phase_work
 
-from roll_opd.config.build import load_plan
-from roll_opd.diagnostics import ConfigError
-from roll_opd.plan import RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.plan import RunPlan
+from roll_opd.planner.build import load_plan
 
 # of the demo with larger models: 64 sequences of up to 75 tokens a step
 LARGER = (

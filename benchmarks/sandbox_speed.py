@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import RewardSample, Score
 

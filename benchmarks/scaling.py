@@ -24,9 +24,9 @@ from pipeline_run import ONLY_STEPS, machine, pipeline_row, run_pipeline
 from process_memory import PeakMemory
 from work import matrix_parameters, phase_work
 
-from roll_opd.config.build import load_plan
-from roll_opd.hf.model_info import read_model
-from roll_opd.plan import RunPlan
+from roll_opd.config.plan import RunPlan
+from roll_opd.models.model_info import read_model
+from roll_opd.planner.build import load_plan
 
 AXES = ("batch", "length", "model", "ranks")
 WORK = {  # what the cost is fitted against

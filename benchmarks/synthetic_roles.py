@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from data_plane import LONGEST, lengths_of
 from driver_cost import DriverCost
+from lengths import LONGEST, lengths_of
 
-from roll_opd.data import compact
-from roll_opd.data.bucket import BucketMemory, bucketed
-from roll_opd.data.compact import Compact
-from roll_opd.data.shares import Packing
-from roll_opd.data.training import TrainResult
+from roll_opd.actors import megatron_actor
+from roll_opd.actors.reward_actor import Answer
+from roll_opd.actors.sampler import Request
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.plan import SamplingPlan
 from roll_opd.rewards.interface import Score, Scored
-from roll_opd.workers import megatron
-from roll_opd.workers.reward import Answer
-from roll_opd.workers.sampler import Request
-from roll_opd.workers.weight_buckets import OnHost, Written
+from roll_opd.samples import buffer_pickle
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.dp_shards import Packing
+from roll_opd.samples.training import TrainResult
+from roll_opd.samples.weight_bucket import BucketMemory, bucketed
+from roll_opd.weight_sync.bucket_writer import OnHost, Written
 
 HIDDEN, VOCABULARY = 64, 256  # a real hidden state is much wider; see README.md
 LENGTHS = "DATA_PLANE_LENGTHS"  # in the environment of the engines
@@ -107,8 +107,8 @@ def targets(tokens: int, topk: int | None) -> dict[str, np.ndarray]:
     return {"topk_ids": ids, "topk_logprobs": logprobs, "topk_rest": logprobs[:, 0].copy()}
 
 
-TeacherRank: Any = megatron.LogprobWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
-StudentRank: Any = megatron.TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+TeacherRank: Any = megatron_actor.LogprobWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+StudentRank: Any = megatron_actor.TrainWorker.__ray_metadata__.modified_class  # type: ignore[attr-defined]
 
 
 class Teacher(TeacherRank):
@@ -167,7 +167,7 @@ def put_in_place(lengths: str, cost: DriverCost) -> None:
         cost.begin()
 
     setattr(RunLogger, "step", counted(RunLogger.step, logged))  # noqa: B010
-    compact._opened = counted(compact._opened, lambda args, _: cost.count(received=args[1].nbytes))
+    buffer_pickle._opened = counted(buffer_pickle._opened, lambda args, _: cost.count(received=args[1].nbytes))
     reduce = counted(Compact.__reduce__, lambda _, reduced: cost.count(sent=reduced[1][1].nbytes))
     setattr(Compact, "__reduce__", reduce)  # noqa: B010
 

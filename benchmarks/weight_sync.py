@@ -24,14 +24,14 @@ from models import made_models
 from pipeline_run import machine
 from process_memory import PeakMemory
 
+from roll_opd.cluster.forkserver.forkserver_start import warm_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
-from roll_opd.cluster.warm_start import warm_server
-from roll_opd.config.build import load_plan
-from roll_opd.data.bucket import BUCKET_BYTES
-from roll_opd.hf.model_info import read_model
+from roll_opd.config.plan import RunPlan
+from roll_opd.models.model_info import read_model
 from roll_opd.pipelines.start import RunWorkers, start_unconfigured
-from roll_opd.plan import RunPlan
+from roll_opd.planner.build import load_plan
+from roll_opd.samples.weight_bucket import BUCKET_BYTES
 
 APART = ("student_train.device_mapping=[0]", "student_infer.device_mapping=[1]")
 SECONDS_BETWEEN_LOOKS = 0.02

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_opd.hf.model_info import ModelInfo, read_model
-from roll_opd.plan import RunPlan
+from roll_opd.config.plan import RunPlan
+from roll_opd.models.model_info import ModelInfo, read_model
 
 TRAINED = 3  # FLOPs of forward and backward passes over those of the forward passes
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

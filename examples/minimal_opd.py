@@ -19,8 +19,8 @@ Data, advantage, loss and reward are the package's own functions. Everything els
     one process on the CPU, one step after the other      roll_opd/pipelines/rlvr.py: the same loop over Ray workers
     `generate` of transformers                            roll_opd/inference: vLLM, new weights after every update
     all logits [B, A, V] in memory, float32               roll_opd/megatron: tensor, pipeline and data parallelism
-    prompts of one length, answers padded at the end      roll_opd/data/packing.py: any lengths, nothing padded
-    one update per rollout, by the weights that sampled   roll_opd/rollout/mismatch.py: corrects where they differ
+    prompts of one length, answers padded at the end      roll_opd/samples/packing.py: any lengths, nothing padded
+    one update per rollout, by the weights that sampled   roll_opd/objective/mismatch.py: corrects where they differ
     one teacher, one number per token                     docs/objectives.md: several teachers, top-k, full vocabulary
     a token's reverse KL counts for that token alone      roll_opd/algorithms/opd.py: discounted sums over later tokens
     the reward is only measured                           docs/mixed.md: teachers and rewards together
@@ -45,10 +45,10 @@ from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.losses.ratio import importance_sampling
 from roll_opd.algorithms.opd import opd_penalty
-from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
-from roll_opd.data.source import PromptSource
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
+from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.plan import DataPlan
 from roll_opd.rewards.builtin.math_rule import is_right
 
 DEMO = Path(__file__).resolve().parent / "demo"

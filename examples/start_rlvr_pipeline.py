@@ -9,6 +9,6 @@ from project_environment import use_project_environment
 
 if __name__ == "__main__":
     use_project_environment()
-    from roll_opd.pipelines.launch import main
+    from roll_opd.commands.run import main
 
     sys.exit(main(__doc__.splitlines()[0], pure=False))

@@ -12,13 +12,13 @@ __version__ = "0.1.0"
 __all__ = ["RunFailed", "__version__", "run"]
 
 if TYPE_CHECKING:
-    from roll_opd.scripting import RunFailed, run
+    from roll_opd.commands.python_api import RunFailed, run
 else:
 
     def __getattr__(name):
         """Import what `run` needs when it is asked for: every process of a run imports this package."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from roll_opd import scripting
+        from roll_opd.commands import python_api
 
-        return getattr(scripting, name)
+        return getattr(python_api, name)

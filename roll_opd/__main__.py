@@ -2,12 +2,12 @@
 
 import sys
 
-from roll_opd.interpreter import use_project_environment
+from roll_opd.base.interpreter import use_project_environment
 
 if __name__ == "__main__":
     use_project_environment(
         needs_packages=sys.argv[1:2] != ["doctor"], module="roll_opd"
     )  # doctor reports missing packages
-    from roll_opd.cli import main
+    from roll_opd.commands.main import main
 
     sys.exit(main())

@@ -17,7 +17,7 @@ WIDTH = shutil.get_terminal_size().columns  # of pytest's own report
 os.environ["COLUMNS"] = "1000"  # messages in one line, whose words tests look for; tests of the width set their own
 
 TESTS = Path(__file__).parent
-SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "workers"}  # start engines, process groups or Ray
+SLOW_ROOMS = {"inference", "megatron_engine", "pipelines", "roles", "workflows"}  # start engines, process groups or Ray
 STARTED: list[tuple[pytest.FixtureDef, Any]] = []
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"  # beside the repository
 GSM8K_FILES = ("train.jsonl", "test.jsonl")

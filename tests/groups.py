@@ -15,7 +15,7 @@ GROUPS = (
     ("staged", "tests/pipelines/test_runs.py"),
     ("megatron", "tests/megatron_engine/*.py"),
     ("launches", "tests/pipelines/*.py"),
-    ("pools", "tests/workers/*.py"),
+    ("pools", "tests/roles/*.py"),
     ("engines", "tests/inference/*.py"),
 )
 # session fixtures that end with their group: processes that nobody uses any more take memory from the next group

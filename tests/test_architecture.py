@@ -16,64 +16,47 @@ PACKAGE = Path(__file__).parent.parent / "roll_opd"
 
 # prefix of a module -> (floor, room); the longest prefix that fits counts. Rooms on one floor do not know each other.
 FLOORS = {
-    "roll_opd": (8, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
-    "roll_opd.__main__": (7, "commands"),
-    "roll_opd.config.schema": (0, "ground"),
-    "roll_opd.command_line": (0, "ground"),
-    "roll_opd.companions": (0, "ground"),
-    "roll_opd.declared": (0, "ground"),
-    "roll_opd.diagnostics": (0, "ground"),
-    "roll_opd.extensions": (0, "ground"),
-    "roll_opd.engine_options": (0, "ground"),
-    "roll_opd.failures": (0, "ground"),
-    "roll_opd.full_disk": (0, "ground"),
-    "roll_opd.frozen": (0, "ground"),
-    "roll_opd.hardware": (0, "ground"),
-    "roll_opd.hf": (0, "ground"),
-    "roll_opd.hints": (0, "ground"),
-    "roll_opd.interpreter": (0, "ground"),
-    "roll_opd.paths": (0, "ground"),
-    "roll_opd.phases": (0, "ground"),
-    "roll_opd.plan": (0, "ground"),
-    "roll_opd.roll": (0, "ground"),
-    "roll_opd.terminal": (0, "ground"),
-    "roll_opd.thoughts": (0, "ground"),
-    "roll_opd.user_modules": (0, "ground"),
-    "roll_opd.algorithms": (1, "algorithms"),
-    "roll_opd.composing": (1, "composing"),
-    "roll_opd.data": (1, "data"),
-    "roll_opd.megatron": (2, "megatron"),
-    "roll_opd.inference": (2, "inference"),
-    "roll_opd.tracking": (2, "tracking"),  # reads what `data` defines
-    "roll_opd.cluster": (3, "cluster"),
+    "roll_opd": (11, "front"),  # imports only when `roll_opd.run` is asked for; anybody may read the version from it
+    "roll_opd.__main__": (10, "commands"),
+    "roll_opd.commands": (10, "commands"),
+    "roll_opd.pipelines": (9, "pipelines"),
+    "roll_opd.rollout": (8, "rollout"),
+    "roll_opd.planner": (7, "planner"),  # reads facts from the rooms below
+    "roll_opd.roles": (7, "roles"),  # models of a run as the driver sees them
+    "roll_opd.actors": (6, "actors"),  # what runs in Ray's processes
+    "roll_opd.compat": (6, "compat"),  # configurations that are written for other projects
+    "roll_opd.weight_sync": (5, "weight_sync"),
+    "roll_opd.workflows": (5, "workflows"),
+    "roll_opd.cluster": (4, "cluster"),
+    "roll_opd.environments": (4, "environments"),
+    "roll_opd.objective": (4, "objective"),
+    "roll_opd.report": (4, "report"),
+    "roll_opd.inference": (3, "inference"),
+    "roll_opd.megatron": (3, "megatron"),
     "roll_opd.rewards": (3, "rewards"),
-    "roll_opd.report": (3, "report"),
-    "roll_opd.workflows": (3, "workflows"),
-    "roll_opd.workflows.builtin": (4, "workflows of the package"),  # they know what rewards know
-    "roll_opd.environments": (4, "workflows of the package"),  # its games are what one of them plays
-    "roll_opd.workers": (4, "workers"),
-    "roll_opd.trinity": (4, "trinity"),
-    "roll_opd.config": (5, "config"),  # the planner reads facts from the rooms below
-    "roll_opd.rollout": (5, "rollout"),
-    "roll_opd.pipelines": (6, "pipelines"),
-    "roll_opd.cli": (7, "commands"),
-    "roll_opd.scoring": (7, "commands"),
-    "roll_opd.doctor": (7, "commands"),
-    "roll_opd.machine": (7, "commands"),
-    "roll_opd.demo": (7, "commands"),
-    "roll_opd.scripting": (7, "commands"),
+    "roll_opd.teachers": (3, "teachers"),
+    "roll_opd.tracking": (3, "tracking"),
+    "roll_opd.algorithms": (2, "algorithms"),
+    "roll_opd.data": (2, "data"),
+    "roll_opd.models": (2, "models"),
+    "roll_opd.samples": (2, "samples"),
+    "roll_opd.config": (1, "config"),
+    "roll_opd.base": (0, "base"),
 }
 ENGINES_AND_RAY = {"ray", "vllm", "megatron"}
 # room -> distributions' modules that none of its files imports
 STRANGERS = {
-    "ground": ENGINES_AND_RAY | {"torch"},
-    "composing": ENGINES_AND_RAY | {"torch"},
+    "base": ENGINES_AND_RAY | {"torch", "transformers"},
+    "config": ENGINES_AND_RAY | {"torch", "transformers"},
+    "models": ENGINES_AND_RAY | {"torch"},
+    "samples": ENGINES_AND_RAY,
     "algorithms": ENGINES_AND_RAY,
     "data": ENGINES_AND_RAY,
     "tracking": ENGINES_AND_RAY,
     "report": ENGINES_AND_RAY | {"torch", "transformers"},
-    "trinity": ENGINES_AND_RAY,
-    "config": {"ray", "megatron"},
+    "compat": ENGINES_AND_RAY,
+    "planner": {"ray", "megatron"},
+    "objective": ENGINES_AND_RAY,
     "megatron": {"ray", "vllm"},
     "inference": {"ray", "megatron"},
     "rewards": ENGINES_AND_RAY,
@@ -81,11 +64,12 @@ STRANGERS = {
     "environments": ENGINES_AND_RAY | {"torch", "transformers"},
 }
 TORCH_FREE = (
-    "roll_opd.plan",
+    "roll_opd.config.compose",
+    "roll_opd.config.plan",
     "roll_opd.config.schema",
     "roll_opd.rewards.interface",
     "roll_opd.environments",
-    "roll_opd.cli",
+    "roll_opd.commands.main",
 )
 
 
@@ -139,8 +123,8 @@ if TYPE_CHECKING:
     import vllm
 else:
     import torch
-from roll_opd import plan
-from roll_opd.plan import RunPlan
+from roll_opd.config import plan
+from roll_opd.config.plan import RunPlan
 from . import engine
 from ..data.rows import read
 def late():
@@ -150,7 +134,7 @@ def late():
     found = {name for _, name in imported("roll_opd.inference.x", tmp_path / "x.py")}
     assert found == {
         *("os", "ray.util", "typing", "torch", "megatron.core"),
-        *("roll_opd.plan", "roll_opd.inference.engine", "roll_opd.data.rows"),
+        *("roll_opd.config.plan", "roll_opd.inference.engine", "roll_opd.data.rows"),
     }
 
 

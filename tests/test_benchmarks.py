@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from roll_opd.actors.engine_actor import RolloutWorker
+from roll_opd.actors.reward_actor import RewardWorker
 from roll_opd.rewards.interface import RewardSample
-from roll_opd.workers.reward import RewardWorker
-from roll_opd.workers.rollout import RolloutWorker
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -166,10 +166,10 @@ def test_processes_without_a_model_are_called_as_real_ones(data_plane):
 def test_cpu_time_belongs_to_the_innermost_part(data_plane):
     driver_cost = importlib.import_module("driver_cost")
     frames = {}
-    inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/data/compact.py", "exec")
+    inner = compile("frames['seen'] = sys._getframe()", "/x/roll_opd/samples/buffer_pickle.py", "exec")
     outer = "def learn(code, names):\n    exec(code, names)\nlearn(code, names)"
     names = {"frames": frames, "sys": sys}
-    exec(compile(outer, "/x/roll_opd/workers/roles.py", "exec"), {"code": inner, "names": names})
+    exec(compile(outer, "/x/roll_opd/roles/policy_roles.py", "exec"), {"code": inner, "names": names})
     assert driver_cost.part_of(frames["seen"]) == "updates"
     assert driver_cost.part_of(sys._getframe()) == driver_cost.REST
     assert driver_cost.memory()["RssAnon"] > 2**20

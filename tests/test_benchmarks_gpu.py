@@ -106,7 +106,7 @@ def test_the_whole_loop_has_a_configuration_for_one_gpu(loop, tmp_path: Path) ->
     from limits import LARGER
     from pipeline_run import ONLY_STEPS
 
-    from roll_opd.config.build import load_plan
+    from roll_opd.planner.build import load_plan
 
     settings = [*ONLY_STEPS, f"output_dir={tmp_path}", "max_steps=6", *LARGER, "teacher_preflight=false"]
     plan = load_plan("demo", "onpolicy_distill", [*settings, *loop.SETTINGS], pure=True)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 OWN = ("limits", "scaling", "work", "models", "machine_rates", "process_memory", "loglog", "pipeline_run")
@@ -36,7 +36,7 @@ def tiny(tmp_path: Path) -> tuple[Any, Any]:
     """A Hugging Face model, and what its directory says of it."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from roll_opd.hf.model_info import read_model
+    from roll_opd.models.model_info import read_model
 
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True, attn_implementation="eager"))
     model.save_pretrained(tmp_path)
@@ -82,7 +82,7 @@ def test_keys_seen(benchmark):
 
 @pytest.fixture
 def plan() -> Any:
-    from roll_opd.config.build import load_plan
+    from roll_opd.planner.build import load_plan
 
     return load_plan("demo", "onpolicy_distill", ("++validation=null",), pure=True)
 
@@ -110,7 +110,7 @@ def test_work_of_the_demo(benchmark, plan):
 
 
 def test_runs_that_are_not_counted(benchmark):
-    from roll_opd.config.build import load_plan
+    from roll_opd.planner.build import load_plan
 
     work = benchmark("work")
     plan = load_plan("demo", "onpolicy_distill", ("opd_objective=full",), pure=True)
@@ -215,7 +215,7 @@ def test_the_table_and_the_plot_tell_every_phase_and_role(benchmark):
 
 
 def test_every_point_of_an_axis_is_a_plan(benchmark):
-    from roll_opd.config.build import load_plan
+    from roll_opd.planner.build import load_plan
 
     scaling = benchmark("scaling")
     for axis, factor, sequences, devices in (("batch", 8, 256, 1), ("length", 4, 32, 1), ("ranks", 4, 128, 4)):

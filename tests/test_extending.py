@@ -80,7 +80,7 @@ import json, torch
 from roll_opd.algorithms.registry import advantage, policy_loss
 from roll_opd.algorithms.advantages.batch import RewardBatch
 from roll_opd.algorithms.losses.batch import LossBatch
-from roll_opd.config.build import load_plan
+from roll_opd.planner.build import load_plan
 from roll_opd.rewards.interface import RewardSample
 from roll_opd.rewards.registry import resolve
 from roll_opd.tracking.registry import find
@@ -120,7 +120,7 @@ def test_parts_from_outside(tmp_path: Path) -> None:
     program = """
 import json
 from roll_opd.algorithms.registry import advantage, policy_loss
-from roll_opd.config.build import load_plan
+from roll_opd.planner.build import load_plan
 from roll_opd.rewards.registry import check
 from roll_opd.tracking.registry import find
 
@@ -163,7 +163,17 @@ def test_a_pipeline_runs(copy: Path, where: str) -> None:
     config = config.replace("data/learner.jsonl", "data/sft_train.jsonl")
     (copy / "examples/demo/self_paced.yaml").write_text(config, encoding="utf-8")
     overrides = ["max_steps=2", "keep=0.25", "track_with=stdout", "eval_steps=0", f"output_dir={copy}/output"]
-    command = ["-m", "roll_opd.cli", "run", name, "--config_path", "demo", "--config_name", "self_paced", *overrides]
+    command = [
+        "-m",
+        "roll_opd.commands.main",
+        "run",
+        name,
+        "--config_path",
+        "demo",
+        "--config_name",
+        "self_paced",
+        *overrides,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=copy)
     assert done.returncode == 0, done.stderr

@@ -94,8 +94,12 @@ def test_anchors_are_those_of_the_headings(tmp_path: Path) -> None:
 
 
 def test_what_names_something() -> None:
-    assert exists("roll_opd/cli.py") and exists("examples/start_*") and exists("roll_opd.cli.main")
-    assert exists("roll_opd.cli") and not exists("roll_opd.cli.maim") and not exists("roll_opd/clip.py")
+    assert exists("roll_opd/commands/main.py") and exists("examples/start_*") and exists("roll_opd.commands.main.main")
+    assert (
+        exists("roll_opd.commands.main")
+        and not exists("roll_opd.commands.main.maim")
+        and not exists("roll_opd/clip.py")
+    )
     assert not exists("roll_opd.clip")
 
 

@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import roll_opd
-from roll_opd.companions import COMPANIONS
+from roll_opd.base.optional_torch_packages import COMPANIONS
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ("requirements/cpu.lock", "requirements/dev.lock")
@@ -256,9 +256,9 @@ def test_an_installed_package_plans_its_demo_without_the_repository(installed, t
     program = """
 import sys
 from pathlib import Path
-import roll_opd, roll_opd.paths
-from roll_opd import cli
-from roll_opd.config.build import load_plan
+import roll_opd, roll_opd.base.paths
+from roll_opd.commands import main
+from roll_opd.planner.build import load_plan
 assert Path(roll_opd.__file__).is_relative_to(sys.argv[1]), roll_opd.__file__
 sys.path[:] = [place for place in sys.path if Path(place) != Path(sys.argv[2])]
 assert cli.main(["demo", "d"]) == 0

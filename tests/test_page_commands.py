@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd import cli
+from roll_opd.commands import main
 from tests.pages import blocks
 
 ROOT = Path(__file__).parent.parent
@@ -55,13 +55,13 @@ def test_a_command_of_a_page(words: list[str], monkeypatch: pytest.MonkeyPatch) 
     if program == "make":
         assert set(arguments) <= TARGETS
     elif program == "roll-opd":
-        assert arguments[0] in cli.COMMANDS
+        assert arguments[0] in main.COMMANDS
         if arguments[0] in ("plan", "run") and not PLACEHOLDER.search(" ".join(arguments)):
-            assert cli.main(["plan", *arguments[1:]]) == 0
+            assert main.main(["plan", *arguments[1:]]) == 0
     elif "gsm8k" in " ".join(arguments):
         pytest.skip("the page says that it is not run: the data set is not in the repository")
     elif arguments[0] in PIPELINES:
-        assert cli.main(["plan", PIPELINES[arguments[0]], *arguments[1:]]) == 0
+        assert main.main(["plan", PIPELINES[arguments[0]], *arguments[1:]]) == 0
     else:
         assert arguments[0] != "-m" and (ROOT / arguments[0]).is_file()
 
@@ -79,5 +79,5 @@ def test_the_configuration_for_users_of_trinity_is_one(tmp_path: Path, capsys: p
     for size, ours in smaller.items():
         text = text.replace(size, ours)
     (tmp_path / "distil.yaml").write_text(text)
-    assert cli.main(["plan", "distill", str(tmp_path / "distil.yaml")]) == 0
+    assert main.main(["plan", "distill", str(tmp_path / "distil.yaml")]) == 0
     assert "64 prompts x 8 responses = 512 sequences a step, 1 update(s) of 512" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def sequences(vocab: int, number: int, length: int, seed: int = 0) -> list[np.nd
 
 def samples(tokens: Sequence[np.ndarray], reference: Any, objective: str) -> list[Any]:
     """Return the train samples of an objective, with the teacher's side as `reference` has it."""
-    from roll_opd.data.training import TeacherTargets, TrainSample
+    from roll_opd.samples.training import TeacherTargets, TrainSample
 
     found = []
     for number, whole in enumerate(tokens):

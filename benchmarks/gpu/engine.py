@@ -21,15 +21,15 @@ from safetensors.torch import load_file
 from shapes import SHAPES, Shape
 from work import TRAINED, forward_flops, keys_seen
 
-from roll_opd.data.bucket import BucketMemory
-from roll_opd.hf.model_info import read_model
+from roll_opd.config.plan import Dtype, Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.checkpoint import load_state, save_state
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import hf_tensors, weight_buckets
 from roll_opd.megatron.logprobs import vocab_parallel_logprobs
 from roll_opd.megatron.trainer import MegatronTrainer
-from roll_opd.plan import Dtype, Layout, MicroBatchLimits, ModelPlan, ObjectivePlan, OptimizerPlan, TrainPlan
+from roll_opd.models.model_info import read_model
+from roll_opd.samples.weight_bucket import BucketMemory
 
 ROUNDS = 3  # that are timed, after one that is not; the median counts
 HEAD_TOKENS = 4096

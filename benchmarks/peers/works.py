@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.build import load_plan
-from roll_opd.data.prompts import open_prompts
-from roll_opd.data.source import PromptSource
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.dataset import open_prompts
+from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.plan import RunPlan
+from roll_opd.planner.build import load_plan
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 UNMEASURED = ("++validation=null", "++eval_steps=0", "++save_steps=0", "exp_name=peers")  # nothing but steps

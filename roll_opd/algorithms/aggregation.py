@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from roll_opd.plan import ObjectivePlan
+from roll_opd.config.plan import ObjectivePlan
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll_opd.extensions import Registry, argument_problems
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.registry import Registry, argument_problems
 
 if TYPE_CHECKING:
     from torch import Tensor

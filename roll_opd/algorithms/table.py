@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AdvantageFacts, AlgorithmError, PolicyLossFacts
-from roll_opd.frozen import FrozenDict
-from roll_opd.user_modules import users_module
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.user_modules import users_module
 
 ROLL_LOSS_AGG_MODE = "seq-mean-token-mean"  # without an `algorithm_type`
 

@@ -8,13 +8,13 @@ from typing import Any
 import ray
 from ray._private.state import actors
 
-from roll_opd.cluster import warm_start
+from roll_opd.cluster.forkserver import forkserver_start
+from roll_opd.cluster.forkserver.forkserver_main import MEGATRON
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.preloaded import MEGATRON
-from roll_opd.cluster.start_up import ProcessDied, exit_detail
-from roll_opd.data.compact import Compact
-from roll_opd.data.shares import Cut, Packing
-from roll_opd.plan import MegatronPlan
+from roll_opd.cluster.startup_progress import ProcessDied, exit_detail
+from roll_opd.config.plan import MegatronPlan
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.dp_shards import Cut, Packing
 
 _GROUPS: "weakref.WeakSet[ActorGroup]" = weakref.WeakSet()  # those with names, until they are ended
 
@@ -102,7 +102,7 @@ class WorkerGroup(ActorGroup):
         self.plan = plan
         ranks = []
         env = {**env, **plan.env}
-        env |= warm_start.variables(MEGATRON, env)
+        env |= forkserver_start.variables(MEGATRON, env)
         for rank, device in enumerate(plan.devices):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(plan.devices)), "LOCAL_RANK": "0"}
             options = placement.options((device,), plan.devices, {**env, **variables})

@@ -16,10 +16,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll_opd.base.user_modules import module_variables
 from roll_opd.cluster.ray_environment import torch_variables
 from roll_opd.cluster.runtime import SLOT
-from roll_opd.cluster.start_up import ClusterError, StartUp
-from roll_opd.user_modules import module_variables
+from roll_opd.cluster.startup_progress import ClusterError, StartUp
 
 SHARE = 1 / 64  # of a device that one worker claims in Ray's books; how many share it is the plan's business
 PLACEMENT_SECONDS = 120

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from roll_opd.hardware import CUBLAS_WORKSPACE
-from roll_opd.paths import use_cache_of_compilers
+from roll_opd.base.hardware import CUBLAS_WORKSPACE
+from roll_opd.base.paths import use_cache_of_compilers
 
 ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -14,14 +14,14 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-from roll_opd.cluster.host_facts import count_gpus
-from roll_opd.cluster.hosts import Hosts
-from roll_opd.cluster.lean_ray import lean
+from roll_opd.base.failures import DEBUG
+from roll_opd.cluster.forkserver.lean_ray import lean
+from roll_opd.cluster.multihost.host_facts import count_gpus
+from roll_opd.cluster.multihost.hosts import Hosts
 from roll_opd.cluster.process_reaper import guarded
 from roll_opd.cluster.ray_environment import prepare_environment, use_the_network_of
-from roll_opd.cluster.start_up import ClusterError, StartUp
+from roll_opd.cluster.startup_progress import ClusterError, StartUp
 from roll_opd.cluster.temp_directory import run_temp_directory
-from roll_opd.failures import DEBUG
 
 SLOT = "roll_opd_slot"  # what a device is called on a machine without GPUs
 MOST_SECONDS = 3600.0  # for a host to start its part of Ray

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from roll_opd.diagnostics import Diagnostics
-from roll_opd.roll import keys as roll
+from roll_opd.config import roll_keys as roll
+from roll_opd.config.diagnostics import Diagnostics
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Section")

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.data_report import NOT_LEARNED
 from roll_opd.data.loss_marks import mark_of, unread_marks, without_marks
-from roll_opd.data.report import NOT_LEARNED
 from roll_opd.data.rows import (
     EMPTY,
     WRONG_TYPE,
@@ -24,8 +26,6 @@ from roll_opd.data.rows import (
     parse_task,
     without_prompt,
 )
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import DataPlan
 
 NO_ANSWER = "without an answer"
 SAME_ANSWER = "chosen and rejected are the same"

@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import COLUMN_KEYS, HISTORY, SCHEMAS
+from roll_opd.data.data_report import FileReport
 from roll_opd.data.loss_marks import MARKS, SPANS
-from roll_opd.data.report import FileReport
 from roll_opd.data.rows import OF_PROMPTS
 from roll_opd.data.teacher_prompts import names_in
 from roll_opd.data.template_check import TEXT_WITH_CALLS
-from roll_opd.plan import DataPlan
 
 # columns that make and route a prompt, in every schema
 _USUAL = ("id", "tag", "domain", "messages", "conversations", "system", "prompt", "ground_truth", *OF_PROMPTS)

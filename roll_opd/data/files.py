@@ -14,11 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from roll_opd.base.failures import os_sentence
+from roll_opd.base.paths import PathError, candidates, find_path, hub_hint, places, regular_file
 from roll_opd.data.formats import is_array, is_parquet, refusal
 from roll_opd.data.json_array import JsonArrayFile
 from roll_opd.data.rows import NOT_JSON, BadRow, DataError
-from roll_opd.failures import os_sentence
-from roll_opd.paths import PathError, candidates, find_path, hub_hint, places, regular_file
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # files taken from a directory
 PARQUET_ROWS = 256  # decoded at a time, so that rows of a megabyte still fit

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.data.prompts import PromptSet
+from roll_opd.data.dataset import PromptSet
 
 
 def overlap_warning(validation: PromptSet, learned: Sequence[PromptSet]) -> str | None:

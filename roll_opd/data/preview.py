@@ -4,9 +4,9 @@ import math
 from contextlib import suppress
 from itertools import islice
 
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import open_file
 from roll_opd.data.rows import BadRow, DataError, tag_of
-from roll_opd.plan import DataPlan
 
 ROWS_SCANNED = 50_000  # of all files together; enough for a mistake to show
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from roll_opd.base.frozen import FrozenDict, freeze
 from roll_opd.data.messages import THOUGHTS, MessageError, read_message, read_tools
-from roll_opd.frozen import FrozenDict, freeze
 
 DEFAULT_TAG = "math_rule"  # of a row without a tag, as in ROLL
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_opd.base.frozen import FrozenDict, thaw
+from roll_opd.config.plan import ContextPlan
 from roll_opd.data.rows import BadRow, Row, is_missing
 from roll_opd.data.templates import PromptText, load_tokenizer, render_prompt, tokenize
-from roll_opd.frozen import FrozenDict, thaw
-from roll_opd.plan import ContextPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

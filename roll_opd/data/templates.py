@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_opd.base.frozen import thaw
 from roll_opd.data.messages import tool_name
 from roll_opd.data.rows import DataError, Row
 from roll_opd.data.run_date import with_date
 from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.template_check import TemplateOmission, check_answer, render_complete
-from roll_opd.frozen import thaw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ Keys of `info` with a meaning, all of which may be missing:
 
 from typing import Any
 
-from roll_opd.extensions import Registry
+from roll_opd.base.registry import Registry
 
 Reset = tuple[str, dict[str, Any]]  # observation, info
 Step = tuple[str, float, bool, bool, dict[str, Any]]  # observation, reward, terminated, truncated, info

@@ -6,11 +6,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from roll_opd.base.failures import os_sentence
 from roll_opd.environments.actions import SPECIAL_TOKENS
 from roll_opd.environments.game import at_least, checked_seed, random_numbers
 from roll_opd.environments.interface import ENVIRONMENTS, Environment, EnvironmentFailure, Reset, Step
 from roll_opd.environments.tool_python import PythonTool, tool_program
-from roll_opd.failures import os_sentence
 from roll_opd.rewards.builtin.math_rule import is_right
 from roll_opd.rewards.mathematics.final_answer import boxed
 from roll_opd.rewards.mathematics.processes import Busy, Crashed, TimedOut

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_opd.plan import SamplingPlan
+from roll_opd.config.plan import SamplingPlan
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

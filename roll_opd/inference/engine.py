@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from roll_opd.data.bucket import DTYPES, BucketMemory
+from roll_opd.config.plan import ModelPlan, SamplingPlan
 from roll_opd.inference.completion import (
     Completion,
     completion_of,
@@ -27,8 +27,6 @@ from roll_opd.inference.completion import (
     token_prompt,
 )
 from roll_opd.inference.failure import PORT_TAKEN, EngineStartError, awaited
-from roll_opd.inference.left_memory import unlink_left_memory
-from roll_opd.inference.nap import Nap
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.routes import RECORDS_ROUTES
 from roll_opd.inference.settings import (
@@ -39,7 +37,9 @@ from roll_opd.inference.settings import (
     prepare_environment,
     resolve_engine_args,
 )
-from roll_opd.plan import ModelPlan, SamplingPlan
+from roll_opd.inference.shm_cleanup import unlink_left_memory
+from roll_opd.inference.sleep_mode import Nap
+from roll_opd.samples.weight_bucket import DTYPES, BucketMemory
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs

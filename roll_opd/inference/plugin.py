@@ -10,17 +10,17 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from roll_opd.inference.coalesce_outputs import sends_whole_outputs
 from roll_opd.inference.failure import listen
 from roll_opd.inference.parent_watchdog import ORPHAN_EXIT_CODE
-from roll_opd.inference.whole_outputs import sends_whole_outputs
 
 PLUGIN_NAME = "roll_opd"
 # ways to transfer weights; the latter two are vLLM's own, with a check that all arrived
 SHARED_MEMORY, CUDA_IPC, NCCL = "shared_memory", "checked_ipc", "checked_nccl"
 BACKENDS = {
-    SHARED_MEMORY: ("roll_opd.inference.shared_memory", "SharedMemoryWeightTransferEngine"),
-    CUDA_IPC: ("roll_opd.inference.cuda_transfer", "CheckedIpcEngine"),
-    NCCL: ("roll_opd.inference.cuda_transfer", "CheckedNcclEngine"),
+    SHARED_MEMORY: ("roll_opd.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"),
+    CUDA_IPC: ("roll_opd.weight_sync.cuda_transfer", "CheckedIpcEngine"),
+    NCCL: ("roll_opd.weight_sync.cuda_transfer", "CheckedNcclEngine"),
 }
 DIE_WITH_PARENT = "ROLL_OPD_DIE_WITH_PARENT"
 _THREAD_NAME = "roll_opd-follow-parent"

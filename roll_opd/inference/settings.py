@@ -10,10 +10,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from roll_opd.frozen import thaw
-from roll_opd.hf.model_info import read_model
+from roll_opd.base.frozen import thaw
+from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.plugin import DIE_WITH_PARENT, PLUGIN_NAME
-from roll_opd.plan import ModelPlan
+from roll_opd.models.model_info import read_model
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.thoughts import thought_spans
+from roll_opd.base.thoughts import thought_spans
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 HERMES = "hermes"  # of Qwen and many others: <tool_call>{"name": ..., "arguments": {...}}</tool_call>

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from roll_opd.megatron.batches import PackedSequences
-from roll_opd.megatron.exact import VECTOR
+from roll_opd.megatron.deterministic_ops import VECTOR
 
 
 class PackedAttention(torch.nn.Module):

@@ -16,9 +16,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from roll_opd.data.packing import shared_prefix
-from roll_opd.data.tensors import as_tensor
 from roll_opd.megatron.context import ALONE, ContextRank, Cut, zigzag
+from roll_opd.samples.packing import shared_prefix
+from roll_opd.samples.tensors import as_tensor
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def pack(
     """Put `samples` end to end, and pad each rank's share to a multiple of `multiple` with what is not scored.
 
     With `share_prefixes`, the beginning of a prompt that the sample before has too is not repeated, where that pays
-    (see `data.packing`). Without samples, the batch has the columns of `like` and nothing in them. With `routes`, which
-    is (L, K), it brings those that the samples have.
+    (see `samples.packing`). Without samples, the batch has the columns of `like` and nothing in them. With `routes`,
+    which is (L, K), it brings those that the samples have.
     """
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []

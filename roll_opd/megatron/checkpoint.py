@@ -31,7 +31,7 @@ from roll_opd.megatron.learner import MegatronLearner, chained
 from roll_opd.megatron.lora import sharded_state
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.optimizer_state import optimizer_pieces
-from roll_opd.phases import Part
+from roll_opd.models.device_phases import Part
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from roll_opd.algorithms.aggregation import scaled, value_scales
 from roll_opd.algorithms.gae import clipped_values, value_loss
-from roll_opd.data.training import TrainResult, ValueSample
-from roll_opd.hf.weight_files import VALUE_HEAD
+from roll_opd.config.plan import CriticPlan
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import BuiltModel, PackedModel, build_model, unwrapped
 from roll_opd.megatron.weights.source import Files
-from roll_opd.plan import CriticPlan
+from roll_opd.models.weight_files import VALUE_HEAD
+from roll_opd.samples.training import TrainResult, ValueSample
 
 
 class ValueHead(torch.nn.Module):
@@ -109,7 +109,7 @@ class MegatronCritic(MegatronLearner):
 
         `sums` holds `weighted_loss` (Σ over all ranks is the loss), and over this rank's action tokens: `tokens`,
         `values`, `squared_error` and `clipped` (tokens at which the clipped error was the larger). With `assigned` and
-        `scales`, `samples` are this data-parallel rank's share alone: see `data.shares`.
+        `scales`, `samples` are this data-parallel rank's share alone: see `samples.dp_shards`.
         """
         loss = partial(_loss, clip=self.plan.value_clip)
         done = self._learn(_columns(samples, scales), loss, 1.0, assigned=assigned)

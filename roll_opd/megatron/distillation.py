@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from roll_opd.algorithms.divergences import ColumnSum, divergence, topk_divergence
-from roll_opd.data.training import TrainSample
+from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.batches import PackedBatch
 from roll_opd.megatron.head import OutputHead, TeacherHead
-from roll_opd.plan import ObjectivePlan
+from roll_opd.samples.training import TrainSample
 
 
 def teacher_columns(samples: Sequence[TrainSample]) -> list[dict[str, np.ndarray]]:

@@ -15,17 +15,17 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from roll_opd.data.shares import Packing
-from roll_opd.data.tensors import as_array
+from roll_opd.config.plan import MegatronPlan, MicroBatchLimits
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample, columns_of, pack
-from roll_opd.megatron.exact import VECTOR
+from roll_opd.megatron.deterministic_ops import VECTOR
 from roll_opd.megatron.head import OutputHead, whole_head
 from roll_opd.megatron.layers import uses_transformer_engine
 from roll_opd.megatron.model import BuiltModel, HeadModel, build_model, unwrapped
 from roll_opd.megatron.offload import Memory
-from roll_opd.phases import Part, Phase
-from roll_opd.plan import MegatronPlan, MicroBatchLimits
+from roll_opd.models.device_phases import Part, Phase
+from roll_opd.samples.dp_shards import Packing
+from roll_opd.samples.tensors import as_array
 
 # what is computed of a micro-batch on the last pipeline stage: (what the model ends in, the batch) -> ...
 Reader = Callable[[Any, PackedBatch], dict[str, Tensor]]  # ... values by name, each [M] or [M, K]
@@ -137,7 +137,7 @@ class MegatronEngine:
         Returns:
             As `compute_logprobs` does, but a dict a sequence: `logprobs` f32 [T-P], `topk_ids` int32 [T-P, K],
             `topk_logprobs` f32 [T-P, K] and `topk_rest` f32 [T-P], the log-prob of all other tokens together (for
-            `topk` or `ids`), `plain_logprobs` f32 [T-P, K] (for `plain`), `hidden` [T-P, E] (see `data.tensors`).
+            `topk` or `ids`), `plain_logprobs` f32 [T-P, K] (for `plain`), `hidden` [T-P, E] (see `samples.tensors`).
         """
         columns: Sequence[Mapping[str, np.ndarray]] = [{}] * len(sequences)
         if ids is not None:
@@ -166,7 +166,7 @@ class MegatronEngine:
         return self._forward(samples, temperature, read, assigned)
 
     def output_head(self) -> np.ndarray | None:
-        """Return the whole output embedding [W, E] (see `data.tensors`) on one rank, None on the others. Collective."""
+        """Return the whole output embedding [W, E] (see `samples.tensors`) on one rank, else None. Collective."""
         self.memory.check("its output embedding", Part.WEIGHTS)
         self.settle()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -208,7 +208,7 @@ class MegatronEngine:
         }
 
     def _assigned(self, samples: Sequence[Sample], limits: MicroBatchLimits, group_size: int = 1) -> list[list[int]]:
-        """Return this data-parallel rank's micro-batches, as sample numbers; see `data.packing`."""
+        """Return this data-parallel rank's micro-batches, as sample numbers; see `samples.packing`."""
         sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
         return self.packing.assign(sequences, limits, group_size)[self.data_parallel_rank]
 

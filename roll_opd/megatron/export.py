@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll_opd.data.bucket import BUCKET_BYTES, BucketMemory, bucketed
-from roll_opd.hf import adapter_files
-from roll_opd.hf.dtypes import with_dtype
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.model import unwrapped
 from roll_opd.megatron.weights.stream import Shapes
-from roll_opd.phases import Part
+from roll_opd.models import adapter_files
+from roll_opd.models.device_phases import Part
+from roll_opd.models.dtypes import with_dtype
+from roll_opd.samples.weight_bucket import BUCKET_BYTES, BucketMemory, bucketed
 
 Bundle = list[tuple[str, Tensor]]  # some weights, by name
 Written = Callable[[], list[Path]]  # ends a save: writes what is left to write, and returns all files

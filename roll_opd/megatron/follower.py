@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from roll_opd.config.plan import FollowingPlan
 from roll_opd.megatron.engine import MegatronEngine
 from roll_opd.megatron.export import Written, save_hf
 from roll_opd.megatron.model import unwrapped
-from roll_opd.megatron.weights.arriving import Arriving
+from roll_opd.megatron.weights.load_into import Arriving
 from roll_opd.megatron.weights.source import Files
-from roll_opd.phases import Part
-from roll_opd.plan import FollowingPlan
+from roll_opd.models.device_phases import Part
 
 
 class MegatronFollower(MegatronEngine):

@@ -19,16 +19,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_opd.megatron.attention import PackedAttention, written_out
-from roll_opd.megatron.exact import ExactRowParallelLinear
+from roll_opd.megatron.deterministic_ops import ExactRowParallelLinear
 from roll_opd.megatron.latent import latent_attention
 from roll_opd.megatron.norm import LocalRMSNorm
 from roll_opd.megatron.router import PackedRouter
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, *, exact: bool, has_adapters: bool) -> Any:
-    """Return Transformer Engine's layers where they can run, else the local ones; `exact`: see `megatron.exact`.
+    """Return Transformer Engine's layers where they can run, else the local ones.
 
-    Those of mixtures of experts, and with latent attention, are local everywhere.
+    Those of mixtures of experts, and with latent attention, are local everywhere. `exact`: see
+    `megatron.deterministic_ops`.
     """
     is_plain = getattr(config, "latent", None) is None and not config.num_moe_experts
     if is_plain and uses_transformer_engine(config.params_dtype):

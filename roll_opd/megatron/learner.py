@@ -12,14 +12,14 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from roll_opd.config.plan import OptimizerPlan, TrainPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.engine import LossFunction, MegatronEngine
 from roll_opd.megatron.model import DTYPES, unwrapped
 from roll_opd.megatron.replay import disagreement
 from roll_opd.megatron.router import RouterLosses, begin_counts, expert_layers, has_losses, update_biases
-from roll_opd.phases import Part
-from roll_opd.plan import OptimizerPlan, TrainPlan
+from roll_opd.models.device_phases import Part
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from megatron.core.transformer.utils import make_sharded_tensor_for_checkpoint, 
 from torch import Tensor
 from torch.nn import functional
 
-from roll_opd.hf.adapter_files import tensor_name
-from roll_opd.megatron.weights.cuts import Cut, Same, Sizes, Split
+from roll_opd.config.plan import LoraPlan
 from roll_opd.megatron.weights.source import Given
 from roll_opd.megatron.weights.stream import Shard, streamed, tensor_rank
-from roll_opd.plan import LoraPlan
+from roll_opd.megatron.weights.tensor_slices import Cut, Same, Sizes, Split
+from roll_opd.models.adapter_files import tensor_name
 
 ADAPTER = "lora"  # what an adapter is called inside its layer
 

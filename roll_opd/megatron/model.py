@@ -23,24 +23,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from roll_opd.frozen import thaw
-from roll_opd.hf.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from roll_opd.base.frozen import thaw
+from roll_opd.config.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch
-from roll_opd.megatron.exact import VECTOR, exact_silu
+from roll_opd.megatron.deterministic_ops import VECTOR, exact_silu
 from roll_opd.megatron.frequencies import inverse_frequencies, scores_scaled
 from roll_opd.megatron.head import OutputHead
 from roll_opd.megatron.latent import latent_sizes
 from roll_opd.megatron.layers import layer_spec, uses_transformer_engine
 from roll_opd.megatron.lora import Adapters
-from roll_opd.megatron.options import usable
 from roll_opd.megatron.replay import RoutingReplay
 from roll_opd.megatron.router import RouterLosses
-from roll_opd.megatron.supported import unsupported
 from roll_opd.megatron.weights.families import has_experts, transformer_config
 from roll_opd.megatron.weights.source import Files
 from roll_opd.megatron.weights.stream import tensor_rank
 from roll_opd.megatron.weights.transfer import ModelWeights
-from roll_opd.plan import Layout, LoraPlan, MegatronPlan, TrainPlan
+from roll_opd.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from roll_opd.models.megatron_options import usable
+from roll_opd.models.supported import unsupported
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -138,8 +138,8 @@ def build_model(
     """Build this rank's model chunks with the weights of `plan.model`, and the adapters of `plan.lora` beside them.
 
     Collective. `trainable` False freezes the weights and leaves out whatever only training needs; with adapters, these
-    alone can be trained. With `exact`, f32 results do not depend on the layout (see `megatron.exact`). ValueError for a
-    model whose numerics are not proven, or whose weights do not fit.
+    alone can be trained. With `exact`, f32 results do not depend on the layout (see `megatron.deterministic_ops`).
+    ValueError for a model whose numerics are not proven, or whose weights do not fit.
     """
     if problems := unsupported(Path(plan.model.path)):
         raise ValueError("; ".join(problems))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll_opd.phases import Part, Phase
+from roll_opd.models.device_phases import Part, Phase
 
 TensorsOf = Callable[[], Mapping[Part, Iterable[Tensor]]]
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from roll_opd.hardware import CUBLAS_WORKSPACE
+from roll_opd.base.hardware import CUBLAS_WORKSPACE
+from roll_opd.config.plan import Layout
 from roll_opd.megatron.context import ContextRank
 from roll_opd.megatron.cpu import install_cpu_port, shared_groups
 from roll_opd.megatron.rotary import install_rotation
-from roll_opd.plan import Layout
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where a user says how CUDA memory is held
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a peer may be loading a large checkpoint

@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from roll_opd.data.training import ROUTER_LOSSES
 from roll_opd.megatron.replay import Replayed
+from roll_opd.samples.training import ROUTER_LOSSES
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -17,10 +17,10 @@ from typing import IO, Any
 import numpy as np
 import torch.distributed as dist
 
+from roll_opd.base.terminal import tell
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
 from roll_opd.megatron import parallel
 from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan
-from roll_opd.terminal import tell
 
 ROWS_AT_A_TIME = 1024  # bounds the memory that a large file needs
 

@@ -21,15 +21,15 @@ from roll_opd.algorithms.opd import opd_penalty
 from roll_opd.algorithms.registry import POLICY_LOSSES, policy_loss
 from roll_opd.algorithms.returns import discounted_to_go
 from roll_opd.algorithms.token_advantages import clipped
-from roll_opd.data.tensors import as_tensor
-from roll_opd.data.training import TrainResult, TrainSample
+from roll_opd.config.plan import ObjectivePlan, TrainPlan
 from roll_opd.megatron.batches import PackedBatch, Sample
 from roll_opd.megatron.distillation import distillation_loss, teacher_columns
 from roll_opd.megatron.head import OutputHead, TeacherHead, teacher_head
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.model import HeadModel, unwrapped
-from roll_opd.phases import Part
-from roll_opd.plan import ObjectivePlan, TrainPlan
+from roll_opd.models.device_phases import Part
+from roll_opd.samples.tensors import as_tensor
+from roll_opd.samples.training import TrainResult, TrainSample
 
 
 class MegatronTrainer(MegatronLearner):
@@ -51,7 +51,7 @@ class MegatronTrainer(MegatronLearner):
     ) -> TrainResult:
         """Make one optimizer update from the whole mini-batch `samples`, in step `step` of the run (from 1).
 
-        With `assigned` and `scales`, `samples` are this data-parallel rank's share alone: see `data.shares`.
+        With `assigned` and `scales`, `samples` are this data-parallel rank's share alone: see `samples.dp_shards`.
 
         `sums` holds, over this rank's action tokens: `tokens`, `weighted_loss` (Σ over all ranks is the loss),
         `policy_loss` (its part without the KL loss), `kl_loss` (KL to the reference policy, weighted as the loss

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.megatron.memory import CHUNK_BYTES
+from roll_opd.models.memory import CHUNK_BYTES
 
 TILE_ROWS = 1024  # of a tile in backward: enough for the products to be bound by arithmetic
 

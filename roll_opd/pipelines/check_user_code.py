@@ -2,17 +2,17 @@
 
 from roll_opd import environments
 from roll_opd.algorithms.registry import advantage, policy_loss
-from roll_opd.config.trackers import GIVEN_BY_US
-from roll_opd.diagnostics import ConfigError
-from roll_opd.extensions import argument_problems
-from roll_opd.frozen import thaw
-from roll_opd.plan import RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.frozen import thaw
+from roll_opd.base.registry import argument_problems
+from roll_opd.config.plan import RunPlan
+from roll_opd.planner.trackers import GIVEN_BY_US
 from roll_opd.rewards import registry as rewards
 from roll_opd.tracking import registry as trackers
 from roll_opd.tracking.trackers import JSONL
 from roll_opd.workflows import check
-from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.plugins import find_reward, find_workflow
+from roll_opd.workflows.workflow_errors import WorkflowError
 
 
 def check_user_code(plan: RunPlan) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from roll_opd.hf.model_info import ModelFilesError, read_model
+from roll_opd.models.model_info import ModelFilesError, read_model
 
 
 def damage(checkpoint: Path) -> str | None:

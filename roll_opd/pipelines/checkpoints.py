@@ -11,12 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from roll_opd.full_disk import full_disk
-from roll_opd.paths import content
+from roll_opd.base.full_disk import full_disk
+from roll_opd.base.paths import content
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.history import History
-from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RUN_FACTS, SUPERSEDED, RunDirectory, checkpoints_of, write_atomic
-from roll_opd.workers.writing import Writing
 
 STATE_FILE = "run_state.json"
 CRITIC = "critic"  # its part of a checkpoint

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.data.experience import present
-from roll_opd.data.prompts import Prompt
-from roll_opd.data.training import TrainSample, supervised_samples
-from roll_opd.phases import Phase
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.dataset import Prompt
+from roll_opd.models.device_phases import Phase
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
-from roll_opd.plan import RunPlan
+from roll_opd.roles.policy_roles import FrozenModel
+from roll_opd.roles.supervised_student import SupervisedStudent
+from roll_opd.samples.experience import present
+from roll_opd.samples.training import TrainSample, supervised_samples
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
-from roll_opd.workers.roles import FrozenModel
-from roll_opd.workers.supervised import SupervisedStudent
-from roll_opd.workers.writing import Writing
 
 OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
 OF_VALIDATION = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")

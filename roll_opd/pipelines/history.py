@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.build import load_plan
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.user_modules import same_modules
+from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, SUPERVISED
-from roll_opd.diagnostics import ConfigError
 from roll_opd.pipelines.settings import CONTENT, Settings, as_written, settings_of
-from roll_opd.plan import RunPlan
+from roll_opd.planner.build import load_plan
 from roll_opd.tracking.run_directory import RUN_FACTS
-from roll_opd.user_modules import same_modules
 
 OF_THE_STATE = "strategy_args.strategy_config.use_distributed_optimizer"  # decides the form of an optimizer state
 SHOWN = 12  # changes in the line of a resumed run

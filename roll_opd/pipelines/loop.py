@@ -15,32 +15,31 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_opd.base.command_line import tell_run_directory
+from roll_opd.base.failures import ConfigError, os_sentence
+from roll_opd.base.full_disk import DiskFull, full_disk
+from roll_opd.base.run_errors import RunError, SkippedUpdates
 from roll_opd.cluster import placement, runtime
-from roll_opd.cluster.hosts import Hosts
-from roll_opd.cluster.start_up import ClusterError, ProcessDied, StartUp
-from roll_opd.cluster.watching import watched
-from roll_opd.command_line import tell_run_directory
-from roll_opd.config.device_mapping import short_devices
-from roll_opd.data.prompts import Prompt
+from roll_opd.cluster.liveness import watched
+from roll_opd.cluster.multihost.hosts import Hosts
+from roll_opd.cluster.startup_progress import ClusterError, ProcessDied, StartUp
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.dataset import Prompt
+from roll_opd.data.prompt_source import Source
 from roll_opd.data.rows import DataError
-from roll_opd.data.source import Source
-from roll_opd.diagnostics import ConfigError
-from roll_opd.failures import os_sentence
-from roll_opd.full_disk import DiskFull, full_disk
 from roll_opd.pipelines.checkpoints import Checkpoint, CheckpointError, Checkpoints, Save, find
-from roll_opd.pipelines.ending import Ending
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.preflight import Inputs
 from roll_opd.pipelines.run_facts import run_facts, write_facts
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.plan import RunPlan
+from roll_opd.pipelines.shutdown import Ending
+from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Progress, shown_while_long
-from roll_opd.tracking.recording import Recording, recorded
 from roll_opd.tracking.run_directory import RunDirectory
 from roll_opd.tracking.run_lock import only_driver
+from roll_opd.tracking.stdout_tee import Recording, recorded
 from roll_opd.tracking.trackers import Trackers
-from roll_opd.workers.errors import RunError, SkippedUpdates
 
 Validate = Callable[[], Awaitable[dict[str, float]]]
 

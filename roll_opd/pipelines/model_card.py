@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from roll_opd import __version__
-from roll_opd.hf.tokenizer_files import has_chat_template
+from roll_opd.config.plan import RunPlan, SamplingPlan
+from roll_opd.models.tokenizer_files import has_chat_template
 from roll_opd.pipelines.card_settings import public, settings_table, steps_text
-from roll_opd.pipelines.describe import objective_text
 from roll_opd.pipelines.example_prompt import NEUTRAL
 from roll_opd.pipelines.history import Part
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
 from roll_opd.pipelines.workflow_rewards import rewards_from
-from roll_opd.plan import RunPlan, SamplingPlan
+from roll_opd.planner.describe import objective_text
 from roll_opd.tracking.results import before_after_table, loading
 from roll_opd.tracking.summary import versions
 

@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.cluster import warm_start
-from roll_opd.companions import broken_companions, hide
-from roll_opd.config.check_machine import machine_problems, other_blocks
-from roll_opd.data.coverage import check_coverage, unmet
-from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.optional_torch_packages import broken_companions, hide
+from roll_opd.base.terminal import tell, warn
+from roll_opd.cluster.forkserver import forkserver_start
+from roll_opd.config.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
+from roll_opd.data.check_tags import check_coverage, unmet
+from roll_opd.data.dataset import Prompt, PromptSet, open_prompts
+from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.overlap import overlap_warning
 from roll_opd.data.preview import whole_steps
-from roll_opd.data.prompts import Prompt, PromptSet, open_prompts
+from roll_opd.data.prompt_source import MixedSource, PromptSource, Source
 from roll_opd.data.rows import DataError
 from roll_opd.data.run_date import set_date, writes_date
-from roll_opd.data.source import MixedSource, PromptSource, Source
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.diagnostics import ConfigError
-from roll_opd.hf.adapter_files import read_adapter
-from roll_opd.hf.model_info import read_model
-from roll_opd.hf.weight_files import lost_weights
+from roll_opd.models.adapter_files import read_adapter
+from roll_opd.models.model_info import read_model
+from roll_opd.models.weight_files import lost_weights
 from roll_opd.pipelines import history
 from roll_opd.pipelines.check_user_code import check_user_code
 from roll_opd.pipelines.checkpoint_files import damage
@@ -43,9 +44,8 @@ from roll_opd.pipelines.checkpoints import (
 )
 from roll_opd.pipelines.history import History
 from roll_opd.pipelines.workflow_rewards import uncalled_rewards
-from roll_opd.plan import DataPlan, FollowingPlan, LoraPlan, RunPlan, TrainPlan
+from roll_opd.planner.check_machine import machine_problems, other_blocks
 from roll_opd.rewards import registry as rewards
-from roll_opd.terminal import tell, warn
 
 NATIVE_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # of torch.cpu.get_capabilities: on x86, on x86, on ARM
 CLUSTER_SECONDS = 5.0  # for a cluster to answer
@@ -159,7 +159,7 @@ def package_problems() -> list[str]:
     """
     broken = broken_companions()
     hide(broken)
-    if not broken or warm_start.is_open():
+    if not broken or forkserver_start.is_open():
         return []
     names, why = " ".join(broken), "; ".join(dict.fromkeys(broken.values()))
     return [

@@ -1,7 +1,7 @@
 """Advice for the alarms: keys of the configuration that have an effect in this run."""
 
-from roll_opd.plan import FollowingPlan, RunPlan
-from roll_opd.tracking.collapse import Remedies
+from roll_opd.config.plan import FollowingPlan, RunPlan
+from roll_opd.tracking.divergence_alarm import Remedies
 
 LENGTH_PENALTY = "length_penalty"
 

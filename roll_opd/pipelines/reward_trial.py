@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import Prompt
-from roll_opd.data.source import Source
+from roll_opd.base.run_errors import RunError
+from roll_opd.data.dataset import Prompt
+from roll_opd.data.prompt_source import Source
 from roll_opd.rewards.registry import REWARDS
-from roll_opd.workers.errors import RunError
-from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.samples.experience import Experience
 
 PROMPTS_SEEN = 64  # of the first ones, among which a domain's is looked for
 SECONDS = 10.0  # a reward that takes longer is not waited for

@@ -6,28 +6,28 @@ from dataclasses import replace
 from functools import partial
 
 from roll_opd.algorithms.table import loss_facts
-from roll_opd.data.source import MixedSource
-from roll_opd.phases import Phase
-from roll_opd.pipelines.beginning import begin
+from roll_opd.data.prompt_source import MixedSource
+from roll_opd.models.device_phases import Phase
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.demonstrations import demonstration_experiences, mixed
+from roll_opd.objective.group_filters import group_filter, without_rejected
+from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.mismatch import corrected, train_infer_metrics
+from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, start_workflow
+from roll_opd.pipelines.startup import begin
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.audit import advantage_metrics
+from roll_opd.roles.policy_roles import FrozenModels
+from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.batch import Rollout, fill_batch
-from roll_opd.rollout.demonstrations import demonstration_experiences, mixed
-from roll_opd.rollout.filters import group_filter, without_rejected
-from roll_opd.rollout.masks import mask_metrics, masked
-from roll_opd.rollout.mismatch import corrected, train_infer_metrics
-from roll_opd.rollout.reference_kl import first_kl_coef, kl_coefs
 from roll_opd.rollout.workflow import SingleTurn
+from roll_opd.teachers.target_refs import release
 from roll_opd.tracking.metrics import opd_metrics
-from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS
-from roll_opd.workers.held import release
-from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import FrozenModels
-from roll_opd.workers.workflow_pool import WorkflowPool
 
 
 async def train(run: Run) -> None:

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from roll_opd.diagnostics import ConfigError
-from roll_opd.full_disk import DiskFull
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.full_disk import DiskFull
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines.checkpoints import CheckpointError
 from roll_opd.pipelines.history import History
-from roll_opd.plan import RunPlan
 from roll_opd.tracking.run_directory import RUN_FACTS, RunDirectory, write_atomic
 from roll_opd.tracking.summary import versions
-from roll_opd.workers.errors import RunError
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # asking CUDA would take memory of a device
 MEMORY = Path("/proc/meminfo")

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.cluster.progress import calls_under_way
-from roll_opd.data.experience import Experience
-from roll_opd.data.source import Source
-from roll_opd.data.training import TrainSample
-from roll_opd.full_disk import full_disk
-from roll_opd.hf.tokenizer_files import has_chat_template
+from roll_opd.base.full_disk import full_disk
+from roll_opd.base.terminal import warn
+from roll_opd.cluster.worker_progress import calls_under_way
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.prompt_source import Source
+from roll_opd.models.tokenizer_files import has_chat_template
+from roll_opd.objective.audit import advantages, token_level_rewards
 from roll_opd.pipelines.checkpoints import HF
 from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.history import History
@@ -22,18 +23,16 @@ from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.remedies import remedies
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.pipelines.sample_record import as_f32, logprobs_of, of_actions, teacher_prompts_of, text_of, topk_hits
-from roll_opd.plan import RunPlan
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
-from roll_opd.rollout.audit import advantages, token_level_rewards
 from roll_opd.rollout.batch import Batch
-from roll_opd.rollout.teacher_checks import Check, table
-from roll_opd.terminal import warn
+from roll_opd.samples.experience import Experience
+from roll_opd.samples.training import TrainSample
+from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
-from roll_opd.tracking.collapse import CollapseAlarm
 from roll_opd.tracking.console import Console, validation
+from roll_opd.tracking.divergence_alarm import CollapseAlarm
 from roll_opd.tracking.progress import Progress
-from roll_opd.tracking.recording import Recording
 from roll_opd.tracking.results import SHORT, loading
 from roll_opd.tracking.run_directory import (
     PROMPTS,
@@ -43,6 +42,7 @@ from roll_opd.tracking.run_directory import (
     RunDirectory,
     read_jsonl,
 )
+from roll_opd.tracking.stdout_tee import Recording
 from roll_opd.tracking.summary import (
     ACCURACY,
     ACCURACY_STDERR,
@@ -258,7 +258,7 @@ class RunLogger:
         }
 
     def _samples(self, step: int, experiences: Sequence[Experience]) -> list[dict]:
-        """Return the rows of samples, with what the update weighted their tokens with: see `rollout.audit`."""
+        """Return the rows of samples, with what the update weighted their tokens with: see `objective.audit`."""
         teachers, objective = self._plan.advantage_teachers, self._plan.objective
         rewards = token_level_rewards(experiences, teachers, objective)
         weights = advantages(experiences, teachers, objective.opd_kl_discount, objective.advantage_clip)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.data.experience import Experience
-from roll_opd.data.token_ends import token_ends
+from roll_opd.samples.experience import Experience
+from roll_opd.samples.token_ends import token_ends
 
 
 def text_of(experience: Experience, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

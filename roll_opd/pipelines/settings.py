@@ -12,10 +12,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_opd.config.device_mapping import short_devices
+from roll_opd.config.plan import MegatronPlan, RunPlan
 from roll_opd.config.schema import CriticKeys, keys_of
-from roll_opd.hf.model_info import fingerprint
-from roll_opd.plan import MegatronPlan, RunPlan
+from roll_opd.models.model_info import fingerprint
+from roll_opd.planner.device_mapping import short_devices
 from roll_opd.tracking.secrets import without_secrets
 
 Settings = dict[str, Any]  # key of the configuration -> value, in the types of JSON

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roll_opd.data.prompts import Prompt
-from roll_opd.data.training import TrainSample, supervised_samples
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.dataset import Prompt
 from roll_opd.pipelines.loop import Run
 from roll_opd.pipelines.start import start_supervised
 from roll_opd.pipelines.supervised_eval import supervised_loss
-from roll_opd.plan import RunPlan
+from roll_opd.roles.supervised_student import SupervisedStudent
+from roll_opd.samples.training import TrainSample, supervised_samples
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
-from roll_opd.workers.supervised import SupervisedStudent
 
 
 async def train(run: Run) -> None:

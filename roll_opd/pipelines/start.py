@@ -7,18 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from roll_opd.cluster import warm_start
+from roll_opd.actors.engine_actor import RolloutWorker
+from roll_opd.actors.megatron_actor import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
+from roll_opd.actors.reward_actor import RewardWorker
+from roll_opd.actors.sampler import Sampler
+from roll_opd.actors.workflow_actor import WorkflowWorker
+from roll_opd.base.user_modules import module_variables
+from roll_opd.cluster.forkserver import forkserver_start
+from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
 from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.preloaded import ENGINES, MEGATRON
-from roll_opd.data import run_date
-from roll_opd.data.experience import Experience
-from roll_opd.hf.model_info import read_model
-from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.inference.tool_calls import HERMES
-from roll_opd.phases import Member, Phase, members_of
-from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
-from roll_opd.plan import (
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import (
     AuxiliaryPlan,
     FollowingPlan,
     MegatronPlan,
@@ -27,21 +27,21 @@ from roll_opd.plan import (
     RunPlan,
     TeacherPlan,
 )
+from roll_opd.data import run_date
+from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.inference.tool_calls import HERMES
+from roll_opd.models.device_phases import Member, Phase, members_of
+from roll_opd.models.model_info import read_model
+from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
+from roll_opd.roles.colocation import Turns
+from roll_opd.roles.critic_role import Critic
+from roll_opd.roles.policy_roles import Follower, FrozenModel, FrozenModels, Student, Teacher
+from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.roles.supervised_student import SupervisedStudent
+from roll_opd.roles.workflow_pool import WorkflowPool
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.progress import Count
-from roll_opd.user_modules import module_variables
-from roll_opd.workers.critic import Critic
-from roll_opd.workers.megatron import CriticWorker, FollowingWorker, LogprobWorker, TrainWorker
-from roll_opd.workers.reward import RewardWorker
-from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import Follower, FrozenModel, FrozenModels, Student, Teacher
-from roll_opd.workers.rollout import RolloutWorker
-from roll_opd.workers.sampler import Sampler
-from roll_opd.workers.supervised import SupervisedStudent
-from roll_opd.workers.turns import Turns
-from roll_opd.workers.weight_sync import stream, sync_of, way_of
-from roll_opd.workers.workflow import WorkflowWorker
-from roll_opd.workers.workflow_pool import WorkflowPool
-from roll_opd.workers.writing import Writing
+from roll_opd.weight_sync.transports import stream, sync_of, way_of
 from roll_opd.workflows.interface import flag
 from roll_opd.workflows.plugins import find_workflow
 
@@ -220,7 +220,7 @@ async def start_sampler(
         names.append(f"{rollout.name}, engine {engine} ({placement.where(devices[0])}),")
         # the engine core is a process of its own and must not outlive a killed run
         written = {**_environment(plan), **rollout.env}
-        env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **warm_start.variables(ENGINES, written)}
+        env = {**written, "ROLL_OPD_DIE_WITH_PARENT": "1", **forkserver_start.variables(ENGINES, written)}
         actors.append(actor_class.options(**placement.options(devices, rollout.devices, env)).remote())
     engines = ActorGroup(actors, names)
     in_turn = turns.join(rollout.name, engines)
@@ -273,7 +273,7 @@ async def start_reward_pools(plan: RunPlan, placement: Placement) -> tuple[Rewar
         "OMP_NUM_THREADS": "1",
         **_environment(plan),
         **run_date.variables(),
-        **warm_start.variables(MEGATRON, plan.env),
+        **forkserver_start.variables(MEGATRON, plan.env),
         **module_variables(),
     }
     options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
@@ -305,7 +305,7 @@ async def start_workflow(plan: RunPlan, sampler: Sampler, placement: Placement) 
         **alone,
         **_environment(plan),
         **run_date.variables(),
-        **warm_start.variables(kind, plan.env),
+        **forkserver_start.variables(kind, plan.env),
         **module_variables(),
     }
     actor_class: Any = WorkflowWorker

@@ -8,8 +8,8 @@ import torch
 from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import policy_loss
-from roll_opd.data.training import TrainSample
-from roll_opd.plan import ObjectivePlan
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.samples.training import TrainSample
 
 
 def supervised_loss(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:

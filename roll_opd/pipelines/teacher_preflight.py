@@ -1,5 +1,5 @@
 """The teacher preflight: before anything is learned from a teacher, student and teacher read a few samples, and
-`rollout.teacher_checks` judges what they say. See docs/teacher-preflight.md.
+`teachers.teacher_checks` judges what they say. See docs/teacher-preflight.md.
 
 The samples are the first that the run would learn from: nothing more is generated, and the very numbers of the first
 update are held against a second computation. No random state is touched, so a run learns the same with and without.
@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from roll_opd.data.experience import Experience, as_read_by
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import RunPlan
 from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.hf.model_info import read_model
-from roll_opd.hf.tokenizer_files import added_ids, compare_tokenizers
+from roll_opd.models.model_info import read_model
+from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.start import RunWorkers
-from roll_opd.plan import RunPlan
-from roll_opd.rollout.teacher_checks import Check, Readings, Settings, checks
-from roll_opd.workers.errors import RunError
-from roll_opd.workers.roles import FrozenModel, Student, Teacher, gathered
+from roll_opd.roles.policy_roles import FrozenModel, Student, Teacher, gathered
+from roll_opd.samples.experience import Experience, as_read_by
+from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together

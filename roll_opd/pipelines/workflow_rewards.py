@@ -1,7 +1,7 @@
 """The rewards of a run's workflow: where they come from, and a warning of configured ones that are never called."""
 
+from roll_opd.config.plan import RunPlan, WorkflowPlan
 from roll_opd.pipelines.reward_source import Source, reward_source
-from roll_opd.plan import RunPlan, WorkflowPlan
 from roll_opd.workflows.plugins import find_workflow
 
 

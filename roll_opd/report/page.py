@@ -15,7 +15,7 @@ import roll_opd
 from roll_opd.report import samples
 from roll_opd.report.curves import averaged
 from roll_opd.report.panels import MODES, before_after, charts, everything, mode_of, with_surprise
-from roll_opd.report.read import RunRecord, find_run, number, read_run
+from roll_opd.report.run_files import RunRecord, find_run, number, read_run
 from roll_opd.report.text import limited, rounded, script_json, visible
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.comparable import changed_settings

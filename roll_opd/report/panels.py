@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_opd.report.curves import downsample, ends, points, trend
-from roll_opd.report.read import RunRecord
+from roll_opd.report.run_files import RunRecord
 from roll_opd.report.text import limited, rounded
 from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.summary import ACCURACY, ACCURACY_STDERR, LOSS, REVERSE_KL, TEACHER_ACCURACY, within_noise

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_opd.report.curves import mean, spread
-from roll_opd.report.read import StepLines, number
+from roll_opd.report.run_files import StepLines, number
 from roll_opd.report.text import limited, rounded
 
 STEPS, SAMPLES_A_STEP = 8, 6

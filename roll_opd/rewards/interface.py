@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from roll_opd.data.experience import Experience
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.samples.experience import Experience
 
 TIMEOUT = "timeout"  # the kind of what runs out of time
 

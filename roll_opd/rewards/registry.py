@@ -11,10 +11,10 @@ from functools import partial
 from textwrap import indent
 from typing import Any
 
-from roll_opd.extensions import Registry, arguments
+from roll_opd.base.registry import Registry, arguments
+from roll_opd.config.roll_keys import REWARD_CLASSES_OF_ROLL
 from roll_opd.rewards.interface import Reward, RewardError
 from roll_opd.rewards.signature import adapter, is_foreign
-from roll_opd.roll.keys import REWARD_CLASSES_OF_ROLL
 
 
 @dataclass(frozen=True)

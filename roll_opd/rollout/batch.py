@@ -15,17 +15,17 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 
-from roll_opd.data.experience import Experience, changed
-from roll_opd.data.source import Prompt, Source
-from roll_opd.plan import SamplingPlan
-from roll_opd.rollout.filters import GroupFilter
+from roll_opd.actors.sampler import Sampler
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import SamplingPlan
+from roll_opd.data.prompt_source import Prompt, Source
+from roll_opd.objective.group_filters import GroupFilter
+from roll_opd.roles.policy_roles import FrozenModels
+from roll_opd.roles.reward_pool import RewardPool, RewardResult
 from roll_opd.rollout.workflow import Model, SingleTurn, Task, Workflow
+from roll_opd.samples.experience import Experience, changed
 from roll_opd.tracking.clock import PhaseClock
 from roll_opd.tracking.progress import Count, Progress
-from roll_opd.workers.errors import RunError
-from roll_opd.workers.reward_pool import RewardPool, RewardResult
-from roll_opd.workers.roles import FrozenModels
-from roll_opd.workers.sampler import Sampler
 
 MOST_REJECTED = 20  # times the batch, and at least FEW_REJECTED: a filter that rejects more will not be satisfied
 FEW_REJECTED = 1000

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from roll_opd.full_disk import reason
-from roll_opd.terminal import warn
+from roll_opd.base.full_disk import reason
+from roll_opd.base.terminal import warn
 from roll_opd.tracking.registry import Tracker
 
 FAILURES = (Exception, SystemExit)  # SystemExit too: a library that "exits" would only end the thread, unseen

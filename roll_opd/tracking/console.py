@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from roll_opd.terminal import columns, wrapped
+from roll_opd.base.terminal import columns, wrapped
 from roll_opd.tracking.metrics import GRADED
 from roll_opd.tracking.results import PHASES_SHOWN, SHORT, before_after_table, count_of, duration, phase_split, totals
 from roll_opd.tracking.summary import ACCURACY, GENERATED_TOKENS, LOSS, REVERSE_KL, REWARD, STEP_SECONDS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll_opd.data.experience import Experience, one_a_run
+from roll_opd.samples.experience import Experience, one_a_run
 
 PERCENTS = {"p50": 50, "p95": 95}
 REDUCTIONS: dict[str, Callable[[np.ndarray], float]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
-from roll_opd.extensions import Registry
+from roll_opd.base.registry import Registry
 from roll_opd.tracking.run_directory import RunDirectory
 
 

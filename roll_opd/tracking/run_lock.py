@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from roll_opd.diagnostics import ConfigError
+from roll_opd.base.failures import ConfigError
 
 LOCK = ".driver"
 # of file systems that have no locks: then nothing is known of other drivers

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from roll_opd.full_disk import reason
-from roll_opd.terminal import warn
+from roll_opd.base.full_disk import reason
+from roll_opd.base.terminal import warn
 from roll_opd.tracking.background import BackgroundTracker, Patience
 from roll_opd.tracking.registry import find
 from roll_opd.tracking.run_directory import METRICS, RunDirectory

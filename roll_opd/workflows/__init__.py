@@ -26,8 +26,6 @@ if TYPE_CHECKING:
         OnPolicyDistillWorkflow,
         SimpleWorkflow,
     )
-    from roll_opd.workflows.errors import WorkflowError
-    from roll_opd.workflows.experience import EID, Experience
     from roll_opd.workflows.interface import WORKFLOWS, FormatConfig, GenerationConfig, Task, Workflow
     from roll_opd.workflows.model import ModelWrapper
     from roll_opd.workflows.multi_turn import MultiTurnWorkflow
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
         RewardPropagationWorkflow,
         StepWiseRewardWorkflow,
     )
+    from roll_opd.workflows.workflow_errors import WorkflowError
+    from roll_opd.workflows.workflow_experience import EID, Experience
 
 __all__ = [
     "EID",
@@ -85,8 +85,8 @@ _HOMES = {
         *("MathBoxedWorkflow", "MathWorkflow", "OnPolicyDistillMathWorkflow", "OnPolicyDistillWorkflow"),
         "SimpleWorkflow",
     ),
-    "errors": ("WorkflowError",),
-    "experience": ("EID", "Experience"),
+    "workflow_errors": ("WorkflowError",),
+    "workflow_experience": ("EID", "Experience"),
     "interface": ("WORKFLOWS", "FormatConfig", "GenerationConfig", "Task", "Workflow"),
     "model": ("ModelWrapper",),
     "multi_turn": ("MultiTurnWorkflow",),
@@ -119,6 +119,6 @@ def __getattr__(name: str) -> Any:
     if instead := _NOT_HERE.get(name):
         # `from ... import` would replace the message of an AttributeError
         raise ImportError(f"{name} of Trinity-RFT does not exist here: {instead}")
-    if place := importlib.import_module(f"{__name__}.trinitys").place_of_class(name):
+    if place := importlib.import_module(f"{__name__}.compat_advice").place_of_class(name):
         raise ImportError(place)
     raise AttributeError(f"module {__name__} has no attribute {name!r}")

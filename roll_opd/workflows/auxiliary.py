@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.plan import SamplingPlan
-from roll_opd.workflows.experience import Experience
+from roll_opd.config.plan import SamplingPlan
+from roll_opd.workflows.call_tree import Turns
 from roll_opd.workflows.model import ModelWrapper, Responses, RunState
 from roll_opd.workflows.model_facts import ModelFacts, generate_kwargs
-from roll_opd.workflows.turns import Turns
+from roll_opd.workflows.workflow_experience import Experience
 
 OTHERS = 2**32  # where seeds of auxiliary models begin, far from draws
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll_opd.declared import declarations
-from roll_opd.hints import nearest
-from roll_opd.workflows import trinitys
+from roll_opd.base.declared import declarations
+from roll_opd.base.hints import nearest
+from roll_opd.workflows import compat_advice
 
 BOXED = ("math_boxed_workflow", "async_math_boxed_workflow")
 
@@ -13,9 +13,9 @@ BOXED = ("math_boxed_workflow", "async_math_boxed_workflow")
 def name_problem(name: str, plugin_dir: str | None) -> str | None:
     """Say what is wrong with a name that is Trinity-RFT's and that no module of `plugin_dir` can have registered."""
     declared = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
-    if name in declared or (plugin_dir and trinitys.is_written_in(name, plugin_dir)):
+    if name in declared or (plugin_dir and compat_advice.is_written_in(name, plugin_dir)):
         return None
-    return trinitys.advice(name)
+    return compat_advice.advice(name)
 
 
 def argument_problems(name: str, given: Mapping[str, Any], reward: str | None) -> Iterator[tuple[str, str]]:

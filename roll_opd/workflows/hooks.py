@@ -20,7 +20,7 @@ OURS = "roll_opd."
 # functions that call no method of their argument; functions that read the attribute that they name
 OF_AN_OBJECT, OF_A_NAME = ("isinstance", "type", "id", "hash"), ("getattr", "hasattr", "setattr")
 RUN = ("run", "run_async", "execute", "set_repeat_times")  # called by the runner alone
-RUNNER = "roll_opd.workers"  # calls the entry methods of a class
+RUNNER = "roll_opd.actors"  # calls the entry methods of a class
 TWINS = {"run": "run_async", "step": "step_async", "reward": "reward_async"}
 TWINS |= {value: name for name, value in TWINS.items()}
 BY_KEYWORD = ("step_num",)  # arguments of hooks that are passed by keyword; all others are positional

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from roll_opd.base.registry import Part, Registry
 from roll_opd.data.rows import is_missing
-from roll_opd.extensions import Part, Registry
-from roll_opd.workflows.errors import WorkflowError
-from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.compat_advice import advice
 from roll_opd.workflows.model import ModelWrapper
-from roll_opd.workflows.trinitys import advice
+from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.workflows.workflow_experience import Experience
 
 Class = TypeVar("Class", bound=type)
 

@@ -15,14 +15,14 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.order import derived_seed
 from roll_opd.data.special_tokens import token_ids
 from roll_opd.inference.completion import Completion
-from roll_opd.plan import SamplingPlan
-from roll_opd.workflows.errors import NoRoomError
-from roll_opd.workflows.experience import Experience
+from roll_opd.workflows.call_tree import Call, Turns, experience
 from roll_opd.workflows.model_facts import NOT_HERE, ModelFacts, generate_kwargs
-from roll_opd.workflows.turns import Call, Turns, experience
+from roll_opd.workflows.workflow_errors import NoRoomError
+from roll_opd.workflows.workflow_experience import Experience
 
 Value = TypeVar("Value")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from roll_opd.plan import SamplingPlan
+from roll_opd.config.plan import SamplingPlan
 
 _RECORDED = "return the experiences, or derive from WorkflowWithRecording and call its update_reward"
 NOT_HERE = {  # method of Trinity-RFT's ModelWrapper -> what to use instead

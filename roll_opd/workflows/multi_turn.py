@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import Workflow
+from roll_opd.workflows.workflow_experience import Experience
 
 
 class MultiTurnWorkflow(Workflow):

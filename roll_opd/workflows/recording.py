@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import Task, Workflow
 from roll_opd.workflows.model import ModelWrapper
+from roll_opd.workflows.workflow_experience import Experience
 
 
 class WorkflowWithRecording(Workflow):

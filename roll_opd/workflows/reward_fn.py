@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.workflows.errors import WorkflowError
 from roll_opd.workflows.interface import Modules
+from roll_opd.workflows.workflow_errors import WorkflowError
 
 
 class RewardFn(ABC):

@@ -7,9 +7,9 @@ in `eid.step` which one it was; advantages of several steps compare runs, and kn
 from collections.abc import Sequence
 from typing import Any
 
-from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.interface import Task, Workflow, flag
 from roll_opd.workflows.model import ModelWrapper
+from roll_opd.workflows.workflow_experience import Experience
 
 STEPS = "actual_env_steps"  # the metric of a run's steps, under Trinity-RFT's name
 

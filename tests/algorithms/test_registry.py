@@ -26,7 +26,7 @@ from roll_opd.algorithms.registry import (
     register_policy_loss,
 )
 from roll_opd.algorithms.table import DIVERGENCE_NAMES, KL_LOSSES, KL_PENALTIES, algorithm
-from roll_opd.extensions import Registry, defaults
+from roll_opd.base.registry import Registry, defaults
 
 
 def test_importing_the_registry_needs_no_torch() -> None:

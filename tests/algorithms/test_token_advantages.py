@@ -9,12 +9,12 @@ import torch
 
 from roll_opd.algorithms.advantages.batch import normalised_rewards
 from roll_opd.algorithms.token_advantages import clipped, on_last_action, token_advantages, whitening
-from roll_opd.data.experience import Experience
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.audit import advantage_metrics, advantages, token_level_rewards
-from roll_opd.workers.errors import RunError
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.audit import advantage_metrics, advantages, token_level_rewards
+from roll_opd.samples.experience import Experience
 
 GROUPS = ["a", "a", "b", "c", "c", "c", "a"]  # b stands alone
 

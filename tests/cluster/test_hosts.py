@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from roll_opd.cluster import host_facts
-from roll_opd.cluster.hosts import Hosts
-from roll_opd.cluster.launched import Host, LaunchError
-from roll_opd.cluster.line import Line
+from roll_opd.cluster.multihost import host_facts
+from roll_opd.cluster.multihost.heartbeat_channel import Line
+from roll_opd.cluster.multihost.hosts import Hosts
+from roll_opd.cluster.multihost.launcher_env import Host, LaunchError
 from roll_opd.cluster.ray_environment import token_variables
 
 FACTS: dict[str, Any] = {"name": "b", "gpus": 0, "versions": {"python": "3.11.7", "ray": "2.60.0"}}
@@ -177,7 +177,8 @@ def test_gpus_of_hosts(own: int, other: int, problems: int) -> None:
 
 def test_a_member_whose_driver_never_comes_says_so() -> None:
     program = (
-        "import sys; from roll_opd.cluster import member; from roll_opd.cluster.launched import Host\n"
+        "import sys; from roll_opd.cluster.multihost import multihost_worker as member\n"
+        "from roll_opd.cluster.multihost.launcher_env import Host\n"
         "member.FIRST_SECONDS = 0.5\n"
         "one = member._Member(Host(1, 2, '127.0.0.1', 9), print); one._again = 0.5\n"
         "sys.exit(one.serve())"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from roll_opd.cluster.placement import Device, Placement, order
-from roll_opd.cluster.start_up import ClusterError
+from roll_opd.cluster.startup_progress import ClusterError
 
 NOBODY: Any = None  # no placement group is asked
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from config_assets import base_values, set_key, write_config
 
-from roll_opd.config.build import load_plan
-from roll_opd.diagnostics import ConfigError
-from roll_opd.plan import RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.plan import RunPlan
+from roll_opd.planner.build import load_plan
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll_opd.algorithms.table import ALGORITHMS
-from roll_opd.plan import RunPlan
+from roll_opd.config.plan import RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

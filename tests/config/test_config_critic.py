@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from config_assets import write_model, write_tokenizer
 
-from roll_opd.pipelines.describe import to_json, to_text
-from roll_opd.plan import CriticPlan, Layout, RunPlan
+from roll_opd.config.plan import CriticPlan, Layout, RunPlan
+from roll_opd.planner.describe import to_json, to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.pipelines.describe import to_json, to_text
-from roll_opd.plan import RunPlan
+from roll_opd.config.plan import RunPlan
+from roll_opd.planner.describe import to_json, to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

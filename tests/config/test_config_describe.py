@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from config_assets import PARAMETERS, write_config, write_model
 
-from roll_opd.cli import main
-from roll_opd.config.build import load_plan
-from roll_opd.config.device_mapping import short_devices
-from roll_opd.megatron.memory import readable_bytes
-from roll_opd.paths import REPOSITORY
-from roll_opd.pipelines.describe import to_json, to_text
+from roll_opd.base.paths import REPOSITORY
+from roll_opd.commands.main import main
+from roll_opd.models.memory import readable_bytes
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.describe import to_json, to_text
+from roll_opd.planner.device_mapping import short_devices
 
 
 def test_json_of_the_command(root: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

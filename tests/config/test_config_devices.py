@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roll_opd import hardware
-from roll_opd.megatron.memory import device_memory
-from roll_opd.plan import RunPlan
+from roll_opd.base import hardware
+from roll_opd.config.plan import RunPlan
+from roll_opd.models.memory import device_memory
 
 Plan = Callable[..., RunPlan]
 ROLES = ("student_train", "student_infer", "teacher")

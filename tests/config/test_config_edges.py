@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.diagnostics import ConfigError
-from roll_opd.extensions import argument_problems
-from roll_opd.plan import RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.registry import argument_problems
+from roll_opd.config.plan import RunPlan
 
 RL = {"pure": False}
 
@@ -50,7 +50,7 @@ def test_types_behind_a_signature(problems: Callable[..., list[str]]) -> None:
 
 
 def test_frozen_lists_are_lists() -> None:
-    from roll_opd.frozen import freeze
+    from roll_opd.base.frozen import freeze
 
     def part(batch: object, *, names: list[str], table: dict[str, int]) -> None: ...
 

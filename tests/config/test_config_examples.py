@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from roll_assets import localise
 
-from roll_opd.config.build import load_plan
-from roll_opd.paths import REPOSITORY
-from roll_opd.pipelines.describe import to_text
-from roll_opd.plan import Layout, RunPlan
+from roll_opd.base.paths import REPOSITORY
+from roll_opd.config.plan import Layout, RunPlan
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.describe import to_text
 
 EXAMPLES = REPOSITORY / "examples"
 DISTILL, MIXED = "qwen3-8B-onpolicy-distill-megatron", "qwen3-8B-rlvr-opd-megatron"

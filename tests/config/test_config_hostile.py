@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 from config_assets import base_values, write_config
 
-from roll_opd import cli, hardware
-from roll_opd.composing.load import load_config
-from roll_opd.composing.yaml_files import MOST_BYTES
-from roll_opd.config.build import load_plan
-from roll_opd.config.check_values import check_batched_tokens
-from roll_opd.diagnostics import ConfigError, Diagnostics
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import RunPlan
+from roll_opd.base import hardware
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.commands import main
+from roll_opd.config.compose import load_config
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import RunPlan
+from roll_opd.config.yaml_files import MOST_BYTES
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.check_values import check_batched_tokens
 
 MODEL = "student_train.model_args.model_name_or_path"
 ROWS = "student_train.data_args.file_name"
@@ -278,8 +280,8 @@ def test_what_nobody_foresaw_is_a_sentence(monkeypatch: pytest.MonkeyPatch, caps
     def fails(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("roll_opd.config.build.load_plan", fails)
-    assert cli.main(["plan", "--config_path", "demo", "--config_name", "rlvr"]) == 1
+    monkeypatch.setattr("roll_opd.planner.build.load_plan", fails)
+    assert main.main(["plan", "--config_path", "demo", "--config_name", "rlvr"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("roll-opd: ") and "KeyError: 'a bug'" in said and "ROLL_OPD_DEBUG=1" in said
     assert "Traceback" not in said and f"{Path(__file__).name}:" in said

@@ -11,9 +11,9 @@ import pytest
 from config_assets import set_key, write_config
 from omegaconf import OmegaConf
 
-from roll_opd.composing.load import load_config, parse_overrides
-from roll_opd.diagnostics import ConfigError
-from roll_opd.plan import Layout, RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.compose import load_config, parse_overrides
+from roll_opd.config.plan import Layout, RunPlan
 
 Plan = Callable[..., RunPlan]
 TRAIN = "student_train.strategy_args.strategy_config"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from config_assets import set_key
 
-from roll_opd.config.adapters import LINEAR
-from roll_opd.hf.adapter_files import CONFIG, WEIGHTS, adapter_config
-from roll_opd.pipelines.describe import to_json, to_text
-from roll_opd.plan import LoraPlan, RunPlan
+from roll_opd.config.plan import LoraPlan, RunPlan
+from roll_opd.models.adapter_files import CONFIG, WEIGHTS, adapter_config
+from roll_opd.planner.adapters import LINEAR
+from roll_opd.planner.describe import to_json, to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from config_assets import write_model, write_tokenizer
 
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import FilterPlan, Layout, MegatronPlan, ObjectivePlan, RunPlan
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import FilterPlan, Layout, MegatronPlan, ObjectivePlan, RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from config_assets import set_key, write_config, write_model
 
-from roll_opd.diagnostics import ConfigError
-from roll_opd.plan import Layout, MicroBatchLimits, RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.plan import Layout, MicroBatchLimits, RunPlan
 
 Plan = Callable[..., RunPlan]
 
@@ -61,7 +61,7 @@ def test_plan_is_immutable_and_picklable(plan: Plan) -> None:
 def test_nothing_heavy_is_imported(root: Any, values: dict[str, Any]) -> None:
     """Planning must work on a machine that has none of the engines, and be quick to refuse."""
     code = (
-        "import sys; from roll_opd.config.build import load_plan;"
+        "import sys; from roll_opd.planner.build import load_plan;"
         f"load_plan({write_config(root, values)!r}, 'run', pure=True);"
         "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'ray'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from config_assets import VOCABULARY, set_key, write_config, write_model, write_tokenizer
 
-from roll_opd.composing.load import LoadedConfig, load_config
-from roll_opd.config import check_files
-from roll_opd.config.build import plan_config
+from roll_opd.base.failures import ConfigError
+from roll_opd.config.compose import LoadedConfig, load_config
 from roll_opd.config.schema import Top
-from roll_opd.diagnostics import ConfigError
+from roll_opd.planner import check_files
+from roll_opd.planner.build import plan_config
 
 Problems = Callable[..., list[str]]
 MEGATRON = "strategy_args.strategy_config"
@@ -503,7 +503,7 @@ def test_wrong_places_and_overrides(root: Path, values: dict[str, Any]) -> None:
 
 def test_command_line_error_is_quick_and_exits_with_2(root: Path, values: dict[str, Any]) -> None:
     set_key(values, "max_stepz", 1)
-    command = [sys.executable, "-m", "roll_opd.cli", "plan", "--config_path", write_config(root, values)]
+    command = [sys.executable, "-m", "roll_opd.commands.main", "plan", "--config_path", write_config(root, values)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([*command, "--config_name", "run.yaml"], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from roll_opd.config.role_keys import READ_BY
+from roll_opd.config.plan import RunPlan
 from roll_opd.config.schema import Worker, keys_of
-from roll_opd.plan import RunPlan
+from roll_opd.planner.role_keys import READ_BY
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

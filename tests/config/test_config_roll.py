@@ -7,7 +7,8 @@ from typing import Any
 
 from config_assets import write_model
 
-from roll_opd.config.build import load_plan
+from roll_opd.config.plan import RunPlan
+from roll_opd.config.roll_keys import REWARD_CLASSES_OF_ROLL
 from roll_opd.config.schema import (
     DataArgs,
     GeneratingArgs,
@@ -18,10 +19,9 @@ from roll_opd.config.schema import (
     Validation,
     Worker,
 )
-from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.plan import RunPlan
+from roll_opd.models.engine_options import MEGATRON_DECIDED, engine_options
+from roll_opd.planner.build import load_plan
 from roll_opd.rewards.registry import REWARDS
-from roll_opd.roll.keys import REWARD_CLASSES_OF_ROLL
 
 ROLL = """
 hydra:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from roll_assets import STYLE, localise
 
-from roll_opd.cli import main
-from roll_opd.config.build import load_plan
-from roll_opd.diagnostics import ConfigError
-from roll_opd.plan import FilterPlan, Layout, RunPlan
+from roll_opd.base.failures import ConfigError
+from roll_opd.commands.main import main
+from roll_opd.config.plan import FilterPlan, Layout, RunPlan
+from roll_opd.planner.build import load_plan
 
 DOMAINS = {
     "code_KodCode_data": ["KodCode"],

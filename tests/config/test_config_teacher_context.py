@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from config_assets import write_model
 
-from roll_opd.pipelines.describe import to_text
-from roll_opd.plan import FollowingPlan, RunPlan
+from roll_opd.config.plan import FollowingPlan, RunPlan
+from roll_opd.planner.describe import to_text
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_opd.config.trackers import GIVEN_BY_US
-from roll_opd.extensions import arguments
-from roll_opd.plan import RunPlan
+from roll_opd.base.registry import arguments
+from roll_opd.config.plan import RunPlan
+from roll_opd.planner.trackers import GIVEN_BY_US
 from roll_opd.tracking.registry import TRACKERS, lacking
 from roll_opd.tracking.secrets import without_secrets
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from config_assets import SIZES, shapes_of, write_model, write_safetensors
 
-from roll_opd.hf.model_info import ModelFilesError, read_model
-from roll_opd.hf.weight_files import lost_weights, weight_problems
+from roll_opd.models.model_info import ModelFilesError, read_model
+from roll_opd.models.weight_files import lost_weights, weight_problems
 
 LAYER = "model.layers.3.mlp.up_proj.weight"
 

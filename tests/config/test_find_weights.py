@@ -11,11 +11,11 @@ from config_assets import SIZES, shapes_of, write_model, write_safetensors
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from roll_opd.hf.adapter_files import read_adapter
-from roll_opd.hf.find_weights import INDEX, SINGLE, engine_problem
-from roll_opd.hf.model_info import ModelFilesError, find_model, read_model
-from roll_opd.hf.tokenizer_files import largest_token_id
-from roll_opd.hf.weight_files import weight_problems
+from roll_opd.models.adapter_files import read_adapter
+from roll_opd.models.find_weights import INDEX, SINGLE, engine_problem
+from roll_opd.models.model_info import ModelFilesError, find_model, read_model
+from roll_opd.models.tokenizer_files import largest_token_id
+from roll_opd.models.weight_files import weight_problems
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

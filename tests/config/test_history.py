@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from roll_opd.config.build import load_plan
+from roll_opd.base.user_modules import module_variables
+from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import history
 from roll_opd.pipelines.settings import CONTENT, NO_SETTINGS, settings_of
-from roll_opd.plan import RunPlan
-from roll_opd.user_modules import module_variables
+from roll_opd.planner.build import load_plan
 
 DEMO = {"pure": "onpolicy_distill", "mixed": "rlvr_opd", "rl": "ppo", "sft": "sft", "dpo": "dpo"}
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from roll_opd import hardware
-from roll_opd.config.strategies import SIZES, SWITCHES
-from roll_opd.engine_options import MEGATRON_DECIDED, engine_options
-from roll_opd.megatron.options import FOR_GPUS, RUN, WITHOUT_EFFECT, usable
-from roll_opd.megatron.supported import unsupported
-from roll_opd.plan import RunPlan
-from roll_opd.roll.keys import IGNORED_MEGATRON
+from roll_opd.base import hardware
+from roll_opd.config.plan import RunPlan
+from roll_opd.config.roll_keys import IGNORED_MEGATRON
+from roll_opd.models.engine_options import MEGATRON_DECIDED, engine_options
+from roll_opd.models.megatron_options import FOR_GPUS, RUN, WITHOUT_EFFECT, usable
+from roll_opd.models.supported import unsupported
+from roll_opd.planner.strategies import SIZES, SWITCHES
 
 OPTIONS = "student_train.strategy_args.strategy_config"
 

@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 
-from roll_opd.frozen import FrozenDict
-from roll_opd.hf.model_info import ModelInfo, read_model
-from roll_opd.megatron.memory import (
-    Shard,
-    device_memory,
-    fullest,
-    logprob_memory,
-    rollout_memory,
-    shard_of,
-    train_memory,
-)
-from roll_opd.plan import (
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import (
     Layout,
     MegatronPlan,
     MicroBatchLimits,
@@ -30,6 +20,8 @@ from roll_opd.plan import (
     SamplingPlan,
     TrainPlan,
 )
+from roll_opd.models.memory import Shard, device_memory, fullest, logprob_memory, rollout_memory, shard_of, train_memory
+from roll_opd.models.model_info import ModelInfo, read_model
 
 GIB = 2**30
 SHAPES: dict[str, dict[str, Any]] = {  # as in the models' own config.json
@@ -149,7 +141,7 @@ def test_the_heads_chunk_is_the_devices(model: Callable[[str], ModelInfo], devic
 
 
 def test_a_plan_for_gpus_counts_theirs(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll_opd.megatron.memory.CHUNK_BYTES", {"cpu": 0, "cuda": 1000})
+    monkeypatch.setattr("roll_opd.models.memory.CHUNK_BYTES", {"cpu": 0, "cuda": 1000})
     without, known = (plan(known).memory["student_train"][-1]["head"] for known in ({}, {"device_memory_gb": 80}))
     assert known - without == 1000
 

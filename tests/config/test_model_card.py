@@ -13,12 +13,12 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from roll_opd.config.build import load_plan
+from roll_opd.config.plan import RunPlan
 from roll_opd.pipelines import history
 from roll_opd.pipelines.example_prompt import example_prompt
 from roll_opd.pipelines.model_card import model_card
 from roll_opd.pipelines.origin import base_model, cached, licence, model_name
-from roll_opd.plan import RunPlan
+from roll_opd.planner.build import load_plan
 from roll_opd.tracking.results import loading
 from roll_opd.tracking.summary import summarize
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from roll_opd.command_line import ENTRIES
-from roll_opd.config.build import load_plan
-from roll_opd.diagnostics import ConfigError
-from roll_opd.pipelines.describe import to_json, to_text
+from roll_opd.base.command_line import ENTRIES
+from roll_opd.base.failures import ConfigError
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.describe import to_json, to_text
 
 # example -> the pipelines that run it, what the plan shows, the launcher
 EXAMPLES = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from roll_opd.config.build import load_plan
 from roll_opd.pipelines.remedies import remedies
-from roll_opd.tracking.collapse import Remedies
+from roll_opd.planner.build import load_plan
+from roll_opd.tracking.divergence_alarm import Remedies
 
 FOLLOWS, HINT, REFERENCE = "follows_student.decay", "a more detailed hint", "use_kl_loss"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from config_assets import write_config
 
-from roll_opd.cli import main
-from roll_opd.plan import RunPlan
+from roll_opd.commands.main import main
+from roll_opd.config.plan import RunPlan
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[str]]

@@ -11,15 +11,16 @@ import pytest
 import yaml
 from config_assets import set_key, write_model
 
-from roll_opd import hardware
-from roll_opd.config.adapters import LINEAR
-from roll_opd.config.build import load_plan
+from roll_opd.base import hardware
+from roll_opd.base.failures import ConfigError
+from roll_opd.compat.trinity.keys import KEYS
+from roll_opd.compat.trinity.reading import Machine
+from roll_opd.compat.trinity.translate import translated
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.config.schema import Top, Worker, keys_of
-from roll_opd.diagnostics import ConfigError, Diagnostics
-from roll_opd.plan import LoraPlan, RunPlan
-from roll_opd.trinity.keys import KEYS
-from roll_opd.trinity.reading import Machine
-from roll_opd.trinity.translate import translated
+from roll_opd.planner.adapters import LINEAR
+from roll_opd.planner.build import load_plan
 from tests.pages import DOCS
 
 # In the forms of Trinity-RFT's own examples, in small. {root} is where models and rows are.

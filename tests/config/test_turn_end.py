@@ -11,9 +11,9 @@ from config_assets import write_model
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from roll_opd.config.build import load_plan
-from roll_opd.hf.turn_end import stop_tokens, turn_end
-from roll_opd.plan import RunPlan
+from roll_opd.config.plan import RunPlan
+from roll_opd.models.turn_end import stop_tokens, turn_end
+from roll_opd.planner.build import load_plan
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n"

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from roll_opd.data.prompts import Prompt, open_prompts
-from roll_opd.data.report import DataReport
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.data_report import DataReport
+from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.plan import DataPlan
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

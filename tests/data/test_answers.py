@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import NO_ANSWER, OTHER_PROMPT, SAME_ANSWER, parse_answered
-from roll_opd.data.prompts import open_prompts
+from roll_opd.data.dataset import open_prompts
+from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.rows import BadRow, DataError
-from roll_opd.data.source import PromptSource
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import DataPlan
 
 STUDENT = str(Path(__file__).parents[2] / "examples" / "demo" / "models" / "student")
 ASK, RIGHT, WRONG = (

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from roll_opd.data.environments import EnvironmentSource, held_out_tasks, rules_of
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.data.environment_tasks import EnvironmentSource, held_out_tasks, rules_of
 from roll_opd.data.rows import DataError
-from roll_opd.frozen import FrozenDict
 
 SHARES = {"lake": 3, "boxes": 1}
 

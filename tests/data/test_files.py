@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from data_assets import write
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.files import find_files
 from roll_opd.data.preview import ROWS_SCANNED, count_rows, first_tags
 from roll_opd.data.rows import DEFAULT_TAG, DataError
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import DataPlan
 
 
 def write_tags(path: Path, *tags: str | None) -> Path:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.dataset import open_prompts
 from roll_opd.data.files import open_file
 from roll_opd.data.gsm8k import final_answer, main
-from roll_opd.data.prompts import open_prompts
 from roll_opd.data.rows import DataError, parse_row
-from roll_opd.plan import DataPlan
 
 EXAMPLES = [
     {"question": "How many?", "answer": "It is 2*3 = <<2*3=6>>6.\n#### 6"},

@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 from data_assets import write
 
+from roll_opd.config.plan import DataPlan
 from roll_opd.data import json_array
+from roll_opd.data.data_report import DataReport
+from roll_opd.data.dataset import Prompt
 from roll_opd.data.files import JsonlFile, open_file
 from roll_opd.data.formats import refusal
 from roll_opd.data.json_array import JsonArrayFile
 from roll_opd.data.preview import count_rows, first_tags
-from roll_opd.data.prompts import Prompt
-from roll_opd.data.report import DataReport
 from roll_opd.data.rows import DataError
-from roll_opd.plan import DataPlan
 
 
 def random_value(rng: random.Random, depth: int = 0) -> object:

@@ -7,12 +7,12 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
+from roll_opd.data.data_report import NOT_LEARNED
+from roll_opd.data.dataset import open_prompts
 from roll_opd.data.loss_marks import MARKS, SPANS
-from roll_opd.data.prompts import open_prompts
-from roll_opd.data.report import NOT_LEARNED
 from roll_opd.data.rows import BadRow, DataError
-from roll_opd.plan import DataPlan
 
 ASK, WRONG, RIGHT = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "4"}, "3"
 

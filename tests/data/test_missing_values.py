@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from data_assets import write
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import NO_ANSWER, parse_answered
 from roll_opd.data.preview import first_tags
 from roll_opd.data.rows import DEFAULT_TAG, EMPTY, NO_PROMPT, BadRow, parse_row, parse_task
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import DataPlan
 from roll_opd.workflows.interface import FormatConfig, Task
 
 NULLS = [None, math.nan, np.float64("nan"), pd.NaT, pd.NA, Decimal("nan")]

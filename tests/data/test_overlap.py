@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from data_assets import write
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.dataset import PromptSet, open_prompts
 from roll_opd.data.overlap import overlap_warning
-from roll_opd.data.prompts import PromptSet, open_prompts
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import DataPlan, StreamPlan
 
 
 def _ask(number: int, **more: Any) -> dict[str, Any]:

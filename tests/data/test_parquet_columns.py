@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import ContextPlan, DataPlan
 from roll_opd.data.columns import columns_needed
-from roll_opd.data.prompts import open_prompts
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import ContextPlan, DataPlan
+from roll_opd.data.dataset import open_prompts
 
 ASK, ANSWER = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
 WORKED = ContextPlan(name="t", key="teacher.context", prompt_length=64, hint="{worked} {steps}", system_prompt="{who}")

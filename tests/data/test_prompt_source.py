@@ -11,12 +11,12 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.order import DrawOrder
-from roll_opd.data.prompts import Prompt, open_prompts
+from roll_opd.data.prompt_source import MixedSource, PromptSource
 from roll_opd.data.rows import DataError
-from roll_opd.data.source import MixedSource, PromptSource
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import DataPlan, StreamPlan
 
 NewSource = Callable[..., PromptSource]
 

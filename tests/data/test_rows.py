@@ -13,10 +13,12 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
+from roll_opd.base.frozen import FrozenDict, thaw
+from roll_opd.config.plan import DataPlan
 from roll_opd.data.answers import parse_answered
+from roll_opd.data.data_report import FILES_NAMED, NOT_ENCODABLE, DataReport
+from roll_opd.data.dataset import Prompt, open_prompts
 from roll_opd.data.files import open_file
-from roll_opd.data.prompts import Prompt, open_prompts
-from roll_opd.data.report import FILES_NAMED, NOT_ENCODABLE, DataReport
 from roll_opd.data.rows import (
     EMPTY,
     NO_PROMPT,
@@ -29,8 +31,6 @@ from roll_opd.data.rows import (
     parse_row,
     parse_task,
 )
-from roll_opd.frozen import FrozenDict, thaw
-from roll_opd.plan import DataPlan
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 

@@ -13,11 +13,11 @@ import pytest
 import transformers.utils.chat_template_utils as rendering
 from data_assets import write
 
+from roll_opd.config.plan import ContextPlan, DataPlan
 from roll_opd.data import run_date
-from roll_opd.data.prompts import open_prompts
+from roll_opd.data.dataset import open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.plan import ContextPlan, DataPlan
 
 MOMENT = datetime(2026, 2, 28, 23, 59, 58)
 ASK = [{"role": "user", "content": "a"}]

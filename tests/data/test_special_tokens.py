@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.data.rows import Row
 from roll_opd.data.special_tokens import added_bos, token_ids
 from roll_opd.data.templates import TEMPLATES, load_tokenizer, render_answer, render_prompt, tokenize
-from roll_opd.frozen import FrozenDict
 
 BOS, EOS, A, B = 0, 1, 2, 3
 WITH_BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])

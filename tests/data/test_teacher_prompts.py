@@ -8,11 +8,11 @@ import pytest
 from data_assets import write
 from transformers import PreTrainedTokenizerBase
 
-from roll_opd.data.prompts import open_prompts
+from roll_opd.config.plan import ContextPlan, DataPlan
+from roll_opd.data.dataset import open_prompts
+from roll_opd.data.prompt_source import PromptSource
 from roll_opd.data.rows import BadRow, DataError, Row, parse_row
-from roll_opd.data.source import PromptSource
 from roll_opd.data.teacher_prompts import names_in, read_row
-from roll_opd.plan import ContextPlan, DataPlan
 
 ASKED = {"id": "a", "messages": [{"role": "user", "content": "2+2"}], "ground_truth": 4, "steps": ["2", {"and": 2}]}
 Open = Callable[..., tuple]

@@ -9,10 +9,10 @@ import pytest
 from chat_templates import GEMMA, LLAMA3, MISTRAL, QWEN2_5, QWEN3, R1
 from data_assets import write
 
-from roll_opd.data.prompts import open_prompts
+from roll_opd.config.plan import DataPlan
+from roll_opd.data.dataset import open_prompts
 from roll_opd.data.rows import DataError
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.plan import DataPlan
 from roll_opd.workflows.builtin.single_turn import SimpleWorkflow
 from roll_opd.workflows.interface import FormatConfig, Task
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from inference_models import Running, make_model, save_model
 
-from roll_opd.cluster import warm_worker
-from roll_opd.cluster.preloaded import ENGINES
-from roll_opd.cluster.warm_start import ADDRESS, warm_server
+from roll_opd.cluster.forkserver import forkserver_worker
+from roll_opd.cluster.forkserver.forkserver_main import ENGINES
+from roll_opd.cluster.forkserver.forkserver_start import ADDRESS, warm_server
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def shared_engine(tiny_model_path: str) -> Iterator[Running]:
     vLLM spawns its core, as where there are GPUs.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(warm_worker._CONTEXTS, "spawn", SpawnContext())
+        patch.setitem(forkserver_worker._CONTEXTS, "spawn", SpawnContext())
         engine = Running(tiny_model_path)
     yield engine
     engine.close()
@@ -40,10 +40,10 @@ def warm() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warm_server() as server:
         server.serve(plan)
         for name in ("_forkserver_address", "_forkserver_alive_fd", "ensure_running"):
-            patch.setattr(warm_worker._SERVER, name, getattr(warm_worker._SERVER, name))
-        tracked = warm_worker._TRACKER._fd
-        warm_worker.connect(warm_worker.address_of(os.environ[ADDRESS], ENGINES))
-        warm_worker._TRACKER._fd = tracked
-        patch.setitem(warm_worker._CONTEXTS, "spawn", warm_worker._CONTEXTS["spawn"])
-        warm_worker.fork_instead_of_spawning()
+            patch.setattr(forkserver_worker._SERVER, name, getattr(forkserver_worker._SERVER, name))
+        tracked = forkserver_worker._TRACKER._fd
+        forkserver_worker.connect(forkserver_worker.address_of(os.environ[ADDRESS], ENGINES))
+        forkserver_worker._TRACKER._fd = tracked
+        patch.setitem(forkserver_worker._CONTEXTS, "spawn", forkserver_worker._CONTEXTS["spawn"])
+        forkserver_worker.fork_instead_of_spawning()
         yield

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from roll_opd.config.plan import ModelPlan
 from roll_opd.inference.engine import InferenceEngine
-from roll_opd.plan import ModelPlan
 
 VOCABULARY = 99  # not a multiple of vLLM's padding
 MAX_MODEL_LEN = 64

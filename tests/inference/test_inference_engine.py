@@ -9,7 +9,7 @@ import pytest
 import torch
 from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_model
 
-from roll_opd.plan import SamplingPlan
+from roll_opd.config.plan import SamplingPlan
 
 VERSIONS = itertools.count(1)
 PROMPTS = [[5, 6, 7], [50, 40, 30, 20, 10], [3], list(range(2, 42))]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from inference_models import Running, buckets_of, hf_logits, hf_logprobs, make_mixture, make_model, save_model
 
-from roll_opd.plan import SamplingPlan
+from roll_opd.config.plan import SamplingPlan
 
 
 @pytest.mark.nightly

@@ -9,9 +9,9 @@ import torch
 from inference_models import MAX_MODEL_LEN, Running, buckets_of, make_model, running
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from roll_opd.data import bucket
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.engine import WeightUpdateError
-from roll_opd.plan import SamplingPlan
+from roll_opd.samples import weight_bucket
 
 Buckets = list[dict[str, torch.Tensor]]
 
@@ -48,7 +48,7 @@ def test_weights_that_come_twice(engine: Running) -> None:
 
 def test_weights_that_changed_on_the_way(engine: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fingerprint is taken of the source; here memory says something else afterwards."""
-    honest = bucket.fingerprint
+    honest = weight_bucket.fingerprint
 
     def taken_before_a_bit_flips(tensor: torch.Tensor, dtype: torch.dtype) -> dict[str, list[int]]:
         result = honest(tensor, dtype)
@@ -56,7 +56,7 @@ def test_weights_that_changed_on_the_way(engine: Running, monkeypatch: pytest.Mo
             tensor[3] += 2e-7 * MAX_MODEL_LEN
         return result
 
-    monkeypatch.setattr(bucket, "fingerprint", taken_before_a_bit_flips)
+    monkeypatch.setattr(weight_bucket, "fingerprint", taken_before_a_bit_flips)
     said = refusal_of(engine, buckets_of(make_model(1)))
     assert "not hold what was sent: model.layers.0.input_layernorm" in said
 

@@ -9,8 +9,8 @@ import torch
 from inference_models import Running, buckets_of, hf_logprobs, make_mixture, save_model
 from transformers import Qwen3MoeForCausalLM
 
+from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.routes import RouteTable
-from roll_opd.plan import SamplingPlan
 
 SAMPLING = SamplingPlan(max_new_tokens=12)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import ModelPlan
 from roll_opd.inference import plugin, settings
-from roll_opd.plan import ModelPlan
 
 STUDENT = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 KNOWN = {"gpu_memory_utilization", "block_size", "max_num_seqs", "load_format", "seed", "compilation_config"}

@@ -13,9 +13,9 @@ from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_worker import Worker
 
-from roll_opd.data.bucket import entry_of
-from roll_opd.inference.cuda_transfer import CheckedIpcUpdateInfo, CheckedNcclUpdateInfo
 from roll_opd.inference.plugin import BACKENDS, register
+from roll_opd.samples.weight_bucket import entry_of
+from roll_opd.weight_sync.cuda_transfer import CheckedIpcUpdateInfo, CheckedNcclUpdateInfo
 
 CALLED = (  # by vLLM's worker, on our engines
     "__init__",

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from roll_opd.algorithms.aggregation import MODES
 from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.data.training import TeacherTargets, TrainSample, ValueSample
-from roll_opd.data.training import supervised_samples as samples_of_rows
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import Layout, ObjectivePlan, OptimizerPlan
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
+from roll_opd.samples.training import TeacherTargets, TrainSample, ValueSample
+from roll_opd.samples.training import supervised_samples as samples_of_rows
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"

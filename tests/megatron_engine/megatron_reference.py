@@ -42,8 +42,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from roll_opd.data.training import TrainSample
-from roll_opd.plan import ObjectivePlan
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.samples.training import TrainSample
 
 COMMON = {
     "vocab_size": VOCABULARY,

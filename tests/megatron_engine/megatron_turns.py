@@ -12,7 +12,7 @@ import torch
 
 from roll_opd.megatron.learner import MegatronLearner
 from roll_opd.megatron.offload import MemoryAwayError
-from roll_opd.phases import Kind, Machine, Member, Move, Part, Phase, PhaseError, State
+from roll_opd.models.device_phases import Kind, Machine, Member, Move, Part, Phase, PhaseError, State
 
 TRAINER, ENGINES, REFERENCE = "train", "infer", "reference"
 ASKED = {  # phase -> what is asked in it

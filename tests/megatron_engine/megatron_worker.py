@@ -31,24 +31,8 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_opd.algorithms.divergences import divergence, topk_divergence
-from roll_opd.data.bucket import BucketMemory, map_bucket
-from roll_opd.data.training import TeacherTargets, TrainResult
-from roll_opd.frozen import FrozenDict
-from roll_opd.hf.model_info import read_model
-from roll_opd.megatron import checkpoint, parallel
-from roll_opd.megatron import learner as learner_module
-from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
-from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
-from roll_opd.megatron.engine import MegatronEngine
-from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere, save_adapter, save_hf, weight_buckets
-from roll_opd.megatron.follower import MegatronFollower
-from roll_opd.megatron.learner import MegatronLearner
-from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
-from roll_opd.megatron.memory import shard_of, train_memory
-from roll_opd.megatron.model import build_model
-from roll_opd.megatron.trainer import MegatronTrainer
-from roll_opd.phases import Phase
-from roll_opd.plan import (
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import (
     CriticPlan,
     FollowingPlan,
     LoraPlan,
@@ -59,6 +43,22 @@ from roll_opd.plan import (
     OptimizerPlan,
     TrainPlan,
 )
+from roll_opd.megatron import checkpoint, parallel
+from roll_opd.megatron import learner as learner_module
+from roll_opd.megatron.critic import MegatronCritic, save_critic_hf
+from roll_opd.megatron.divergence import shard_of_head, vocab_parallel_divergence, vocab_parallel_entropy
+from roll_opd.megatron.engine import MegatronEngine
+from roll_opd.megatron.export import hf_tensors, hf_tensors_everywhere, save_adapter, save_hf, weight_buckets
+from roll_opd.megatron.follower import MegatronFollower
+from roll_opd.megatron.learner import MegatronLearner
+from roll_opd.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
+from roll_opd.megatron.model import build_model
+from roll_opd.megatron.trainer import MegatronTrainer
+from roll_opd.models.device_phases import Phase
+from roll_opd.models.memory import shard_of, train_memory
+from roll_opd.models.model_info import read_model
+from roll_opd.samples.training import TeacherTargets, TrainResult
+from roll_opd.samples.weight_bucket import BucketMemory, map_bucket
 
 Job = dict[str, Any]
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

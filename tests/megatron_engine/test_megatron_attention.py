@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from megatron.core.transformer import TransformerConfig
 from roll_opd.megatron.attention import PackedAttention, written_out
-from roll_opd.plan import MicroBatchLimits
-from roll_opd.data.packing import relatives
+from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.samples.packing import relatives
 from roll_opd.megatron.batches import Sample, pack
 
 

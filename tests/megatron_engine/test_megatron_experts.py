@@ -12,8 +12,8 @@ import torch
 from megatron_answers import Answers
 from safetensors.torch import load_file
 
-from roll_opd.data.packing import assign, singles
-from roll_opd.plan import MicroBatchLimits
+from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.samples.packing import assign, singles
 
 GRID = cases.EXPERT_GRID
 

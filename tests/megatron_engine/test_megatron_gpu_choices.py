@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from roll_opd.cluster.ray_environment import torch_variables
+from roll_opd.config.plan import Layout
 from roll_opd.megatron.layers import transformer_engine_attends, uses_transformer_engine
 from roll_opd.megatron.model import fusions
-from roll_opd.plan import Layout
 
 A100, H100, B200 = (8, 0), (9, 0), (10, 0)
 
@@ -46,7 +46,7 @@ def test_nothing_of_a_gpu_is_chosen_on_a_cpu(dtype: torch.dtype) -> None:
 ENGINE_OF_NO_FIXED_BITS = """
 import json, os, torch
 from roll_opd.megatron.parallel import initialize
-from roll_opd.plan import Layout
+from roll_opd.config.plan import Layout
 before = torch.backends.cuda.cudnn_sdp_enabled()
 initialize(Layout(), seed=0, deterministic=False)
 print(json.dumps([before, torch.backends.cuda.cudnn_sdp_enabled(), os.environ["CUBLAS_WORKSPACE_CONFIG"]]))

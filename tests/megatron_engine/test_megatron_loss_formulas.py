@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_opd.data.training import TeacherTargets, TrainSample
+from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron import trainer
 from roll_opd.megatron.batches import PackedBatch, pack
 from roll_opd.megatron.distillation import distillation_loss
 from roll_opd.megatron.head import OutputHead, TeacherHead
-from roll_opd.plan import ObjectivePlan
+from roll_opd.samples.training import TeacherTargets, TrainSample
 
 VOCABULARY, WIDTH, TEACHER_WIDTH, TOPK, TEMPERATURE = 13, 5, 7, 4, 0.7
 LENGTHS = ((3, 6), (1, 4), (2, 7))  # tokens of prompt and response

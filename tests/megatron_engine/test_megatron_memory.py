@@ -6,8 +6,8 @@ import megatron_cases as cases
 import pytest
 from megatron_answers import Answers
 
-from roll_opd.megatron.exact import VECTOR
-from roll_opd.megatron.memory import PADDED_TO
+from roll_opd.megatron.deterministic_ops import VECTOR
+from roll_opd.models.memory import PADDED_TO
 
 KINDS = ("train-", "half-", "experts-", "experts-deepseek", "replay-", "lora-")
 PIECE = 8192  # bytes by which Megatron pads gradients, a bucket

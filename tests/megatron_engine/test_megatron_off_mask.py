@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from roll_opd.algorithms.registry import POLICY_LOSSES
+from roll_opd.config.plan import ObjectivePlan
 from roll_opd.megatron.critic import _loss as critic_loss
 from roll_opd.megatron.trainer import _loss
-from roll_opd.plan import ObjectivePlan
 
 LENGTHS = (4, 3, 5)
 LOSSES = sorted(name for name in POLICY_LOSSES.builtin if POLICY_LOSSES.facts(name).needs is None)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from roll_opd import cli
+from roll_opd.commands import main
 
 MODEL = cases.DEMO / "teacher"  # 4 heads, 2 key/value heads, 4 layers, 320 tokens, 2048 positions
 ROW = {"id": "a", "tokens": [1, 2, 3], "prompt_length": 1}
@@ -29,7 +29,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def score(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "roll_opd.cli", "score", *arguments],
+        [sys.executable, "-m", "roll_opd.commands.main", "score", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -137,12 +137,12 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def never(*arguments: Any, **_: Any) -> None:
         raise AssertionError(f"started {arguments}")
 
-    importlib.import_module("roll_opd.scoring")  # and Ray, which has a subclass of Popen
+    importlib.import_module("roll_opd.commands.score")  # and Ray, which has a subclass of Popen
     monkeypatch.setattr(subprocess, "Popen", never)
 
     def run(rows: list[Any], options: list[str]) -> str:
         source, target = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
-        code = cli.main(["score", "--model", str(MODEL), "--input", str(source), "--output", str(target), *options])
+        code = main.main(["score", "--model", str(MODEL), "--input", str(source), "--output", str(target), *options])
         assert code == 2
         assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
         return capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_the_input_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFix
     source = write(tmp_path / "rows.jsonl", [ROW])
     (tmp_path / "link.jsonl").symlink_to(source)
     before, target = source.read_text(), tmp_path / name.format(tmp_path.name)
-    assert cli.main(["score", "--model", str(MODEL), "--input", str(source), "--output", str(target)]) == 2
+    assert main.main(["score", "--model", str(MODEL), "--input", str(source), "--output", str(target)]) == 2
     assert f"--output: {target} is the file of --input" in " ".join(capsys.readouterr().err.split())
     assert source.read_text() == before
 

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
+from roll_opd.actors.megatron_actor import policy_weights, train_samples
 from roll_opd.algorithms.aggregation import loss_scales
-from roll_opd.data.experience import Experience, changed
-from roll_opd.data.shares import Packing, cut, without_tokens
-from roll_opd.data.training import HeldTargets
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
 from roll_opd.megatron.batches import Sample
 from roll_opd.megatron.trainer import _columns
-from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.workers.held import opened
-from roll_opd.workers.megatron import policy_weights, train_samples
-from roll_opd.workers.roles import training_kind
+from roll_opd.roles.policy_roles import training_kind
+from roll_opd.samples.dp_shards import Packing, cut, without_tokens
+from roll_opd.samples.experience import Experience, changed
+from roll_opd.samples.training import HeldTargets
+from roll_opd.teachers.target_refs import opened
 
 WORKER = MegatronPlan("", ModelPlan(""), (0,), Layout(), MicroBatchLimits())
 TEACHERS = [TeacherPlan("a", WORKER, 1.0), TeacherPlan("b", WORKER, 0.5)]

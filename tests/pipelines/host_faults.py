@@ -38,7 +38,7 @@ VICTIMS = {
     "host 1": ("", 1),
     "student": ("ray::TrainWorker", 0),
     "raylet of host 0": ("/raylet/raylet", 0),
-    "node of host 1": ("roll_opd.cluster.ray_node", 1),
+    "node of host 1": ("roll_opd.cluster.multihost.ray_node", 1),
     "engine's actor": ("ray::RolloutWorker", 1),
 }
 

@@ -21,9 +21,9 @@ from unittest import mock
 import psutil
 import pytest
 
-from roll_opd.cluster import warm_worker
-from roll_opd.cluster.preloaded import EAGER_ENGINES, ENGINES, MEGATRON
-from roll_opd.cluster.warm_start import WarmServer, warm_server
+from roll_opd.cluster.forkserver import forkserver_worker
+from roll_opd.cluster.forkserver.forkserver_main import EAGER_ENGINES, ENGINES, MEGATRON
+from roll_opd.cluster.forkserver.forkserver_start import WarmServer, warm_server
 from roll_opd.tracking.run_directory import read_jsonl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def forks() -> Iterator[None]:
             server = stack.enter_context(warm_server())
             server.import_for({"engines": EAGER_ENGINES, "variables": {MEGATRON: {}, ENGINES: {}}})
             patch.setattr(sys.modules[__name__], "SERVERS", _processes_of_the_server())
-            patch.setattr(sys.modules[__name__], "FORKED_AT", os.environ[warm_worker.ADDRESS])
+            patch.setattr(sys.modules[__name__], "FORKED_AT", os.environ[forkserver_worker.ADDRESS])
         yield
 
 
@@ -136,17 +136,17 @@ def _started(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | N
 
 def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | None]]:
     """Start it as a fork of the warm server."""
-    process = warm_worker.WarmProcess(target=_run_program, args=(list(words), log))
+    process = forkserver_worker.WarmProcess(target=_run_program, args=(list(words), log))
     with pytest.MonkeyPatch.context() as patch:  # only this process is to be a fork
         for module, names in (
-            (warm_worker._SERVER, ("_forkserver_address", "_forkserver_alive_fd", "ensure_running")),
-            (warm_worker._TRACKER, ("_fd",)),
+            (forkserver_worker._SERVER, ("_forkserver_address", "_forkserver_alive_fd", "ensure_running")),
+            (forkserver_worker._TRACKER, ("_fd",)),
         ):
             for name in names:
                 patch.setattr(module, name, getattr(module, name))
-        patch.setenv(warm_worker.ADDRESS, FORKED_AT)
-        patch.setenv(warm_worker.WARM, MEGATRON)
-        warm_worker.connect(warm_worker.address_of(FORKED_AT, MEGATRON))
+        patch.setenv(forkserver_worker.ADDRESS, FORKED_AT)
+        patch.setenv(forkserver_worker.WARM, MEGATRON)
+        forkserver_worker.connect(forkserver_worker.address_of(FORKED_AT, MEGATRON))
         process.start()
     assert process.pid
     return process.pid, lambda: process.exitcode
@@ -154,7 +154,7 @@ def _forked(words: Sequence[str], log: Path) -> tuple[int, Callable[[], int | No
 
 def _run_program(words: list[str], log: Path) -> None:
     """Run a launcher in a fork, whose processes begin as forks of the same server."""
-    from roll_opd.pipelines import launch
+    from roll_opd.commands import run as launch
 
     with log.open("w") as sink:
         for output in (1, 2):
@@ -162,7 +162,7 @@ def _run_program(words: list[str], log: Path) -> None:
     os.chdir(REPOSITORY)
     already: Any = lambda: nullcontext(WarmServer())  # noqa: E731
     launch.warm_server = already
-    warm_worker._run_program(words)
+    forkserver_worker._run_program(words)
 
 
 def wait_until_gone(mark: str, seconds: float = 10.0) -> None:

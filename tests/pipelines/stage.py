@@ -16,14 +16,15 @@ import pytest
 from runs import REPOSITORY, SPREAD, Run
 
 from roll_opd.cluster import placement, runtime
+from roll_opd.cluster.forkserver.forkserver_start import warm_server
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.warm_start import warm_server
-from roll_opd.config.build import load_plan
-from roll_opd.pipelines import beginning, launch, loop, start
+from roll_opd.commands import run as launch
+from roll_opd.config.plan import RunPlan, TeacherPlan
+from roll_opd.pipelines import loop, start, startup
 from roll_opd.pipelines.start import RunWorkers
-from roll_opd.plan import RunPlan, TeacherPlan
-from roll_opd.workers.reward_pool import RewardPool
-from roll_opd.workers.roles import Teacher
+from roll_opd.planner.build import load_plan
+from roll_opd.roles.policy_roles import Teacher
+from roll_opd.roles.reward_pool import RewardPool
 
 PURE, WITH_TEACHER = ("demo", "onpolicy_distill"), ("demo", "rlvr_opd")
 WITH_REWARD, WITH_CRITIC = ("demo", "rlvr"), ("demo", "ppo")
@@ -159,8 +160,8 @@ def open_stage(place: Path) -> Iterator[Stage]:
             patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
             patch.setattr(loop.asyncio, "run", events.run_until_complete)
             patch.setattr(placement, "Placement", lambda *_, **__: stage.placement)
-            patch.setattr(beginning, "start_reward_pools", stage.reward_pools)
-            patch.setattr(beginning, "start_workers", stage.workers)
+            patch.setattr(startup, "start_reward_pools", stage.reward_pools)
+            patch.setattr(startup, "start_workers", stage.workers)
             patch.setattr(RunWorkers, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
             patch.setattr(RewardPool, "end", lambda self: asyncio.sleep(0))
             yield stage

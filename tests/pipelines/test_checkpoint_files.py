@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints, complete
-from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.workers.writing import Writing
 
 
 class Rank:

@@ -10,15 +10,15 @@ import pytest
 from runs import REPOSITORY
 from states import write_state
 
-from roll_opd.config.build import load_plan
+from roll_opd.base.run_errors import RunError
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoint_files import damage
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint, CheckpointError, Checkpoints, complete, find
 from roll_opd.pipelines.history import History, begun
 from roll_opd.pipelines.loop import own_directory
-from roll_opd.plan import CheckpointPlan
+from roll_opd.planner.build import load_plan
 from roll_opd.tracking.run_directory import RunDirectory
-from roll_opd.workers.errors import RunError
-from roll_opd.workers.writing import Writing
 
 
 class Said(Writing):

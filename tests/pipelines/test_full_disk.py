@@ -15,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from roll_opd.full_disk import full_disk
+from roll_opd.base.full_disk import full_disk
+from roll_opd.commands.run import exit_code
+from roll_opd.config.plan import CheckpointPlan
 from roll_opd.pipelines.checkpoints import CheckpointError, Checkpoints
-from roll_opd.pipelines.launch import exit_code
-from roll_opd.plan import CheckpointPlan
 from roll_opd.tracking.run_directory import RunDirectory, write_atomic
 from roll_opd.tracking.trackers import Trackers
 

@@ -47,7 +47,7 @@ def test_a_host_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_hosts_that_do_not_fit_are_told_together(tmp_path: Path) -> None:
     """Host 1 has another version of the package, lacks the teacher, and has a directory of its own for the run."""
     output = "/tmp/own"
-    teacher, part = REPOSITORY / "examples/demo/models/teacher", REPOSITORY / "roll_opd/hints.py"
+    teacher, part = REPOSITORY / "examples/demo/models/teacher", REPOSITORY / "roll_opd/base/hints.py"
     (tmp_path / "changed.py").write_text(part.read_text() + "# another\n")
     with network(2, tmp_path / "logs", tmp_path) as hosts:
         hosts[1].hidden, hosts[1].replaced = [teacher], {part: tmp_path / "changed.py"}
@@ -71,7 +71,7 @@ def test_scores_of_a_teacher_on_two_hosts_are_hugging_faces(tmp_path: Path) -> N
     ]
     (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--model", str(teacher), "--input", str(own / "rows.jsonl"), "--output", str(own / "out.jsonl")]
-    words = [sys.executable, "-m", "roll_opd.cli", "score", *options, "--tp", "2"]
+    words = [sys.executable, "-m", "roll_opd.commands.main", "score", *options, "--tp", "2"]
     with network(2, tmp_path / "logs", tmp_path) as hosts:
         hosts[1].hidden = [own]
         processes = [host.start(words, **plainly(hosts, rank)) for rank, host in enumerate(hosts)]

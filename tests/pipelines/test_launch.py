@@ -4,12 +4,12 @@ import errno
 
 import pytest
 
-from roll_opd.cli import main
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.run_errors import RunError
+from roll_opd.commands.main import main
+from roll_opd.commands.run import exit_code
 from roll_opd.data.rows import DataError
-from roll_opd.diagnostics import ConfigError
 from roll_opd.pipelines.checkpoints import CheckpointError
-from roll_opd.pipelines.launch import exit_code
-from roll_opd.workers.errors import RunError
 
 
 @pytest.mark.parametrize(

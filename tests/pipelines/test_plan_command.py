@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.cli import main
+from roll_opd.commands.main import main
 
 WORKFLOW = "from roll_opd.workflows import WORKFLOWS, SimpleWorkflow\n\n\n@WORKFLOWS.register_module('NAME')\n"
 

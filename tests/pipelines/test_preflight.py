@@ -14,16 +14,14 @@ import pytest
 from runs import REPOSITORY
 from states import write_state
 
-from roll_opd import hardware
-from roll_opd.cluster.warm_worker import ADDRESS
-from roll_opd.companions import COMPANIONS
-from roll_opd.config import check_machine
-from roll_opd.config.build import load_plan
-from roll_opd.config.check_machine import machine_problems, other_blocks
-from roll_opd.frozen import FrozenDict
+from roll_opd.base import hardware
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.optional_torch_packages import COMPANIONS
+from roll_opd.cluster.forkserver.forkserver_worker import ADDRESS
+from roll_opd.commands import run as launcher
+from roll_opd.config.plan import LoraPlan, RunPlan
 from roll_opd.inference import cpu_attention
 from roll_opd.inference.settings import CPU_BLOCKS
-from roll_opd.pipelines import launch as launcher
 from roll_opd.pipelines.checkpoints import STATE_FILE, Checkpoint
 from roll_opd.pipelines.preflight import (
     checkpoint_problems,
@@ -32,7 +30,9 @@ from roll_opd.pipelines.preflight import (
     package_problems,
     preflight,
 )
-from roll_opd.plan import LoraPlan, RunPlan
+from roll_opd.planner import check_machine
+from roll_opd.planner.build import load_plan
+from roll_opd.planner.check_machine import machine_problems, other_blocks
 
 STUDENT = REPOSITORY / "examples" / "demo" / "models" / "student"
 

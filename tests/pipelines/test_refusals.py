@@ -8,7 +8,7 @@ import pytest
 from runs import REPOSITORY
 from safetensors.torch import load_file, save_file
 
-from roll_opd.pipelines import launch as launcher
+from roll_opd.commands import run as launcher
 
 DEMO = REPOSITORY / "examples" / "demo"
 

@@ -20,7 +20,7 @@ from stage import Stage, optimizer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roll_opd
-from roll_opd.cli import main
+from roll_opd.commands.main import main
 from roll_opd.data.gsm8k import main as convert_gsm8k
 from tests.pages import blocks
 

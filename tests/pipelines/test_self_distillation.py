@@ -12,7 +12,7 @@ from runs import REPOSITORY, Run, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from roll_opd.tracking.collapse import AGREEMENT, ENTROPY, READ
+from roll_opd.tracking.divergence_alarm import AGREEMENT, ENTROPY, READ
 from tests.pages import blocks
 
 pytestmark = pytest.mark.usefixtures("forks")

@@ -15,9 +15,9 @@ import ray
 from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
-from roll_opd.frozen import freeze
-from roll_opd.pipelines import beginning
-from roll_opd.workers.reward_pool import RewardPool
+from roll_opd.base.frozen import freeze
+from roll_opd.pipelines import startup
+from roll_opd.roles.reward_pool import RewardPool
 
 STEPS = 3
 FAILING = '''
@@ -118,7 +118,7 @@ def test_a_reward_that_always_fails_is_found_while_the_engines_start(
     async def starting(*_: object) -> None:
         await asyncio.Event().wait()  # for ever
 
-    monkeypatch.setattr(beginning, "start_workers", starting)
+    monkeypatch.setattr(startup, "start_workers", starting)
     source = "def broken(samples):\n    return [sample.extra['score'] for sample in samples]\n"
     play(stage, "broken", *own(stage, source, "{sums: {worker_cls: my_rewards.broken}}"))
     said = capsys.readouterr().err

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from stage import CRITIC_SCHEDULE, PURE, REFERENCE, SHORT, WITH_CRITIC, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.algorithms.table import ALGORITHMS
-from roll_opd.data.experience import Experience
-from roll_opd.workers.roles import Teacher
+from roll_opd.roles.policy_roles import Teacher
+from roll_opd.samples.experience import Experience
 
 ELSEWHERE = ("sft", "dpo")  # other pipelines: test_supervised_runs.py
 STEPS = 3

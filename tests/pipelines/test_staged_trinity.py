@@ -10,7 +10,7 @@ from runs import REPOSITORY, Run
 from safetensors.torch import load_file
 from stage import Stage
 
-from roll_opd.pipelines import launch
+from roll_opd.commands import run as launch
 from tests.pages import blocks
 
 # of the stage, whose roles are there already: the student on one slot, the engine on the other

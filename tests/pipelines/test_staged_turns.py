@@ -12,16 +12,16 @@ import ray
 from runs import Run
 from stage import CRITIC_SCHEDULE, REFERENCE, TEACHER, WITH_CRITIC, Stage, optimizer_of
 
+from roll_opd.actors.sampler import Sampler
 from roll_opd.cluster.placement import Placement
+from roll_opd.config.plan import RunPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
-from roll_opd.phases import ALL, members_of
-from roll_opd.pipelines import beginning
+from roll_opd.models.device_phases import ALL, members_of
+from roll_opd.pipelines import startup
 from roll_opd.pipelines.start import RunWorkers
-from roll_opd.plan import RunPlan
-from roll_opd.workers.roles import gathered
-from roll_opd.workers.sampler import Sampler
-from roll_opd.workers.turns import Turns
-from roll_opd.workers.weight_sync import sync_of
+from roll_opd.roles.colocation import Turns
+from roll_opd.roles.policy_roles import gathered
+from roll_opd.weight_sync.transports import sync_of
 
 SHORT = (
     "deterministic=true",
@@ -99,7 +99,7 @@ def both(stage: Stage, patch: pytest.MonkeyPatch, name: str, *overrides: str, co
     off = stage.run(*SHORT, *overrides, "is_offload_states=false", config=config, name=f"{name}_off")
     taking = Taking(stage)
     with patch.context() as on:
-        on.setattr(beginning, "start_workers", taking.workers)
+        on.setattr(startup, "start_workers", taking.workers)
         run = stage.run(*SHORT, *overrides, "is_offload_states=true", config=config, name=f"{name}_on")
     assert off.code == run.code == 0
     frozen = "reference" if "reference" in taking.groups else "teacher"

@@ -8,7 +8,7 @@ import torch
 from runs import REPOSITORY, Run, launch
 from safetensors.torch import load_file
 
-from roll_opd.pipelines import launch as launcher
+from roll_opd.commands import run as launcher
 
 pytestmark = pytest.mark.usefixtures("forks")
 DPO = {"launcher": "start_dpo_pipeline.py", "config": ("demo", "dpo")}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from report_assets import Page, write_run
 
+from roll_opd.base.run_errors import RunError, Terminated
 from roll_opd.pipelines.run_facts import note_end
 from roll_opd.report.page import contents, write_report
-from roll_opd.report.read import read_run
+from roll_opd.report.run_files import read_run
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl, to_json
 from roll_opd.tracking.summary import write_summary
-from roll_opd.workers.errors import RunError, Terminated
 
 TURNS = ("Right.", "\n|S__\n_P_\n__G\n", "Down.", "\n|S__\n___\n_PG\n", "Right.")
 RESPONSE = "".join(TURNS)

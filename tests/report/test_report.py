@@ -15,10 +15,10 @@ import pytest
 import yaml
 from report_assets import Page, metrics_row, sample_row, write_run
 
-from roll_opd.cli import main
+from roll_opd.commands.main import main
 from roll_opd.report.page import contents, page, write_report
 from roll_opd.report.panels import before_after, charts
-from roll_opd.report.read import find_run, read_run
+from roll_opd.report.run_files import find_run, read_run
 from roll_opd.report.samples import agreement, shaped
 from roll_opd.report.text import script_json, visible
 from roll_opd.tracking.results import duration, totals

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import RewardSample
 

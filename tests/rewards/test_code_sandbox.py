@@ -25,7 +25,7 @@ from sandboxes import (
     wait_until,
 )
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.code_sandbox import CodeSandbox
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve

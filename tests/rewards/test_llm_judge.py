@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedServer, attempts_failed, scored
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.llm_judge import LLMJudge
 from roll_opd.rewards.endpoints.chat import chat_url
 from roll_opd.rewards.endpoints.endpoint import DOWN_AFTER

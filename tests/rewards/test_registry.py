@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.extensions import argument_problems
+from roll_opd.base.registry import argument_problems
 from roll_opd.rewards import builtin
 from roll_opd.rewards.interface import Failure, Reward, RewardError, RewardSample, Score, read_scores
 from roll_opd.rewards.registry import REWARDS, RewardFacts, register, resolve, reward_arguments

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from scripted_server import ScriptedServer, attempts_failed, scored
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.builtin.remote import Remote, read_rewards
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve

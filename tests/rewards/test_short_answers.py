@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
 from roll_opd.rewards.builtin.crossthinkqa import CrossThinkQA
 from roll_opd.rewards.builtin.general_rule import GeneralRule, f1
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score
 from roll_opd.rewards.registry import resolve
 from roll_opd.rewards.texts.patterns import SECONDS
+from roll_opd.samples.experience import Experience
 
 
 def of_length(tokens: int, response: str = r"\boxed{B}", truth: str | None = "B") -> RewardSample:

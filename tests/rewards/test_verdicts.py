@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, check_template, filled
 from roll_opd.rewards.endpoints.verdicts import YES_OR_NO, Verdict, by_json, by_pattern
 from roll_opd.rewards.interface import RewardError, RewardSample

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.data.compact import Compact
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import open_prompts
+from roll_opd.actors import reward_actor as module
+from roll_opd.actors.reward_actor import RewardWorker
+from roll_opd.config.plan import DataPlan, RewardPlan, RewardTerm
+from roll_opd.data.dataset import open_prompts
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.inference.completion import Completion
-from roll_opd.plan import DataPlan, RewardPlan, RewardTerm
 from roll_opd.rollout.workflow import experience_of
-from roll_opd.workers import reward as module
-from roll_opd.workers.reward import RewardWorker
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.experience import Experience
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 

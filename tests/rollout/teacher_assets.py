@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from roll_opd.data.experience import Experience
-from roll_opd.data.shares import Cut, Packing
-from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
-from roll_opd.workers.roles import Student, Teacher
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
+from roll_opd.roles.policy_roles import Student, Teacher
+from roll_opd.samples.dp_shards import Cut, Packing
+from roll_opd.samples.experience import Experience
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import cast
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
-from roll_opd.plan import SamplingPlan
+from roll_opd.config.plan import SamplingPlan
+from roll_opd.roles.policy_roles import FrozenModels, Teacher
 from roll_opd.rollout.validation import first_answers, read_answers
-from roll_opd.workers.roles import FrozenModels, Teacher
+from roll_opd.samples.experience import Experience
 
 
 def answer(number: int, tag: str = "a", length: int = 3) -> Experience:

@@ -17,12 +17,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_opd.data.compact import Compact
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import Prompt, open_prompts
-from roll_opd.data.source import PromptSource
-from roll_opd.inference.completion import Completion
-from roll_opd.plan import (
+from roll_opd.actors.sampler import Request, Sampler
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import (
     DataPlan,
     Layout,
     MegatronPlan,
@@ -32,13 +29,16 @@ from roll_opd.plan import (
     SamplingPlan,
     TeacherPlan,
 )
+from roll_opd.data.dataset import Prompt, open_prompts
+from roll_opd.data.prompt_source import PromptSource
+from roll_opd.inference.completion import Completion
+from roll_opd.roles.policy_roles import FrozenModels
+from roll_opd.roles.reward_pool import RewardResult
 from roll_opd.rollout.batch import Batch, PendingRewards, Rollout, fill_batch, roll_out
 from roll_opd.rollout.workflow import Model, Task, experience_of, sample_seed
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.errors import RunError
-from roll_opd.workers.reward_pool import RewardResult
-from roll_opd.workers.roles import FrozenModels
-from roll_opd.workers.sampler import Request, Sampler
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo" / "models" / "student"
 SAMPLING = SamplingPlan(n=3, max_new_tokens=4)

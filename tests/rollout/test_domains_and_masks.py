@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.algorithms.kl import adaptive_kl_coefficient
-from roll_opd.data.experience import Experience
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import ObjectivePlan, SamplingPlan
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.masks import mask_metrics, masked
-from roll_opd.rollout.reference_kl import kl_coefs
-from roll_opd.workers.critic import value_samples
-from roll_opd.workers.megatron import train_samples
-from roll_opd.workers.roles import _for_training
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import ObjectivePlan, SamplingPlan
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.reference_kl import kl_coefs
+from roll_opd.roles.critic_role import value_samples
+from roll_opd.roles.policy_roles import _for_training
+from roll_opd.samples.experience import Experience
 
 BATCH = ObjectivePlan(
     adv_estimator="reinforce",

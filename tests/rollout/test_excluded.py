@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from roll_opd.actors.megatron_actor import train_samples
 from roll_opd.algorithms.registry import ADVANTAGES
-from roll_opd.data.experience import Experience
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import CorrectionPlan, ObjectivePlan
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.audit import advantage_metrics
-from roll_opd.rollout.mismatch import corrected
-from roll_opd.workers.critic import value_samples
-from roll_opd.workers.megatron import train_samples
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import CorrectionPlan, ObjectivePlan
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.mismatch import corrected
+from roll_opd.roles.critic_role import value_samples
+from roll_opd.samples.experience import Experience
 
 REWARDS = {"g0": (3.0, 0.0, 5.0, 1.0), "g1": (7.0, 2.0, 2.0, 4.0), "g2": (9.0,)}
 FAILED = {"g0": {1}, "g1": {0, 1, 3}, "g2": set()}  # of g1 one sample is left

@@ -7,9 +7,9 @@ from typing import cast
 
 import numpy as np
 
-from roll_opd.data.experience import Experience
-from roll_opd.plan import ContextPlan, Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
-from roll_opd.workers.roles import FrozenModels, Teacher
+from roll_opd.config.plan import ContextPlan, Layout, MegatronPlan, MicroBatchLimits, ModelPlan, TeacherPlan
+from roll_opd.roles.policy_roles import FrozenModels, Teacher
+from roll_opd.samples.experience import Experience
 
 
 @dataclass

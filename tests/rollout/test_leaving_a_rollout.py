@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
-from roll_opd.data.prompts import Prompt
-from roll_opd.plan import SamplingPlan, WorkflowPlan
+from roll_opd.actors.workflow_actor import Outcome
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import SamplingPlan, WorkflowPlan
+from roll_opd.data.dataset import Prompt
+from roll_opd.roles.workflow_pool import WorkflowPool
 from roll_opd.rollout.batch import PendingRewards, Rollout, roll_out
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.clock import PhaseClock
-from roll_opd.workers.errors import RunError
-from roll_opd.workers.workflow import Outcome
-from roll_opd.workers.workflow_pool import WorkflowPool
 
 BAD = Outcome(failure=("raised", "no idea"))
 MADE = Experience(

@@ -15,14 +15,9 @@ import numpy as np
 import pytest
 from teacher_assets import megatron, workers_of
 
-from roll_opd.data.experience import Experience
-from roll_opd.data.shares import Cut, Packing
-from roll_opd.data.templates import load_tokenizer
-from roll_opd.data.training import HeldTargets
-from roll_opd.paths import REPOSITORY
-from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.pipelines.teacher_preflight import TeacherPreflight
-from roll_opd.plan import (
+from roll_opd.actors.megatron_actor import train_samples
+from roll_opd.base.paths import REPOSITORY
+from roll_opd.config.plan import (
     CorrectionPlan,
     Layout,
     MegatronPlan,
@@ -33,23 +28,28 @@ from roll_opd.plan import (
     TeacherPlan,
     TokenFilterPlan,
 )
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.mismatch import corrected, train_infer_metrics
+from roll_opd.objective.reference_kl import kl_coefs
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.teacher_preflight import TeacherPreflight
 from roll_opd.report.games import before_and_after
 from roll_opd.report.page import contents
-from roll_opd.report.read import read_run
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.audit import advantage_metrics
-from roll_opd.rollout.masks import mask_metrics, masked
-from roll_opd.rollout.mismatch import corrected, train_infer_metrics
-from roll_opd.rollout.reference_kl import kl_coefs
-from roll_opd.rollout.teacher_checks import Check
+from roll_opd.report.run_files import read_run
+from roll_opd.roles.critic_role import value_metrics
+from roll_opd.roles.policy_roles import Student, Teacher
+from roll_opd.samples.dp_shards import Cut, Packing
+from roll_opd.samples.experience import Experience
+from roll_opd.samples.training import HeldTargets
+from roll_opd.teachers.teacher_checks import Check
 from roll_opd.tracking.console import progress_line
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
-from roll_opd.tracking.rewards import reward_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.run_directory import METRICS, SAMPLES, VALIDATION_SAMPLES, RunDirectory, read_jsonl
 from roll_opd.tracking.summary import write_summary
-from roll_opd.workers.critic import value_metrics
-from roll_opd.workers.megatron import train_samples
-from roll_opd.workers.roles import Student, Teacher
 
 TEACHERS = [
     TeacherPlan(name, MegatronPlan(name, ModelPlan("m"), (0,), Layout(), MicroBatchLimits()), weight)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
-from roll_opd.frozen import FrozenDict
-from roll_opd.plan import FilterPlan, RewardPlan
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import FilterPlan, RewardPlan
+from roll_opd.objective.group_filters import group_filter, without_rejected
 from roll_opd.rollout.batch import Selection
-from roll_opd.rollout.filters import group_filter, without_rejected
+from roll_opd.samples.experience import Experience
 
 MEAN = FilterPlan("mean_filter", FrozenDict({"threshold_down": 0.1, "threshold_up": 0.95}))
 STD = FilterPlan("std_filter", FrozenDict({"std_threshold": 0.0}))

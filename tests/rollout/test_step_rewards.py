@@ -7,11 +7,11 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
-from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.audit import advantages
-from roll_opd.workers.errors import RunError
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.audit import advantages
+from roll_opd.samples.experience import Experience
 
 Trajectory = list[Experience]  # its steps, in order
 LEVELS: dict[str, dict[str, str | None]] = {

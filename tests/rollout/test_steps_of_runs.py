@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from roll_opd.data.experience import Experience
-from roll_opd.plan import ObjectivePlan
-from roll_opd.rollout.advantages import external_advantages
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import ObjectivePlan
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
-from roll_opd.tracking.rewards import reward_metrics
-from roll_opd.workers.errors import RunError
+from roll_opd.tracking.reward_metrics import reward_metrics
 
 
 def step(group: str, run: int | None, number: int, reward: float, tokens: int = 2) -> Experience:

@@ -17,10 +17,9 @@ import torch
 from teacher_assets import logits_of, student_of, teacher_of, workers_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from roll_opd.data.experience import Experience
+from roll_opd.base.paths import REPOSITORY
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.environments import make
-from roll_opd.paths import REPOSITORY
 from roll_opd.pipelines.teacher_preflight import (
     ENOUGH,
     FEWEST,
@@ -29,7 +28,8 @@ from roll_opd.pipelines.teacher_preflight import (
     TeacherPreflight,
     _chosen,
 )
-from roll_opd.rollout.teacher_checks import FEW, Check
+from roll_opd.samples.experience import Experience
+from roll_opd.teachers.teacher_checks import FEW, Check
 
 pytestmark = pytest.mark.slow
 EXAMPLES = REPOSITORY / "examples"

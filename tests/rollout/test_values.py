@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
-from roll_opd.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
-from roll_opd.rollout.advantages import external_advantages
-from roll_opd.rollout.audit import advantages
-from roll_opd.workers.critic import value_metrics, value_samples
+from roll_opd.config.plan import Layout, MegatronPlan, MicroBatchLimits, ModelPlan, ObjectivePlan, TeacherPlan
+from roll_opd.objective.advantages import external_advantages
+from roll_opd.objective.audit import advantages
+from roll_opd.roles.critic_role import value_metrics, value_samples
+from roll_opd.samples.experience import Experience
 
 COEFFICIENT = 0.7
 TEACHER = TeacherPlan(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.metrics import LOG_RATIO_LIMIT, Metrics, mean_stderr, opd_metrics
 
 

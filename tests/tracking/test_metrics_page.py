@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from tracking_assets import experience
 
-from roll_opd.plan import ObjectivePlan, SamplingPlan
-from roll_opd.rollout.audit import advantage_metrics
-from roll_opd.rollout.masks import mask_metrics, masked
-from roll_opd.rollout.mismatch import train_infer_metrics
+from roll_opd.config.plan import ObjectivePlan, SamplingPlan
+from roll_opd.objective.audit import advantage_metrics
+from roll_opd.objective.masks import mask_metrics, masked
+from roll_opd.objective.mismatch import train_infer_metrics
+from roll_opd.roles.critic_role import value_metrics
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.metrics import opd_metrics, validation_metrics
-from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
-from roll_opd.workers.critic import value_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 from roll_opd.workflows import Experience
 from roll_opd.workflows.builtin.environment import EnvironmentWorkflow, Trajectory, Turn
 
@@ -96,7 +96,7 @@ def written(path: Path) -> Iterator[str]:
 
 
 def sources() -> set[str]:
-    rooms = ("pipelines", "rollout", "tracking", "workers", "algorithms")
+    rooms = ("pipelines", "rollout", "objective", "teachers", "tracking", "roles", "actors", "algorithms")
     return {name for room in rooms for path in (ROOT / "roll_opd" / room).rglob("*.py") for name in written(path)}
 
 

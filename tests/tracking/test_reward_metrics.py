@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tracking_assets import experience
 
-from roll_opd.tracking.rewards import reward_metrics, scoring_metrics
+from roll_opd.tracking.reward_metrics import reward_metrics, scoring_metrics
 
 
 def test_domain_by_domain() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_opd.diagnostics import ConfigError
+from roll_opd.base.failures import ConfigError
 from roll_opd.pipelines.checkpoints import complete
 from roll_opd.tracking.clock import PHASES
 from roll_opd.tracking.run_directory import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from roll_opd.extensions import argument_problems, arguments, defaults
+from roll_opd.base.registry import argument_problems, arguments, defaults
 from roll_opd.tracking import builtin
 from roll_opd.tracking.background import Patience
 from roll_opd.tracking.registry import TRACKERS, TrackerError, TrackerFacts, as_list, find, register, run_id

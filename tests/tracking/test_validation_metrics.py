@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from roll_opd.data.experience import Experience
+from roll_opd.samples.experience import Experience
 from roll_opd.tracking.metrics import pass_at, validation_metrics
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from roll_opd.data.experience import Experience
+from roll_opd.samples.experience import Experience
 
 
 def experience(number: int) -> Experience:

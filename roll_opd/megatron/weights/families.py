@@ -14,10 +14,10 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from roll_opd.hf.model_info import DEEPSEEK_TYPES, EXPERT_COUNTS, layers_with_experts
-from roll_opd.hf.weight_files import EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD
-from roll_opd.megatron.weights.cuts import Cut, Gated, Heads, Same, Split, Vocabulary
-from roll_opd.plan import Layout
+from roll_opd.config.plan import Layout
+from roll_opd.megatron.weights.tensor_slices import Cut, Gated, Heads, Same, Split, Vocabulary
+from roll_opd.models.model_info import DEEPSEEK_TYPES, EXPERT_COUNTS, layers_with_experts
+from roll_opd.models.weight_files import EMBEDDING, FINAL_NORM, HEAD, VALUE_HEAD
 
 
 @dataclass(frozen=True)

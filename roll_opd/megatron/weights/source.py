@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from roll_opd.hf.model_info import StoredTensor, read_model
+from roll_opd.models.model_info import StoredTensor, read_model
 
 
 class Files:

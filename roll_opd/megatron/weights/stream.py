@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from roll_opd.megatron.weights.cuts import Cut, Sizes
+from roll_opd.megatron.weights.tensor_slices import Cut, Sizes
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from roll_opd.hf.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
 from roll_opd.megatron.lora import ADAPTER, Adapter, LinearLayer, last_part
-from roll_opd.megatron.weights.cuts import Sizes, Source
 from roll_opd.megatron.weights.families import ENDS, FAMILIES, Entry
 from roll_opd.megatron.weights.source import Files, Given
 from roll_opd.megatron.weights.stream import (
@@ -25,6 +23,8 @@ from roll_opd.megatron.weights.stream import (
     streamed_everywhere,
     tensor_rank,
 )
+from roll_opd.megatron.weights.tensor_slices import Sizes, Source
+from roll_opd.models.weight_files import BUFFERS, EMBEDDING, HEAD, IN_A_LAYER, may_be_zero
 
 ROWS_LOOKED_AT = 64  # of a matrix, spread over it
 IN_DECODER = "decoder.layers."

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from roll_opd.paths import find_path, places
+from roll_opd.base.paths import find_path, places
 from roll_opd.rewards.endpoints.chat import ChatEndpoint, Complete, Messages
 from roll_opd.rewards.endpoints.endpoint import GaveUp, Limits
 from roll_opd.rewards.endpoints.prompts import JUDGE_PROMPTS, JudgePrompt, check_template, filled
-from roll_opd.rewards.endpoints.remembered import Remembered
+from roll_opd.rewards.endpoints.verdict_cache import Remembered
 from roll_opd.rewards.endpoints.verdicts import ReadVerdict, Verdict, by_json, by_pattern
 from roll_opd.rewards.interface import Failure, RewardError, RewardSample, Score, Scored
 from roll_opd.rewards.registry import register

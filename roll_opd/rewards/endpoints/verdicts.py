@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll_opd.frozen import FrozenDict
+from roll_opd.base.frozen import FrozenDict
 
 MAX_TEXT = 20_000  # characters looked at, from the end: the verdict is there
 WORDS = {"yes": True, "true": True, "correct": True, "no": False, "false": False, "incorrect": False}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from roll_opd.thoughts import after_thoughts
+from roll_opd.base.thoughts import after_thoughts
 
 _SOLUTION = "<|begin_of_solution|>"  # ROLL's models may write it before what counts
 

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from roll_opd.terminal import warn
+from roll_opd.base.terminal import warn
 from roll_opd.tracking.registry import as_list, register, run_id
 from roll_opd.tracking.run_directory import RunDirectory
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from roll_opd.tracking.curves import Curves
+from roll_opd.tracking.charted_metrics import Curves
 from roll_opd.tracking.registry import register
 from roll_opd.tracking.run_directory import SAMPLES, RunDirectory
 

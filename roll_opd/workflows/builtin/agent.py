@@ -11,10 +11,10 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from roll_opd.user_modules import users_module
-from roll_opd.workflows.errors import WorkflowError
-from roll_opd.workflows.experience import Experience
+from roll_opd.base.user_modules import users_module
 from roll_opd.workflows.interface import WORKFLOWS, Workflow
+from roll_opd.workflows.workflow_errors import WorkflowError
+from roll_opd.workflows.workflow_experience import Experience
 
 KINDS = BRANCH, _ = "branch", "call"  # what an experience is of
 TOLD = 4000  # bytes at the end of what a command writes that are read

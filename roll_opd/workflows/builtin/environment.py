@@ -7,12 +7,12 @@ from hashlib import blake2b
 from typing import Any
 
 from roll_opd.environments.contract import AGGREGATIONS
-from roll_opd.workflows.builtin.played import Game, played
-from roll_opd.workflows.errors import NoRoomError
-from roll_opd.workflows.experience import STATE, TURN_REWARDS, Experience
+from roll_opd.workflows.builtin.game_session import Game, played
 from roll_opd.workflows.interface import WORKFLOWS, Task, Workflow
-from roll_opd.workflows.managers import makes_steps
-from roll_opd.workflows.told import filled
+from roll_opd.workflows.prompt_templates import filled
+from roll_opd.workflows.roll_managers import makes_steps
+from roll_opd.workflows.workflow_errors import NoRoomError
+from roll_opd.workflows.workflow_experience import STATE, TURN_REWARDS, Experience
 
 NOT_VALID = " (this action is not valid: keep to the form that is asked for)"
 

@@ -20,13 +20,13 @@ from typing import Any
 from aiohttp import web
 from jinja2 import TemplateError
 
+from roll_opd.base.thoughts import after_thoughts, opens_a_thought
 from roll_opd.inference.tool_calls import ToolCallParser
-from roll_opd.thoughts import after_thoughts, opens_a_thought
+from roll_opd.workflows.call_tree import Call, without_end, without_special, written
 from roll_opd.workflows.endpoint.chat import Answer, ChatRequest, Refusal, as_message, completion, read_request, stream
-from roll_opd.workflows.errors import NoRoomError, WorkflowError
-from roll_opd.workflows.experience import Experience
 from roll_opd.workflows.model import RUN, ModelWrapper, RunState
-from roll_opd.workflows.turns import Call, without_end, without_special, written
+from roll_opd.workflows.workflow_errors import NoRoomError, WorkflowError
+from roll_opd.workflows.workflow_experience import Experience
 
 MOST_BODY = 8 << 20  # bytes of a request
 MARK_TOKENS = 32  # at the end of a prompt, searched for an opened thought

@@ -1,0 +1,99 @@
+"""Ray actor around one vLLM engine."""
+
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.actors.sampler import Request
+from roll_opd.cluster.coalesce import coalesced
+from roll_opd.config.plan import RolloutPlan, SamplingPlan
+from roll_opd.inference.plugin import SHARED_MEMORY
+from roll_opd.models.device_phases import Part, Phase
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.weight_bucket import Description
+from roll_opd.weight_sync.bucket_writer import OnHost
+
+
+@ray.remote
+class RolloutWorker(OnHost):
+    """One inference engine with the student's weights."""
+
+    _engine: Any
+
+    async def setup(
+        self,
+        plan: RolloutPlan,
+        seed: int,
+        deterministic: bool,
+        weight_transfer: str = SHARED_MEMORY,
+        sleeps: bool = False,
+    ) -> None:
+        """Start the engine; weights arrive through `weight_transfer`. With `sleeps`, it can give its memory back."""
+        from roll_opd.inference.engine import InferenceEngine  # in the actor's process alone: it starts vLLM
+
+        self._engine = await InferenceEngine.start(
+            plan.model,
+            max_model_len=plan.max_model_len,
+            seed=seed,
+            tensor_parallel_size=plan.tp,
+            engine_args=plan.engine_args,
+            deterministic=deterministic,
+            routes=plan.returns_routes,
+            weight_transfer=weight_transfer,
+            sleeps=sleeps,
+        )
+        self._sleep_level = plan.sleep_level
+
+    async def give_back(self, parts: Collection[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase. An engine gives back everything."""
+        await self._engine.sleep(self._sleep_level, phase)
+
+    async def take_back(self, parts: Collection[Part]) -> None:
+        """Have parts of the memory on the device again."""
+        await self._engine.wake_up(parts)
+
+    async def generate(
+        self, requests: Sequence[Request], sampling: SamplingPlan, chunk: int | None = None
+    ) -> AsyncIterator[Compact]:
+        """Run all requests in one continuous batch; yield lists of (index, `Completion`) soon after they end, and at
+        once with the last of each `chunk`.
+        """
+        batch = self._engine.generate_batch(
+            [request.prompt_tokens.tolist() for request in requests], sampling, [request.seed for request in requests]
+        )
+        async with aclosing(coalesced(batch, chunk=chunk)) as answers:  # cancelled: what is unfinished is aborted
+            async for finished in answers:
+                yield Compact(finished)
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return log-probs of tokens 1 to T-1 at temperature 1, f32 [T-1]."""
+        return await self._engine.prompt_logprobs(tokens)
+
+    async def weights_version(self) -> int:
+        """Return which weights the engine has."""
+        return self._engine.weights_version
+
+    async def begin_update(self, version: int) -> None:
+        """Do what `InferenceEngine.begin_update` does."""
+        await self._engine.begin_update(version)
+
+    async def load_weights(self, info: Mapping[str, Any], *, last: bool = False) -> None:
+        """Load a part of the weights; after the `last` one, check that all arrived, and go on."""
+        await self._engine.load_weights(info)
+        if last:
+            await self._engine.finish_update()
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Meet the sender of weights."""
+        await self._engine.init_weight_transfer(info)
+
+    async def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
+        """Bring a bucket to this host; return where it is here."""
+        return self.hold(await content[0], bucket)
+
+    async def close(self) -> None:
+        """End the engine; this process is to be killed next."""
+        await self._engine.close(collect=False)

@@ -1,0 +1,397 @@
+"""Ray actors around the Megatron engines, one rank each, and what the student's ranks make of experiences.
+
+Megatron is imported inside the methods, for it belongs into the actors' processes: the driver, which imports this
+module to start them, may be a machine without it.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.algorithms.sample_masks import sample_weights
+from roll_opd.cluster.worker_progress import MicroBatches
+from roll_opd.config.plan import CriticPlan, FollowingPlan, MegatronPlan, ObjectivePlan, TeacherPlan, TrainPlan
+from roll_opd.inference.settings import DTYPE_NAMES
+from roll_opd.models.device_phases import Part, Phase
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.dp_shards import Packing, Share
+from roll_opd.samples.experience import Experience
+from roll_opd.samples.training import HeldTargets, TeacherTargets, TrainSample, ValueSample
+from roll_opd.samples.weight_bucket import DTYPES, BucketMemory, Description, map_bucket
+from roll_opd.teachers.target_refs import hold, opened
+from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
+
+Text = tuple[np.ndarray, int, np.ndarray | None]  # tokens int64 [T], prompt length, and routes as in `Experience`
+
+_WRITER = ThreadPoolExecutor(1, "checkpoint")
+
+
+class _Rank(OnHost):
+    """What every rank of a Megatron role has."""
+
+    _engine: Any
+    _async_save: bool
+    _files: Future[list[Path]]  # of what is being saved
+    _listening: socket.socket | None = None  # of rank 0, from the moment that its port is named to the others
+    _store: Any = None  # where the ranks of a process group meet; of rank 0
+
+    def address(self) -> tuple[str, int]:
+        """Return this node's address and the port at which rank 0's process group listens, which is taken at once."""
+        self._listening = socket.create_server(("", 0), backlog=1024)
+        return ray.util.get_node_ip_address(), self._listening.getsockname()[1]
+
+    def setup(
+        self,
+        *,
+        master_addr: str,
+        master_port: int,
+        plan: MegatronPlan,
+        seed: int,
+        deterministic: bool,
+        async_save: bool = False,
+    ) -> tuple[int, Packing]:
+        """Join the process group and load the model; with `async_save`, saving takes copies and goes on beside work.
+
+        Returns the data-parallel rank, and how sequences are spread over those.
+        """
+        self._async_save = async_save
+        os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
+        # as under torchrun, no rank opens the port: rank 0 has it, and no other run can take it in between
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        if self._listening is not None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(
+                master_addr,
+                master_port,
+                len(plan.devices),
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self._listening.detach(),
+            )
+        self._engine = self._build(plan, seed, deterministic)
+        if os.environ["RANK"] == "0":
+            self._engine.on_micro_batch = MicroBatches(plan.name)
+        return self._engine.data_parallel_rank, self._engine.packing
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.engine import MegatronEngine
+
+        return MegatronEngine(plan, seed=seed, deterministic=deterministic)
+
+    def give_back(self, parts: Sequence[Part], phase: Phase) -> None:
+        """Leave the device to other roles in a phase."""
+        self._engine.give_back(parts, phase)
+
+    def take_back(self, parts: Sequence[Part]) -> None:
+        """Have what `give_back` brought away on the device again."""
+        self._engine.memory.take_back(parts)
+
+    def compute_logprobs(self, share: Share[Text], temperature: float) -> Compact:
+        """Return what `MegatronEngine.compute_logprobs` does."""
+        return Compact(self._engine.compute_logprobs(temperature=temperature, **_texts(share)))
+
+    def compute_targets(self, share: Share[Text], temperature: float, **wanted: Any) -> Compact:
+        """Return what `MegatronEngine.compute_targets` does; the student's own `ids` may be held."""
+        return Compact(self._targets(share, temperature, wanted))
+
+    def hold_targets(
+        self, share: Share[Text], temperature: float, kept: Sequence[str] | None = None, **wanted: Any
+    ) -> tuple[Compact, dict[int, HeldTargets]] | None:
+        """Do what `compute_targets` does, but keep all arrays but the log-probs here; or those that are to be `kept`.
+
+        Returns (log-probs, which sampled tokens are in the top-k, or None) a sample, and where the rest is.
+        """
+        computed = self._targets(share, temperature, wanted)
+        if computed is None:
+            return None
+        small = {}
+        for number, values in computed.items():
+            tokens, prompt_length, _ = share.samples[number]
+            ids = values.get("topk_ids")
+            hits = None if ids is None else (ids == tokens[prompt_length:, None]).any(1)
+            small[number] = values.pop("logprobs"), hits
+        if kept:
+            computed = {number: {name: values[name] for name in kept} for number, values in computed.items()}
+        return Compact(small), hold(computed)
+
+    def _opened(self, share: Share) -> list[dict[str, dict[str, np.ndarray]]]:
+        """Return what is held of each sample of this rank; arrays of no token where the pipeline does not end here."""
+        return opened(share.held, share.micro_batches if self._engine.is_last_stage else [])
+
+    def _targets(self, share: Share[Text], temperature: float, wanted: dict[str, Any]) -> Any:
+        if share.held:
+            wanted = {**wanted, "ids": [held["ids"]["topk_ids"] for held in self._opened(share)]}
+        return self._engine.compute_targets(temperature=temperature, **_texts(share), **wanted)
+
+    def written(self, *, wait: bool) -> list[Path] | None:
+        """Return the files of what was saved last, once they are written; None where that would be to `wait` for."""
+        return self._files.result() if wait or self._files.done() else None
+
+    def _write(self, *parts: Callable[[], list[Path]]) -> None:
+        """Write what saving has left to write: beside the work that follows, or now."""
+        if self._async_save:
+            self._files = _WRITER.submit(_all_files, parts)
+        else:
+            self._files = Future()
+            self._files.set_result(_all_files(parts))
+
+    def output_head(self) -> list[ray.ObjectRef] | None:
+        """Return a reference to the whole output embedding from one rank; None elsewhere."""
+        head = self._engine.output_head()
+        return None if head is None else [ray.put(head)]
+
+
+@ray.remote
+class LogprobWorker(_Rank):
+    """A rank of a frozen model."""
+
+
+@ray.remote
+class FollowingWorker(_Rank):
+    """A rank of a teacher whose weights follow the student's."""
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.follower import MegatronFollower
+
+        assert isinstance(plan, FollowingPlan)
+        return MegatronFollower(plan, seed=seed, deterministic=deterministic)
+
+    def load_weights(self, bucket: Description, *, last: bool) -> None:
+        """Take over a bucket of the student's weights: see `MegatronFollower.follow`."""
+        _, weights = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
+        self._engine.follow(dict(weights), last=last)
+
+    def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
+        """Bring a bucket to this host; return where it is here."""
+        return self.hold(ray.get(content[0]), bucket)
+
+    def save(self, directory: Path) -> None:
+        """Write the weights into `directory`; see `written`."""
+        self._write(self._engine.save(directory, later=self._async_save))
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        self._engine.load(directory)
+
+
+class _LearningRank(_Rank):
+    """What every rank of a model that learns has."""
+
+    def save(self, directory: Path) -> None:
+        """Write training state into `directory`/state, the Hugging Face model into /hf, an adapter into /adapter.
+
+        See `written`.
+        """
+        from roll_opd.megatron.checkpoint import save_state
+        from roll_opd.megatron.export import save_adapter
+
+        later = self._async_save
+        parts = [save_state(self._engine, directory / "state", later=later), self._save_hf(directory / "hf", later)]
+        if self._engine.adapters:
+            parts.append(save_adapter(self._engine, directory / "adapter", later=later))
+        self._write(*parts)
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        from roll_opd.megatron.checkpoint import load_state
+
+        load_state(self._engine, directory / "state")
+
+    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
+        from roll_opd.megatron.export import save_hf
+
+        return save_hf(self._engine, directory, later=later)
+
+
+@ray.remote
+class TrainWorker(_LearningRank, WritesBuckets):
+    """A rank of the student that learns."""
+
+    _sender: Any = None  # of weights, from GPU to GPU
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.trainer import MegatronTrainer
+
+        assert isinstance(plan, TrainPlan)
+        return MegatronTrainer(plan, seed=seed, deterministic=deterministic)
+
+    def update(
+        self,
+        share: Share[Experience],
+        teachers: Sequence[TeacherPlan],
+        objective: ObjectivePlan,
+        temperature: float,
+        step: int,
+    ) -> Compact:
+        """Make one optimizer update from one mini-batch; return what `MegatronTrainer.update` does.
+
+        Log-probs come back of samples alone that have none of before the update.
+        """
+        targets = self._opened(share) if share.held else None
+        samples = train_samples(share.samples, teachers, objective, share.policy_weights, targets)
+        result = self._engine.update(samples, objective, temperature, step, **_assigned(share))
+        news = {n: values for n, values in result.logprobs.items() if samples[n].old_logprobs is None}
+        return Compact(replace(result, logprobs=news))
+
+    def load_teacher_head(self, name: str, head: Sequence[ray.ObjectRef]) -> None:
+        """Take in what a teacher's `output_head` returned."""
+        self._engine.load_teacher_head(name, ray.get(head[0]))
+
+    def update_supervised(self, share: Share[TrainSample], objective: ObjectivePlan) -> Compact:
+        """Make one optimizer update from rows that brought their answers; return what `MegatronTrainer.update` does."""
+        return Compact(self._engine.update(share.samples, objective, temperature=1.0, **_assigned(share)))
+
+    def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Return what a method of a frozen model's rank does of the weights that a LoRA student began with."""
+        with self._engine.adapters.disabled():
+            return getattr(self, method)(*args, **kwargs)
+
+    def share_without_adapter(self, share: Share, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do what `without_adapter` does with a share of a batch."""
+        return self.without_adapter(method, share, *args, **kwargs)
+
+    def send_weights(
+        self, way: str, engines: Sequence[ray.actor.ActorHandle], engine_ranks: int, dtype: str, version: int
+    ) -> None:
+        """Replace the weights of `engines` from GPU to GPU (see `cuda_weights.CudaSender`)."""
+        if self._sender is None:
+            from roll_opd.weight_sync.cuda_sender import CudaSender
+
+            self._sender = CudaSender(way, self._engine, engines, engine_ranks, dtype)
+        self._sender.send(version)
+
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
+        """Do what `bucket_writer` does."""
+        from roll_opd.megatron.export import weight_buckets
+
+        return weight_buckets(self._engine, memories, DTYPES[DTYPE_NAMES[dtype]])
+
+
+@ray.remote
+class CriticWorker(_LearningRank):
+    """A rank of the critic."""
+
+    def _build(self, plan: MegatronPlan, seed: int, deterministic: bool) -> Any:
+        from roll_opd.megatron.critic import MegatronCritic
+
+        assert isinstance(plan, CriticPlan)
+        return MegatronCritic(plan, seed=seed, deterministic=deterministic)
+
+    def values(self, share: Share[Text]) -> Compact:
+        """Return what `MegatronCritic.values` does: of the states before every response token."""
+        sequences = [(tokens, prompt_length) for tokens, prompt_length, _ in share.samples]
+        return Compact(self._engine.values(sequences, share.micro_batches))
+
+    def update(self, share: Share[ValueSample]) -> Compact:
+        """Make one optimizer update from one mini-batch; return what `MegatronCritic.update` does."""
+        return Compact(self._engine.update(share.samples, **_assigned(share)))
+
+    def _save_hf(self, directory: Path, later: bool) -> Callable[[], list[Path]]:
+        from roll_opd.megatron.critic import save_critic_hf
+
+        return save_critic_hf(self._engine, directory, later=later)
+
+
+def _texts(share: Share[Text]) -> dict[str, Any]:
+    routes = [taken for _, _, taken in share.samples]
+    texts = {"sequences": [(tokens, length) for tokens, length, _ in share.samples], "assigned": share.micro_batches}
+    return texts if all(taken is None for taken in routes) else {**texts, "routes": routes}
+
+
+def _assigned(share: Share) -> dict[str, Any]:
+    return {"assigned": share.micro_batches, "scales": share.scales}
+
+
+def _all_files(parts: Sequence[Callable[[], list[Path]]]) -> list[Path]:
+    return [file for part in parts for file in part()]
+
+
+def train_samples(
+    experiences: Sequence[Experience],
+    teachers: Sequence[TeacherPlan],
+    objective: ObjectivePlan,
+    weights: Sequence[float | None] | None = None,
+    targets: Sequence[Mapping[str, Mapping[str, np.ndarray]]] | None = None,
+) -> list[TrainSample]:
+    """Return one `TrainSample` an experience.
+
+    Where the teachers' part is an advantage, they are merged into two numbers a token (see algorithms.opd); where it is
+    a part of the loss, each comes along with its targets, and the numbers are 0.
+
+    Args:
+        weights: `policy_weights` of the batch, of which these may be a share; None: these are all of it.
+        targets: of each experience, `TeacherTargets.arrays` by teacher; None: there are none.
+    """
+    sampled = objective.opd_objective == "sampled"
+    if weights is None:
+        weights = policy_weights(experiences, objective)
+    weights = weights or [None] * len(experiences)
+    arrays_of = targets or [{}] * len(experiences)
+    coefficients = {teacher.name: teacher.opd_kl_coef for teacher in teachers}
+    # a coefficient of 0 takes part: what is not finite then still shows, as 0 times it is NaN
+    of_advantages = {name: np.float32(value if sampled else 0) for name, value in coefficients.items()}
+    samples = []
+    for experience, weight, own in zip(experiences, weights, arrays_of, strict=True):
+        mask, by_teacher = experience.action_mask, experience.teacher_logprobs
+        total = np.float32(sum(of_advantages[name] for name in by_teacher))
+        with np.errstate(invalid="ignore"):
+            weighted = sum(
+                (of_advantages[name] * logprobs for name, logprobs in by_teacher.items()),
+                np.zeros(len(mask), np.float32),
+            )
+        samples.append(
+            TrainSample(
+                tokens=experience.tokens,
+                prompt_length=experience.prompt_length,
+                action_mask=mask if experience.loss_mask is None else experience.loss_mask,
+                advantages=_advantages(experience),
+                opd_coefficients=total * mask.astype(np.float32),
+                # where, not a product: what lies under the mask may be infinite
+                opd_teacher=np.where(mask, weighted, np.float32(0)).astype(np.float32),
+                old_logprobs=experience.old_logprobs,
+                ref_logprobs=experience.ref_logprobs,
+                importance_weights=_importance_weights(experience, weight),
+                reward=0.0 if experience.excluded else experience.reward,
+                teachers={name: TeacherTargets(coefficients[name], arrays) for name, arrays in own.items()},
+                demonstration=experience.demonstration,
+                actions=mask,
+                routes=experience.routes,
+            )
+        )
+    return samples
+
+
+def policy_weights(experiences: Sequence[Experience], objective: ObjectivePlan) -> list[float | None]:
+    """Return what weighs whole samples of an update in its policy loss; None: not this one. Empty: all weigh 1."""
+    if not (objective.difficulty_loss_weight or objective.length_loss_weight):
+        return []
+    own = [number for number, experience in enumerate(experiences) if not experience.demonstration]
+    lengths = [experiences[number].action_tokens for number in own]
+    difficulties = [experiences[number].difficulty for number in own] if objective.difficulty_loss_weight else None
+    found = sample_weights(lengths, difficulties, by_length=objective.length_loss_weight)
+    weights: list[float | None] = [None] * len(experiences)
+    for number, weight in zip(own, found, strict=True):
+        weights[number] = weight
+    return weights
+
+
+def _importance_weights(experience: Experience, weight: float | None) -> np.ndarray | None:
+    """Return the weights of tokens in the policy loss, f32 [T-P]: a correction's, times that of the whole sample."""
+    corrected = experience.importance_weights
+    if weight is None:
+        return corrected
+    return np.float32(weight) * (np.ones(experience.response_length, np.float32) if corrected is None else corrected)
+
+
+def _advantages(experience: Experience) -> np.ndarray:
+    if experience.advantages is None:  # pure distillation, or a demonstration
+        return np.zeros(experience.response_length, np.float32)
+    return experience.advantages.astype(np.float32)

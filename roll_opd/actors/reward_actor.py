@@ -1,0 +1,132 @@
+"""Ray actor that scores answers with one domain's rewards."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.actors.local_model import LocalModel
+from roll_opd.cluster.coalesce import coalesced
+from roll_opd.config.plan import RewardPlan
+from roll_opd.data.templates import load_tokenizer
+from roll_opd.rewards.interface import RewardSample, Scored
+from roll_opd.rewards.registry import resolve
+from roll_opd.rewards.reward_caller import Caller, weighted
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.experience import Experience
+
+# `max_concurrency` limits the calls. A call that cannot be ended keeps its thread, and the others need theirs.
+MOST_THREADS = 10_000
+# A batch's calls go one after another, and grow, while each is quick: side by side, in threads of one interpreter, they
+# would only take turns. After a slower one, or this long, the others go side by side.
+QUICK_SECONDS = 0.02
+ALONE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Some samples' scores."""
+
+    scores: list[tuple[int, Scored]]  # with their places in the batch
+    hung: bool  # calls that cannot be ended still run in this process: it should be replaced
+
+
+# The plan limits the calls, and `alive` must never wait.
+@ray.remote(max_concurrency=MOST_THREADS)  # type: ignore[call-overload]  # Ray's types miss this option of actors
+class RewardWorker:
+    """One process of a reward domain."""
+
+    _plan: RewardPlan
+    _callers: dict[str, Caller]
+    _weights: dict[str, float]
+    _tokenizer: Any
+
+    async def setup(self, plan: RewardPlan, model_path: str, engines: Sequence[ray.actor.ActorHandle] = ()) -> None:
+        """Find the rewards, and load the tokenizer that turns responses into text.
+
+        `engines` are those of the language model that judges.
+        """
+        self._plan = plan
+        threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=plan.domain)
+        judge = {plan.terms[0].name: (LocalModel(plan.engine, engines),)} if plan.engine else {}
+        self._callers = {
+            term.name: Caller(
+                term.name,
+                resolve(term.worker, term.args, *judge.get(term.name, ())),
+                threads,
+                term.timeout,
+                plan.max_concurrency,
+            )
+            for term in plan.terms
+        }
+        self._weights = {term.name: term.weight for term in plan.terms}
+        self._tokenizer = load_tokenizer(model_path)
+
+    async def alive(self) -> None:
+        """Return: the answer shows that the process still takes part."""
+
+    async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
+        """Yield `Answer`s as the scores come, those that come together in one."""
+        async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
+            async for burst in answers:
+                scores = [scored for call in burst for scored in call]
+                yield Compact(Answer(scores, hung=any(caller.hung for caller in self._callers.values())))
+
+    async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
+        """Call the rewards with all samples; yield each call's scores.
+
+        A call has as many samples as it takes to have all of them under way at once, where that is possible; more where
+        the reward is so quick that the call itself would cost as much.
+        """
+        needed = -(-len(samples) // self._plan.max_concurrency)
+        calls: set[asyncio.Task[list[tuple[int, Scored]]]] = set()
+        start, wanted, is_quick, one_by_one_until = 0, needed, True, time.monotonic() + ALONE_SECONDS
+        try:
+            while start < len(samples):
+                size = min(wanted, self._plan.batch_size)
+                calls.add(asyncio.create_task(self._call(start, samples[start : start + size])))
+                start += size
+                if is_quick and time.monotonic() < one_by_one_until:
+                    done, calls = await asyncio.wait(calls, timeout=QUICK_SECONDS)
+                    is_quick = bool(done)
+                    wanted = 2 * size if is_quick else needed
+                    for call in done:
+                        yield call.result()
+            for next_call in asyncio.as_completed(calls):
+                yield await next_call
+        finally:
+            for task in calls:
+                task.cancel()
+
+    async def _call(self, first: int, samples: Sequence[RewardSample]) -> list[tuple[int, Scored]]:
+        scores = await asyncio.gather(*[caller.score(samples) for caller in self._callers.values()])
+        if self._plan.is_weighted:
+            by_sample = [dict(zip(self._callers, each, strict=True)) for each in zip(*scores, strict=True)]
+            scores = [[weighted(each, self._weights) for each in by_sample]]
+        return list(enumerate(scores[0], first))
+
+    def _samples(self, experiences: Sequence[Experience]) -> list[RewardSample]:
+        @cache  # most samples of a group share their prompt, and the steps of a run do not
+        def read_prompt(tokens: bytes) -> str:
+            return self._tokenizer.decode(np.frombuffer(tokens, np.int64), skip_special_tokens=True)
+
+        texts = self._tokenizer.batch_decode([e.response_tokens for e in experiences], skip_special_tokens=True)
+        return [
+            RewardSample(
+                e.id,
+                text,
+                e.ground_truth,
+                e.tag,
+                e.extra,
+                e,
+                partial(read_prompt, e.prompt_tokens.astype(np.int64).tobytes()),
+            )
+            for e, text in zip(experiences, texts, strict=True)
+        ]

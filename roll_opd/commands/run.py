@@ -1,0 +1,232 @@
+"""From a command line to a run: plan, check, start, and end with an exit code that says what happened.
+
+0 done; 2 what the user gave cannot work (message on stderr, nothing started); 1 anything else; 130 interrupted;
+143 ended by SIGTERM.
+`roll-opd run`, the launchers in `examples/` and `python -m roll_opd.commands.run` are this module. Launched on
+several hosts, it runs the driver on the first of them; the others serve it, and end with its exit code.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from roll_opd.algorithms.registry import AlgorithmError
+from roll_opd.base.command_line import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    RUN_DIRECTORY_FILE,
+    TERMINATED,
+    USER_ERROR,
+    add_config_arguments,
+    asked_pipeline,
+    configuration,
+    safe_output,
+    tell_run_directory,
+    without_collections,
+)
+from roll_opd.base.failures import ConfigError, os_sentence, shortened, tell_unforeseen
+from roll_opd.base.full_disk import FULL, DiskFull, reason
+from roll_opd.base.paths import use_cache_of_compilers
+from roll_opd.base.run_errors import RunError, Terminated
+from roll_opd.base.terminal import tell
+from roll_opd.cluster.forkserver.forkserver_start import WarmServer, wanted_by, warm_server
+from roll_opd.cluster.multihost.hosts import Hosts, dismiss
+from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
+from roll_opd.cluster.multihost.multihost_worker import serve
+from roll_opd.cluster.startup_progress import ClusterError
+from roll_opd.commands.restarts import is_attempt, restarted, restarts_left
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.rows import DataError
+from roll_opd.inference.parent_watchdog import die_with_parent
+from roll_opd.models.model_info import ModelFilesError
+from roll_opd.pipelines.checkpoints import CheckpointError
+from roll_opd.planner.build import load_plan
+from roll_opd.rewards.interface import RewardError
+from roll_opd.tracking.registry import TrackerError
+from roll_opd.tracking.stdout_tee import recorded
+from roll_opd.workflows.workflow_errors import WorkflowError
+
+# what the user can put right
+REFUSALS = (
+    AlgorithmError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelFilesError,
+    RewardError,
+    TrackerError,
+    WorkflowError,
+)
+
+
+def main(
+    description: str, *, pure: bool | None = None, pipeline: str | None = None, arguments: Sequence[str] | None = None
+) -> int:
+    """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`.
+
+    Where both are None, the first word may name the pipeline, as in `roll-opd run`.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    is_open = pure is None and pipeline is None
+    add_config_arguments(parser, takes_pipeline=is_open)
+    parsed = parser.parse_intermixed_args(arguments)
+    return launch(parsed, **(asked_pipeline(parsed) if is_open else {"pure": pure, "pipeline": pipeline}))
+
+
+def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: str | None = None) -> int:
+    """Run the configuration that `add_config_arguments` parsed and return the exit code."""
+    safe_output()
+    use_cache_of_compilers(os.environ)
+    if RUN_DIRECTORY_FILE in os.environ:  # a script or a notebook waits for this run, and takes it along when killed
+        die_with_parent()
+    try:
+        host = launched(os.environ)
+    except LaunchError as error:
+        return exit_code(error)
+    if host is None:
+        forget(os.environ)  # of a torchrun on one host: libraries would take it for theirs
+    elif host.rank:
+        forget(os.environ)
+        return serve(host, lambda text: tell(text, sys.stderr))
+    with recorded(), without_collections():
+        done = _launch(parsed, pure, pipeline, host)
+    if isinstance(done, int):
+        return done
+    code = restarted(done.max_restarts)
+    if host and code and done.max_restarts:
+        dismiss(host, code)  # where they await another attempt
+    return code
+
+
+def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None) -> int | RunPlan:
+    """Return the exit code, or the plan where the command is to run in a process of its own: it may be started again,
+    or torchrun would signal all that has started, Ray's processes with the driver.
+    """
+    is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
+    with warm_server() if is_here else nullcontext(WarmServer()) as server:
+        try:
+            plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
+            _check_number(plan, host)
+        except (Exception, KeyboardInterrupt) as error:
+            code = exit_code(error, is_started=False)
+            if host and not isinstance(error, KeyboardInterrupt):
+                dismiss(host, code)
+            return code
+        if (host or plan.max_restarts) and not is_attempt():
+            return plan
+        if host is None:
+            return _served(plan, server, None)
+        try:
+            hosts = Hosts(host, again=plan.host_seconds if restarts_left() else 0.0)
+        except LaunchError as error:
+            return exit_code(error)
+        signal.signal(signal.SIGTERM, _terminated)  # until the run takes it over
+        code = FAILED
+        try:
+            code = _served(plan, server, hosts)
+        except Terminated as error:  # between the run and its end
+            code = exit_code(error)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):  # of the other hosts: the end is under way
+                signal.signal(number, signal.SIG_IGN)
+            hosts.end(code, again=code == FAILED and restarts_left() > 0)
+        return code
+
+
+def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None) -> int:
+    if hosts:
+        forget(os.environ)
+        try:
+            hosts.gather(plan.host_seconds, tell)
+            models = sorted({role.model.path for role in plan.roles().values()})
+            hosts.check(models, plan.output_dir, plan.devices_per_node)
+        except ClusterError as error:
+            return exit_code(RunError(str(error)))
+        except (LaunchError, Terminated, OSError, KeyboardInterrupt) as error:
+            return exit_code(error, is_started=False)
+        hosts.warm = wanted_by(plan)
+    server.serve(plan, tell)
+    os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
+    return _run(plan, hosts)
+
+
+def _terminated(*_: object) -> None:
+    raise Terminated("ended by SIGTERM before the run began")
+
+
+def _check_number(plan: RunPlan, host: Host | None) -> None:
+    """LaunchError where the run was launched on another number of hosts than it has nodes."""
+    size = host.size if host else 1
+    if os.environ.get("RAY_ADDRESS") or plan.num_nodes == size:
+        return
+    if plan.num_nodes > size:
+        wanted = (
+            f"launch it on all of {plan.num_nodes} (torchrun --nnodes {plan.num_nodes}, srun or mpirun), or start Ray"
+            " on them (ray start) and set RAY_ADDRESS to its head"
+        )
+    else:
+        wanted = f"write num_nodes={size} and give roles devices on all of them, or launch it on fewer"
+    raise LaunchError([f"num_nodes is {plan.num_nodes}, and the run was launched on {size}: {wanted}"])
+
+
+def _run(plan: RunPlan, hosts: Hosts | None) -> int:
+    try:
+        # imports torch: a wrong configuration is refused without waiting for that
+        from roll_opd.pipelines.preflight import preflight
+
+        inputs = preflight(plan)
+        if inputs.resumed and inputs.resumed.step >= plan.max_steps:
+            done, path = inputs.resumed.step, inputs.resumed.path
+            tell(f"{path} is after step {done} of {plan.max_steps}: nothing is left to do")
+            tell_run_directory(inputs.resumed.run)
+            return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        return exit_code(error, is_started=False)
+    try:
+        from roll_opd.pipelines.loop import run  # imports Ray
+
+        run(plan, inputs, hosts)
+    except (Exception, KeyboardInterrupt) as error:
+        return exit_code(error, refusals=(CheckpointError, ConfigError, DiskFull))
+    return DONE
+
+
+def exit_code(
+    error: BaseException, refusals: tuple[type[Exception], ...] = REFUSALS, *, is_started: bool = True
+) -> int:
+    """Tell the user what has ended the run, and return the exit code; `refusals` are what the user can put right.
+
+    A traceback is shown of a run alone: before one `is_started`, every error is a sentence.
+    """
+    if isinstance(error, Terminated):
+        return _ended(str(error), TERMINATED)
+    if isinstance(error, KeyboardInterrupt):
+        return _ended(str(error) or "interrupted", INTERRUPTED)
+    if isinstance(error, refusals):
+        return _ended(str(error), USER_ERROR)
+    if isinstance(error, RunError):
+        return _ended(str(error), FAILED)
+    if isinstance(error, OSError) and error.errno in FULL:
+        hint = "free space or change output_dir, then use resume_from_checkpoint=true"
+        return _ended(f"{reason(error)}; {hint}", USER_ERROR)
+    if is_started:
+        traceback.print_exception(error)
+        return FAILED
+    if isinstance(error, OSError):
+        return _ended(os_sentence(error), USER_ERROR)
+    tell_unforeseen(error)
+    return FAILED
+
+
+def _ended(message: str, code: int) -> int:
+    tell(f"roll-opd: {shortened(message)}", sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main("Train: plan, check and run a configuration to its end."))

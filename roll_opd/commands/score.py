@@ -1,0 +1,208 @@
+"""`roll-opd score`: checks the model, the layout and the rows, then runs the Megatron engine under torchrun."""
+
+import argparse
+import json
+import math
+import os
+import re
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roll_opd.base.command_line import DONE, FAILED, INTERRUPTED, SIZES, USER_ERROR
+from roll_opd.base.failures import os_sentence
+from roll_opd.base.paths import PathError, regular_file
+from roll_opd.base.terminal import tell
+from roll_opd.cluster.multihost import torch_ranks
+from roll_opd.cluster.multihost.hosts import Hosts, dismiss
+from roll_opd.cluster.multihost.launcher_env import Host, LaunchError, forget, launched
+from roll_opd.cluster.multihost.multihost_worker import serve
+from roll_opd.cluster.process_reaper import guarded
+from roll_opd.cluster.startup_progress import ClusterError
+from roll_opd.cluster.temp_directory import run_temp_directory
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import Layout
+from roll_opd.models.layouts import check_layout
+from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.models.supported import unsupported
+from roll_opd.models.weight_files import lost_weights, weight_problems
+
+# configuration keys in messages about layouts -> options of this command
+OPTIONS = {
+    "tensor_model_parallel_size": "--tp",
+    "virtual_pipeline_model_parallel_size": "--vpp",
+    "pipeline_model_parallel_size": "--pp",
+    "expert_model_parallel_size": "--ep",
+    "expert_tensor_parallel_size": "--expert-tp",
+}
+KEYS = re.compile("|".join(OPTIONS))
+ROWS_NAMED = 5  # bad rows told of one by one; the rest are counted
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score; return 0, 2 for a user's mistake (nothing started), or torchrun's failure as 1.
+
+    Launched on several hosts, each has its share of the ranks; the first reads the rows and writes the answers.
+    """
+    try:
+        host = launched(os.environ)
+    except LaunchError as error:
+        return _told(str(error), USER_ERROR)
+    forget(os.environ)
+    if host and host.rank:
+        return serve(host, lambda text: tell(text, sys.stderr))
+    size = host.size if host else 1
+    if problems := _problems(options, size):
+        if host:
+            dismiss(host, USER_ERROR)
+        return _told("\n  ".join(problems), USER_ERROR)
+    left_out = ("command", "run", "host_seconds")
+    settings = {name: value for name, value in vars(options).items() if name not in left_out}
+    settings["layout"] = asdict(_layout(options))
+    settings["model"] = str(find_model(options.model))
+    ranks = math.prod(getattr(options, name) for name in SIZES) // size
+    command = {"ranks": ranks, "hosts": size, "module": "roll_opd.megatron.score", "arguments": [json.dumps(settings)]}
+    if host:
+        return _over_hosts(host, command, settings["model"], options.host_seconds)
+    with guarded() as reaper, run_temp_directory(reaper):
+        return FAILED if torch_ranks.start(command).wait() else DONE
+
+
+def _over_hosts(host: Host, command: dict[str, Any], model: str, seconds: float) -> int:
+    code = FAILED
+    try:
+        hosts = Hosts(host)
+    except LaunchError as error:
+        return _told(str(error), USER_ERROR)
+    try:
+        hosts.gather(seconds, tell)
+        hosts.check([model], None, command["ranks"])
+        with socket.create_server(("", 0)) as free:
+            command |= {"address": host.address, "port": free.getsockname()[1], "host": 0}
+        with guarded() as reaper, run_temp_directory(reaper):
+            hosts.start_ranks(command)
+            process = torch_ranks.start({**command, "here": host.own_address()})
+
+            def lost(why: str) -> None:
+                if process.poll() is None:  # else all is over
+                    _told(why, FAILED)
+                    process.terminate()  # its ranks wait for those that are gone
+
+            hosts.watch(lost)
+            code = FAILED if process.wait() else DONE
+    except (LaunchError, ClusterError) as error:
+        code = _told(str(error), USER_ERROR if isinstance(error, LaunchError) else FAILED)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        raise
+    finally:
+        hosts.end(code)
+    return code
+
+
+def _told(text: str, code: int) -> int:
+    tell(f"roll-opd score: {text}", sys.stderr)
+    return code
+
+
+def _problems(options: argparse.Namespace, hosts: int) -> list[str]:
+    diagnostics = Diagnostics()
+    if math.prod(getattr(options, name) for name in SIZES) % hosts:
+        diagnostics.problem(
+            "--dp", f"tp x pp x cp x dp ranks are not divisible by the {hosts} hosts; change one of them"
+        )
+    for name in (*SIZES, "ep", "vpp", "expert_tp"):
+        size = getattr(options, name)
+        if size is not None and size < 1:
+            diagnostics.problem(f"--{name.replace('_', '-')}", f"{size} is not a size; give 1 or more")
+    if not 0 < options.host_seconds < math.inf:
+        diagnostics.problem("--host-seconds", f"{options.host_seconds} must be a number greater than 0")
+    if not 0 < options.temperature < math.inf:
+        diagnostics.problem("--temperature", f"{options.temperature} must be a number greater than 0")
+    if options.max_tokens_per_microbatch < 1:
+        diagnostics.problem("--max-tokens-per-microbatch", "must be at least 1")
+    if Path(options.output).is_dir():
+        diagnostics.problem("--output", f"{options.output} is a directory; give a file")
+    if not Path(options.output).absolute().parent.is_dir():
+        diagnostics.problem("--output", f"there is no directory {Path(options.output).absolute().parent}")
+    if _is_same_file(options.input, options.output):
+        diagnostics.problem("--output", f"{options.output} is the file of --input, which would be lost; give another")
+    try:
+        info = read_model(find_model(options.model))
+    except ModelFilesError as error:
+        return [*diagnostics.problems, f"--model: {error}"]
+    if diagnostics.problems:
+        return diagnostics.problems
+    _check_model(info, options, diagnostics)
+    _check_rows(Path(options.input), info, diagnostics)
+    return diagnostics.problems
+
+
+def _layout(options: argparse.Namespace) -> Layout:
+    vpp = options.vpp if options.vpp > 1 else None  # one virtual stage per rank is no virtual pipeline
+    sizes = {name: getattr(options, name) for name in SIZES}
+    return Layout(**sizes, ep=options.ep, vpp=vpp, etp=options.expert_tp)
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False  # one is not there, or is refused later
+
+
+def _check_model(info: ModelInfo, options: argparse.Namespace, diagnostics: Diagnostics) -> None:
+    for sentence in (*unsupported(info.path), *weight_problems(info), *lost_weights(info)):
+        diagnostics.problem("--model", sentence)
+    of_layout = Diagnostics()
+    check_layout(info, _layout(options), {}, of_layout)
+    diagnostics.problems.extend(KEYS.sub(lambda found: OPTIONS[found[0]], problem) for problem in of_layout.problems)
+    if options.expert_tp and not info.experts:
+        diagnostics.problem("--expert-tp", f"{info.path.name} is a dense model without experts; leave it out")
+
+
+def _check_rows(path: Path, info: ModelInfo, diagnostics: Diagnostics) -> None:
+    bad = rows = 0
+    try:
+        with regular_file(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                rows += 1
+                reason = _bad_row(line, info)
+                bad += reason is not None
+                if reason and bad <= ROWS_NAMED:
+                    diagnostics.problem(f"--input {path}:{number}", reason)
+    except OSError as error:
+        diagnostics.problem("--input", os_sentence(error))
+        return
+    except PathError as error:
+        diagnostics.problem("--input", str(error))
+        return
+    except UnicodeDecodeError as error:
+        diagnostics.problem("--input", f"{path} cannot be read: {error}")
+        return
+    if bad > ROWS_NAMED:
+        diagnostics.problem("--input", f"{bad - ROWS_NAMED} more of {rows} rows are bad")
+    if not rows:
+        diagnostics.problem("--input", f"{path} holds no rows")
+
+
+def _bad_row(line: str, info: ModelInfo) -> str | None:
+    try:
+        row = json.loads(line)
+        tokens, prompt_length, _ = row["tokens"], row["prompt_length"], row["id"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return f'not a row {{"id", "tokens", "prompt_length"}}: {error!r}'
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        return "tokens must be a list of integers"
+    if type(prompt_length) is not int or not 1 <= prompt_length <= len(tokens):
+        return f"prompt_length {prompt_length!r} must be 1 to the number of tokens ({len(tokens)})"
+    outside = [token for token in tokens if not 0 <= token < info.vocab]
+    if outside:
+        return f"token {outside[0]} is outside the vocabulary of {info.vocab}"
+    if len(tokens) > info.max_positions:
+        return f"{len(tokens)} tokens are more than the model's {info.max_positions} positions"
+    return None

@@ -1,0 +1,1 @@
+"""Translations of configurations that are written for other projects."""

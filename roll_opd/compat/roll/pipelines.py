@@ -1,0 +1,100 @@
+"""Configurations of ROLL's pipelines that do not exist here: one sentence each.
+
+One sentence is more use to their owner than the forty unknown keys that the ordinary checks would find.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll_opd.models.model_info import ModelFilesError, find_model, is_vision_config, read_json
+
+# keys of ROLL's vision and diffusion configurations that no text configuration has
+VISION_KEYS = {"image", "images", "image_flag_key", "image_folder", "max_pixels", "min_pixels", "vlm_filter"}
+VISION_KEYS |= {"video", "videos", "video_folder", "audio", "audios", "audio_folder"}
+MODEL_KEYS = ("model_name_or_path", "pretrain", "student_pretrain", "teacher_pretrain")
+VISION_MODEL = re.compile(r"[-_./](vl|omni|vision|wan2\.\d|flux)\b|\bqwen3\.5-", re.IGNORECASE)
+
+
+def vision_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the sentence for a vision, video or image-generation configuration, None for a text one."""
+    for key, value in _leaves(values, ""):
+        last, text = key.rpartition(".")[2], value if isinstance(value, str) else ""
+        reason = None
+        if last in VISION_KEYS and value is not None:
+            reason = f"{last} belongs to a vision, video or audio configuration"
+        elif last == "pure_opd_pipeline_type" and text.endswith("_vlm"):
+            reason = f"{text!r} is the pipeline of a vision-language model"
+        elif last == "strategy_name" and text.startswith("diffusion"):
+            reason = f"{text!r} trains an image or video generator"
+        # a reward's own judge is its worker's business
+        elif last in MODEL_KEYS and text and not key.startswith("rewards."):
+            reason = _vision_model(text)
+        if reason:
+            return f"{key}: {reason}; only text models can be trained here, use ROLL itself for vision and video"
+    return None
+
+
+def _vision_model(model: str) -> str | None:
+    try:
+        path = find_model(model)
+    except ModelFilesError:
+        return f"{model} is a vision-language or video model" if VISION_MODEL.search(model) else None
+    try:
+        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    except ModelFilesError:
+        return None  # told by the role that reads this model
+    return f"{path} is a vision-language model ({config.get('model_type')})" if is_vision_config(config) else None
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            # null, as ROLL's shared fragments write it, says nothing; environments describe themselves
+            if key not in ("custom_env", "custom_envs"):
+                yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list):
+        yield prefix, value
+        for item in value:
+            if isinstance(item, Mapping):
+                yield from _leaves(item, prefix)
+    else:
+        yield prefix, value
+
+
+# keys of ROLL's off-policy distillation, by which a file of it is known where it has no role of another pipeline
+OFF_POLICY_KEYS = (
+    "student_pretrain",
+    "teacher_pretrain",
+    "kd_objective",
+    "distill_loss_weight",
+    "logits_topk",
+    "student",
+)
+LEARNERS = ("student_train", "actor_train", "sft_train")
+
+
+def off_policy_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the sentence for a configuration of ROLL's distill_pipeline, None for any other."""
+    found = next((key for key in OFF_POLICY_KEYS if key in values), None)
+    if found is None or not values.keys().isdisjoint((*LEARNERS, "student_infer", "actor_infer")):
+        return None
+    return (
+        f"{found}: is a key of ROLL's off-policy distillation (start_distill_pipeline.py: the teacher's logits on given"
+        " answers), a pipeline that does not exist here; write an on-policy one (student_train, student_infer,"
+        " teacher), or train on the teacher's answers with start_sft_pipeline.py"
+    )
+
+
+def rollout_only_problem(values: Mapping[str, Any]) -> str | None:
+    """Return the sentence for a configuration that plays environments and trains nothing, None for any other."""
+    train = values.get("actor_train")
+    if "student_train" in values:
+        return None
+    if train is not None and not (isinstance(train, Mapping) and train.keys() <= {"model_args"}):
+        return None
+    return (
+        "actor_train: is missing, or has no training_args, strategy_args and device_mapping; ROLL's pipelines that only"
+        " roll out (start_agentic_rollout_pipeline.py, start_rlvr_rollout_pipeline.py) do not exist here, so write what"
+        " is trained"
+    )

@@ -1,0 +1,139 @@
+"""Reads a configuration of either kind: ours, or one of Trinity-RFT, which is put under our keys."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roll_opd.base import hardware
+from roll_opd.base.failures import ConfigError, os_sentence
+from roll_opd.base.paths import PathError, find_path, hub_hint, looking_beside
+from roll_opd.compat.trinity.reading import Machine
+from roll_opd.compat.trinity.translate import is_trinity, translated
+from roll_opd.config.compose import (
+    COMMAND_LINE,
+    LoadedConfig,
+    find_config,
+    key_lines,
+    keys_below,
+    load_config,
+    one_line,
+    parse_overrides,
+    resolve,
+)
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import DataPlan
+from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, yaml_message
+from roll_opd.data.files import SUFFIXES
+from roll_opd.data.preview import count_rows
+from roll_opd.data.rows import DataError
+
+
+def load_any(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
+    """Return what `load_config` does, also of a Trinity-RFT file; `overrides` are of our keys. Raises ConfigError."""
+    try:
+        directory, name = find_config(config_path, config_name)
+        file = directory / f"{name}.yaml"
+        with bounded_work():
+            check_file(file)
+            root = yaml.compose(file.read_text(encoding="utf-8"), Loader=LOADER)
+        keys = {key.value: None for key, _ in root.value} if isinstance(root, yaml.MappingNode) else {}
+    except (ConfigError, OSError, PathError, yaml.YAMLError):
+        keys = {}  # told by `load_config`
+    if not is_trinity(keys):
+        return load_config(config_path, config_name, overrides)
+    with bounded_work(), looking_beside(directory):
+        return _of_trinity(file, overrides)
+
+
+def _of_trinity(file: Path, overrides: list[str]) -> LoadedConfig:
+    lines = key_lines(file, file.name, "")
+    values = _resolved(_loaded(file), lines)
+    tell = Diagnostics(lines)
+    has_gpus = hardware.gpu_memory_gb() is not None
+    read = translated(values, tell, Machine(hardware.devices(), has_gpus), _files_of, _count)
+    if tell.problems:
+        raise ConfigError(tell.problems)
+    ours, origins = _overridden(read.values, overrides)
+    head = f"{file} is a configuration of Trinity-RFT; it is read as"
+    told = "\n".join([head, *read.lines()])
+    return LoadedConfig(file.stem, file.parent, ours, read.origins | origins, told=told)
+
+
+def _loaded(file: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(file)
+    except yaml.YAMLError as error:
+        raise ConfigError([yaml_message(error, file)]) from None
+    except (OmegaConfBaseException, OSError, ValueError) as error:
+        raise ConfigError([f"{file}: {one_line(error)}"]) from None
+    assert isinstance(loaded, DictConfig)  # it has the sections of one
+    return loaded
+
+
+def _resolved(config: DictConfig, lines: dict[str, str]) -> dict[str, Any]:
+    """Return plain values; ConfigError for references that lead nowhere."""
+    tell = Diagnostics(lines)
+    found = resolve(config, tell)
+    if tell.problems:
+        raise ConfigError(tell.problems)
+    return found
+
+
+def _overridden(values: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return `values` with overrides of our keys, and where these were written."""
+    config, problems = OmegaConf.create(values), []
+    origins: dict[str, str] = {}
+    for override in parse_overrides(overrides):
+        key, value = override.get_key_element().lstrip("+~"), override.value()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                if override.is_delete():
+                    place, _, last = key.rpartition(".")
+                    section = OmegaConf.select(config, place) if place else config
+                    del section[last]
+                else:
+                    OmegaConf.update(config, key, value, merge=True, force_add=True)
+            except (OmegaConfBaseException, KeyError, TypeError, AttributeError, ValueError) as error:
+                problems.append(f"override {override.input_line!r}: {one_line(error)}; write key=value, of our keys")
+        origins |= dict.fromkeys(keys_below(key, value), COMMAND_LINE)
+    if problems:
+        raise ConfigError(problems)
+    return _resolved(config, origins), origins
+
+
+def _files_of(path: str, split: str, subset: str | None) -> list[str]:
+    """Return the files of a data set as Trinity-RFT finds them: a file, or those of a split in a directory."""
+    try:
+        found = find_path(path)
+    except PathError as error:
+        raise ValueError(str(error)) from None
+    if found is None:
+        hint = hub_hint(path, "dataset")
+        missing = f"{path!r} is neither a file nor a directory here, and nothing is downloaded"
+        raise ValueError(f"{missing}; {hint or 'correct the path'}")
+    if not found.is_dir():
+        return [str(found)]
+    try:
+        files = sorted(file for file in found.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    except OSError as error:
+        raise ValueError(os_sentence(error)) from None
+    inside = [file for file in files if not subset or subset in file.relative_to(found).parts[:-1]] or files
+    named = [file for file in inside if split in (file.stem, file.parent.name) or file.stem.startswith(f"{split}-")]
+    known = [file for file in inside if file.stem.split("-")[0] in ("train", "test", "validation", "val", "dev")]
+    chosen = named or (inside if split == "train" and not known else [])
+    if not chosen:
+        there = ", ".join(str(file.relative_to(found)) for file in files[:8]) or "none"
+        raise ValueError(f"{found} has no file of split {split!r}; name one of its files: {there}")
+    return [str(file) for file in chosen]
+
+
+def _count(files: list[str]) -> int:
+    try:
+        return count_rows(DataPlan(tuple(files), 1))
+    except (DataError, OSError) as error:
+        raise ValueError(os_sentence(error) if isinstance(error, OSError) else str(error)) from None

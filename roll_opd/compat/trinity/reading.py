@@ -1,0 +1,186 @@
+"""Goes through a Trinity-RFT configuration by the table of its keys, and keeps the list of what becomes of each."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll_opd.base.hints import nearest
+from roll_opd.compat.trinity.keys import UNREAD, Rule
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.tracking.secrets import is_secret
+
+DISTILL = "on_policy_distill"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run will have: devices of a node, and whether they are GPUs."""
+
+    devices: int
+    has_gpus: bool
+
+
+@dataclass
+class Translation:
+    """What has been read so far."""
+
+    tell: Diagnostics
+    machine: Machine
+    found: dict[str, Any] = field(default_factory=dict)  # their keys of which a part is made
+    values: dict[str, Any] = field(default_factory=dict)  # ours
+    origins: dict[str, str] = field(default_factory=dict)  # of ours
+    mapped: list[tuple[str, str, Any]] = field(default_factory=list)  # their key, ours, value
+    unread: dict[str, str] = field(default_factory=dict)  # their key -> why it means nothing
+    auxiliaries: dict[str, str] = field(default_factory=dict)  # their models that workflows ask -> our sections
+    devices: int = 1  # of training
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether a teacher is all that is learned from."""
+        return self.get("algorithm.algorithm_type") == DISTILL
+
+    @property
+    def train(self) -> str:
+        return "student_train" if self.is_pure else "actor_train"
+
+    @property
+    def infer(self) -> str:
+        return "student_infer" if self.is_pure else "actor_infer"
+
+    @property
+    def frozen(self) -> list[str]:
+        """Roles beside the student that are Megatron models."""
+        return [role for role in ("teacher", "reference", "critic") if role in self.values]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of one of their keys."""
+        return self.found.get(key, default)
+
+    def first(self, *keys: str, default: Any = None) -> tuple[Any, str]:
+        """Return the value of the first of their keys that is written, and its name."""
+        return next(((self.found[key], key) for key in keys if key in self.found), (default, ""))
+
+    def either(self, key: str, default: Any) -> tuple[Any, str]:
+        """Return the value of one of their keys, or their default, as `put` takes it."""
+        return self.first(key, default=default)
+
+    def put(self, ours: str, value: Any, *by: str) -> None:
+        """Write one of our keys, because of theirs, or because it is Trinity-RFT's default."""
+        ours = ours.format(train=self.train, infer=self.infer)
+        *sections, last = ours.split(".")
+        place = self.values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+        written = [key for key in by if key]
+        self.mapped.append((" + ".join(written), ours, value))
+        for key in written[:1]:
+            self.origins[ours] = f"{key}{self.tell.where(key).replace(' (', ', ').rstrip(')')}"
+
+    def drop(self, key: str, why: str) -> None:
+        """Note that a key that is written means nothing."""
+        self.unread[key] = why
+
+    def drop_the_rest(self, why: Mapping[str, str]) -> None:
+        """Note what is written and has been read without an effect; `why` has reasons by what a key begins with."""
+        used = {key for keys, *_ in self.mapped for key in keys.split(" + ")} | self.unread.keys()
+        for key in self.found:
+            if key in used or any(other.startswith(f"{key}.") for other in used):
+                continue
+            self.drop(key, next((text for beginning, text in why.items() if key.startswith(beginning)), ""))
+
+    def number(self, key: str, default: int, least: int = 1) -> int:
+        """Return a whole number of theirs; what is none is told, and `default` takes its place."""
+        value = self.get(key, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return value
+        self.tell.problem(key, f"should be a whole number of at least {least}, got {value!r}")
+        return default
+
+    def below(self, key: str) -> dict[str, Any]:
+        """Return a value of theirs that should be a section."""
+        value = self.get(key, {})
+        if isinstance(value, dict):
+            return value
+        self.tell.problem(key, f"expected a section with keys, got {value!r}")
+        return {}
+
+    def entries(self, key: str) -> list[Mapping[str, Any]]:
+        """Return a value of theirs that should be a list of sections."""
+        value = self.get(key) or []
+        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            return value
+        self.tell.problem(key, f"expected a list of sections with keys, got {value!r}")
+        return []
+
+    def lines(self) -> Iterable[str]:
+        """Yield the list of what was read how."""
+        for theirs, ours, value in self.mapped:
+            told = "***" if is_secret(ours) or (isinstance(value, dict) and any(map(is_secret, value))) else value
+            yield f"  {theirs or '(default)'} -> {ours}: {_yaml(told)}"
+        if self.unread:
+            yield "and these mean nothing here:"
+        reasons: dict[str, list[str]] = {}
+        for key, why in self.unread.items():
+            reasons.setdefault(why, []).append(key)
+        for why, keys in sorted(reasons.items()):
+            yield f"  {', '.join(sorted(keys))}{f': {why}' if why else ''}"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return " ".join(str(value).split()) if not isinstance(value, str) else repr(value) if "\n" in value else value
+
+
+def sort(read: Translation, values: Mapping[str, Any], keys: Mapping[str, Rule], prefix: str) -> None:
+    """Go through `values`, written below `prefix`: follow each key's rule, keep the parts in `found`."""
+    sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
+
+    def visit(value: Any, key: str) -> None:
+        path = f"{prefix}{key}"
+        if key in keys:
+            if value is not None:
+                _follow(read, keys[key], path, value)
+        elif key in sections:
+            if isinstance(value, Mapping):
+                for name, item in value.items():
+                    visit(item, f"{key}.{name}")
+            elif value is not None:
+                read.tell.problem(path, f"expected a section with keys, got {value!r}")
+        elif path.startswith(UNREAD):
+            read.drop(path if path in UNREAD else ".".join(path.split(".")[:2]), "veRL's own; there is no veRL here")
+        else:
+            read.tell.problem(path, _unknown(key, {*keys, *sections}))
+
+    for name, value in values.items():
+        visit(value, str(name))
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    """Say that a key is not known here, and which one may be meant; Trinity-RFT may have it in another version."""
+    section, _, last = key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    if near := nearest(last, beside):
+        return f"unknown key; did you mean {near!r}?"
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+    if elsewhere:
+        return f"unknown key here; it belongs to {' or '.join(sorted(elsewhere)[:3])}"
+    return (
+        "is none of the keys of Trinity-RFT up to 0.6 that this package knows, so that it cannot say what would change"
+        " without it; leave it out to run without it"
+    )
+
+
+def _follow(read: Translation, rule: Rule, path: str, value: Any) -> None:
+    if rule.part:
+        read.found[path] = value
+    elif rule.ours:
+        read.found[path] = value
+        read.put(rule.ours, value, path)
+    elif rule.harmless is None:
+        read.drop(path, rule.why)
+    elif value in rule.harmless:
+        read.drop(path, "")
+    else:
+        read.tell.problem(path, f"{_yaml(value)} is not available: {rule.why}")

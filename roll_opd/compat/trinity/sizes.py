@@ -1,0 +1,232 @@
+"""The sizes of a run that a Trinity-RFT configuration asks for: devices, batches, the optimizer's steps."""
+
+import math
+from collections.abc import Callable
+
+from roll_opd.algorithms.registry import AlgorithmError
+from roll_opd.algorithms.table import algorithm
+from roll_opd.compat.trinity.keys import AUXILIARY, DTYPES, TASKSET
+from roll_opd.compat.trinity.reading import Translation
+
+MOST_PER_DEVICE = 8  # sequences of a micro-batch, where it is not limited by tokens
+_ACTOR = "trainer.trainer_config.actor_rollout_ref.actor"
+_VERL = "trainer.trainer_config.trainer"
+
+
+def devices(read: Translation) -> None:
+    """Training, sampling and the teacher have devices of their own, as there; without GPUs they share the slots."""
+    teacher = f"{AUXILIARY}.0"
+    sizes = {
+        place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
+        for place in ("explorer.rollout_model", *([teacher] if "teacher" in read.values else []))
+    }
+    asked = {
+        place: read.number(f"{place}.engine_num", 1) * read.number(f"{place}.tensor_parallel_size", 1)
+        for place in read.auxiliaries
+    }
+    nodes, each = read.number("cluster.node_num", 1), read.number("cluster.gpu_per_node", read.machine.devices)
+    dtype, key = read.first("explorer.rollout_model.dtype", default="bfloat16")
+    if not read.machine.has_gpus:
+        read.devices = read.machine.devices
+        dropped: tuple[str, ...] = (
+            "cluster.node_num",
+            "cluster.gpu_per_node",
+            "explorer.rollout_model.gpu_memory_utilization",
+        )
+        dropped += tuple(
+            f"{place}.{name}" for place in (sizes | asked) for name in ("engine_num", "tensor_parallel_size", "dtype")
+        )
+        dropped += tuple(name for name in read.found if name.startswith("trainer.megatron."))
+        for name in (*dropped, "trainer.ulysses_sequence_parallel_size"):
+            if name in read.found:
+                read.drop(name, "this machine has no GPUs: all roles share its slots, in fp32")
+        if "explorer.rollout_model.enable_chunked_prefill" in read.found:
+            read.drop(
+                "explorer.rollout_model.enable_chunked_prefill",
+                "this machine has no GPUs: on a CPU it breaks seeded sampling",
+            )
+        for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
+            read.put(f"{role}.model_args.dtype", "fp32")
+        for number, section in enumerate(read.auxiliaries.values()):
+            read.put(f"{section}.device_mapping", f"[{number % read.devices}]")
+        return
+    taken = sum(sizes.values()) + sum(asked.values())
+    read.devices = nodes * each - taken
+    if read.devices < 1:
+        text = f"{nodes} x {each} GPUs are all taken by engines ({taken}); training needs some, too"
+        read.tell.problem("cluster.gpu_per_node", text)
+        return
+    read.put("num_nodes", nodes, "cluster.node_num" if read.get("cluster.node_num") else "")
+    read.put("num_gpus_per_node", each, "cluster.gpu_per_node" if read.get("cluster.gpu_per_node") else "")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        read.tell.problem(key, f"should be one of {', '.join(DTYPES)}, got {dtype!r}")
+        return
+    for role in (read.train, read.infer, *read.frozen, *read.auxiliaries.values()):
+        read.put(f"{role}.model_args.dtype", DTYPES[dtype], key)
+    begin = 0
+    own = {read.train: read.devices, read.infer: sizes["explorer.rollout_model"], "teacher": sizes.get(teacher, 0)}
+    own |= {section: asked[place] for place, section in read.auxiliaries.items()}
+    for role, size in own.items():
+        if size:
+            read.put(f"{role}.device_mapping", f"list(range({begin},{begin + size}))", "cluster.gpu_per_node")
+            begin += size
+    for role in read.frozen:
+        if role != "teacher":
+            read.put(f"{role}.device_mapping", f"list(range(0,{read.devices}))", "cluster.gpu_per_node")
+    engine = "{infer}.strategy_args.strategy_config"
+    for name in ("tensor_parallel_size", "gpu_memory_utilization", "enable_chunked_prefill"):
+        value, key = read.first(f"explorer.rollout_model.{name}")
+        if value is not None:
+            read.put(f"{engine}.{name}", value, key)
+    for place, section in read.auxiliaries.items():
+        size, key = read.first(f"{place}.tensor_parallel_size")
+        if size is not None:
+            read.put(f"{section}.strategy_args.strategy_config.tensor_parallel_size", size, key)
+    if "teacher" in read.values:
+        size = read.number(f"{teacher}.tensor_parallel_size", 1)
+        read.put(
+            "teacher.strategy_args.strategy_config.tensor_model_parallel_size", size, f"{teacher}.tensor_parallel_size"
+        )
+    if read.get("trainer.trainer_strategy") == "megatron":
+        _megatron(read)
+        return
+    size, key = read.first("trainer.ulysses_sequence_parallel_size", f"{_ACTOR}.ulysses_sequence_parallel_size")
+    if isinstance(size, int) and size > 1:
+        read.put("{train}.strategy_args.strategy_config.tensor_model_parallel_size", size, key)
+        read.put("{train}.strategy_args.strategy_config.sequence_parallel", True, key)
+        read.devices //= size
+
+
+def _megatron(read: Translation) -> None:
+    """How the model is spread over training's devices, where Megatron trains it there, too."""
+    ours = "{train}.strategy_args.strategy_config"
+    copy = 1  # devices that have one copy of the model
+    for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
+        theirs = "context_parallel_size" if name == "context" else f"{name}_model_parallel_size"
+        key = f"trainer.megatron.{theirs}"
+        size = read.number(key, 1)
+        if key in read.found:
+            read.put(f"{ours}.{theirs}", size, key)
+        if name in ("tensor", "pipeline", "context"):
+            copy *= size
+    key = "trainer.megatron.sequence_parallel"
+    if read.get("trainer.megatron.tensor_model_parallel_size", 1) != 1:
+        read.put(f"{ours}.sequence_parallel", *read.either(key, True))
+    read.devices //= copy
+
+
+def batches(read: Translation) -> None:
+    """Prompts a step and sequences an update; micro-batches are limited by tokens."""
+    prompts = read.number("buffer.batch_size", 1)
+    read.put("rollout_batch_size", prompts, "buffer.batch_size" if read.get("buffer.batch_size") else "")
+    try:
+        row = algorithm(str(read.values.get("algorithm_type")))
+    except AlgorithmError:
+        return
+    made = prompts * read.number("algorithm.repeat_times", row.repeat or 1)
+    share = read.values.get("expert_data_ratio", row.expert_data_ratio)
+    whole = round(made / (1 - share)) if isinstance(share, float) and 0 < share < 1 else made
+    key = "buffer.train_batch_size"
+    update = read.number(key, 0, least=0) or whole
+    own = update - round(update * share) if whole != made else update
+    if own < 1 or made % own:
+        read.tell.problem(
+            key,
+            f"an update of {update} does not divide the {made} sequences of a step (batch_size x repeat_times);"
+            " write a divisor, or a larger batch_size",
+        )
+        return
+    for number in range(min(read.devices, update), 0, -1):
+        if update % number == 0 and (number == read.devices or not read.machine.has_gpus):
+            break
+    else:
+        text = f"an update of {update} sequences cannot be split among {read.devices} data-parallel ranks of training"
+        read.tell.problem(key, f"{text}; change one of them")
+        return
+    if number != read.devices:
+        read.devices = number
+        read.put("{train}.device_mapping", f"list(range(0,{number}))", key)
+        read.put("{infer}.device_mapping", f"list(range(0,{read.machine.devices}))", key)
+        read.put("num_gpus_per_node", read.machine.devices)
+    each = update // number
+    device = next(size for size in range(min(MOST_PER_DEVICE, each), 0, -1) if each % size == 0)
+    for role in (read.train, *(["critic"] if "critic" in read.values else [])):
+        read.put(f"{role}.training_args.per_device_train_batch_size", device, key if read.get(key) else "")
+        read.put(f"{role}.training_args.gradient_accumulation_steps", each // device, key if read.get(key) else "")
+    if read.get("explorer.runner_per_model"):
+        runners = read.number("explorer.runner_per_model", 8)
+        workers = runners if read.machine.has_gpus else min(runners, read.machine.devices)
+        read.put("workflow_workers", workers, "explorer.runner_per_model")
+
+
+def training(read: Translation) -> None:
+    """The optimizer, and micro-batches limited by tokens."""
+    actor, optimizer = "{train}.training_args", "algorithm.optimizer"
+    rate, key = read.first(f"{optimizer}.lr", f"{_ACTOR}.optim.lr", default=1e-6)
+    read.put(f"{actor}.learning_rate", rate, key)
+    style, style_key = read.first(f"{optimizer}.lr_scheduler_type", f"{optimizer}.warmup_style", default="constant")
+    read.put(f"{actor}.lr_scheduler_type", style, style_key)
+    if "weight_decay" not in read.values[read.train].get("training_args", {}):
+        read.put(f"{actor}.weight_decay", 0.01)
+    steps = read.get(f"{optimizer}.lr_warmup_steps", -1)
+    if isinstance(steps, int) and steps > 0:
+        read.put(f"{actor}.warmup_steps", steps, f"{optimizer}.lr_warmup_steps")
+    share, key = read.first(f"{optimizer}.min_lr_ratio", default=0.0)
+    if isinstance(share, float | int) and share and isinstance(rate, float) and style != "constant":
+        read.put(f"{actor}.lr_scheduler_kwargs", {"min_lr": share * rate}, key)
+    betas, key = read.first(f"{optimizer}.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        read.put(f"{actor}.adam_beta1", betas[0], key)
+        read.put(f"{actor}.adam_beta2", betas[1], key)
+    elif betas is not None:
+        read.tell.problem(key, f"expected two numbers, got {betas!r}")
+    clips = ("trainer.grad_clip", "trainer.actor_grad_clip", f"{_ACTOR}.grad_clip")
+    of_optimizer = (f"{optimizer}.clip_grad",)
+    is_megatron = read.get("trainer.trainer_strategy") == "megatron"
+    clip, key = read.first(*(of_optimizer + clips if is_megatron else clips + of_optimizer))
+    if clip is not None:
+        read.put("max_grad_norm", clip, key)
+    if read.get(f"{_ACTOR}.ppo_epochs") is not None:
+        read.put("ppo_epochs", read.get(f"{_ACTOR}.ppo_epochs"), f"{_ACTOR}.ppo_epochs")
+    warmup, key = read.first("trainer.critic_warmup", f"{_VERL}.critic_warmup")
+    if warmup is not None and "critic" in read.values:
+        read.put("critic_warmup", warmup, key)
+    if (kept := read.get(f"{_VERL}.max_actor_ckpt_to_keep")) is not None:
+        read.put("max_ckpt_to_keep", kept, f"{_VERL}.max_actor_ckpt_to_keep")
+    read.put("save_steps", *read.either("trainer.save_interval", 0))
+    is_dynamic, because = read.first("trainer.use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz", default=True)
+    if is_dynamic:
+        longest = read.values.get("prompt_length", 0), read.values.get("response_length", 0)
+        both = sum(longest) if all(isinstance(length, int) for length in longest) else 0
+        names = ("trainer.max_token_len_per_gpu", "trainer.ppo_max_token_len_per_gpu")
+        limit, key = read.first(*names, f"{_ACTOR}.ppo_max_token_len_per_gpu", default=2 * both)
+        for role in (read.train, *read.frozen):
+            for job in ("infer",) if role in ("teacher", "reference") else ("train", "infer"):
+                read.put(f"{role}.use_dynamic_batching_in_{job}", True, because or key)
+                read.put(f"{role}.max_tokens_per_microbatch_in_{job}", limit, key)
+
+
+def steps(read: Translation, count: Callable[[list[str]], int]) -> None:
+    """The steps of the run, counted from the rows where epochs are written."""
+    steps, key = read.first("buffer.total_steps", "trainer.total_steps")
+    if steps is not None:
+        read.put("max_steps", steps, key)
+        if "buffer.total_epochs" in read.found:
+            read.drop("buffer.total_epochs", f"{key} says it")
+        return
+    epochs = read.number("buffer.total_epochs", 1)
+    files = read.values.get(read.train, {}).get("data_args", {}).get("file_name") or []
+    if read.tell.problems or not files:
+        return
+    try:
+        rows = count(files)
+    except ValueError as error:
+        read.tell.problem(f"{TASKSET}.path", str(error))
+        return
+    steps = math.floor(epochs * rows / read.values["rollout_batch_size"])
+    if steps < 1:
+        read.tell.problem(
+            "buffer.batch_size",
+            f"{epochs} epochs of {rows} rows are less than one step of {read.values['rollout_batch_size']}; lower it",
+        )
+    read.put("max_steps", steps, "buffer.total_epochs" if read.get("buffer.total_epochs") else "")

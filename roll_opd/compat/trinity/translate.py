@@ -1,0 +1,367 @@
+"""Reads a configuration of Trinity-RFT: its values under our keys, and what becomes of each of its keys, in one list.
+
+`keys.py` says what each key is. What is put together from several keys is here: models, lengths, rows,
+rewards; the objective is in `objective.py`, sizes are in `sizes.py`. Where Trinity-RFT has another
+default than this package, it is written out.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll_opd.base.declared import declarations
+from roll_opd.compat.trinity.keys import (
+    AUXILIARY,
+    AUXILIARY_KEYS,
+    EVAL_TASKSETS,
+    KEYS,
+    REWARD_OF_WORKFLOW,
+    REWARDS,
+    SECTIONS,
+    SFT_ROWS,
+    TASKSET,
+    TASKSET_KEYS,
+    TEACHER_KEYS,
+)
+from roll_opd.compat.trinity.objective import objective
+from roll_opd.compat.trinity.reading import Machine, Translation, sort
+from roll_opd.compat.trinity.sizes import batches, devices, steps, training
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.workflows.check import BOXED
+
+OUR_ROLES = ("student_train", "student_infer", "actor_train", "actor_infer", "sft_train", "defaults")
+INPUT = "buffer.explorer_input"
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "repetition_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+}
+UNUSED = {  # what is written and has no effect, by what it begins with
+    "model.critic_model_path": "the algorithm has no critic",
+    "trainer.critic_warmup": "the algorithm has no critic",
+    "trainer.trainer_strategy": "Megatron-core spreads the model",
+    "trainer.megatron": "trainer_strategy is not megatron",
+    f"{EVAL_TASKSETS}.": "validation is done as training is",
+}
+# of an adapter in model.lora_configs -> ours, and Trinity-RFT's default
+LORA = {
+    "lora_rank": ("lora_rank", 32),
+    "lora_alpha": ("lora_alpha", 32),
+    "target_modules": ("lora_target", "all-linear"),
+}
+THINKING = ("math_workflow", "async_math_workflow")
+FilesOf = Callable[[str, str, str | None], list[str]]
+
+
+def is_trinity(values: Mapping[Any, Any]) -> bool:
+    """Whether these are the values of a Trinity-RFT configuration."""
+    return not SECTIONS.isdisjoint(values) and values.keys().isdisjoint(OUR_ROLES)
+
+
+def translated(
+    values: Mapping[str, Any],
+    tell: Diagnostics,
+    machine: Machine,
+    files_of: FilesOf,
+    count: Callable[[list[str]], int],
+) -> Translation:
+    """Return `values` of Trinity-RFT under our keys; every refusal goes to `tell`, which knows where keys are written.
+
+    `files_of(path, split, subset)` returns the files of a data set, `count` the rows of files; both raise ValueError
+    with a sentence for what cannot be read.
+    """
+    read = Translation(tell, machine)
+    sort(read, values, KEYS, "")
+    if "data" in values:
+        tell.problems.clear()
+        tell.problem("data", "is a section of Trinity-RFT before 0.2; write buffer.explorer_input, as its guide does")
+        return read
+    _names(read)
+    objective(read)
+    _models_and_lengths(read)
+    _rows(read, files_of)
+    _reward(read)
+    _validation(read, files_of)
+    devices(read)
+    batches(read)
+    training(read)
+    steps(read, count)
+    read.drop_the_rest(UNUSED)
+    return read
+
+
+def _names(read: Translation) -> None:
+    root, key = read.first("checkpoint_root_dir", default="./checkpoints")
+    project = read.get("project", "Trinity-RFT")
+    read.put("output_dir", f"{root}/{project}", key, "project" if read.get("project") else "")
+    pipeline = "data_processor.experience_pipeline"
+    for name, value in read.below(pipeline).items():
+        if name == "operators" and value:
+            read.tell.problem(f"{pipeline}.{name}", "experiences are not changed on their way; do it in the workflow")
+        else:
+            read.drop(f"{pipeline}.{name}", "")
+
+
+def _adapter(read: Translation) -> None:
+    """LoRA: one adapter, beside the linear layers of the student."""
+    place = "model.lora_configs"
+    entries = read.entries(place)
+    if not entries:
+        return
+    known = {"name", "base_model_name", "lora_dtype", "is_dummy", "path", *LORA}
+    odd = sorted(key for key in entries[0].keys() - known if entries[0][key])
+    if len(entries) > 1 or odd:
+        said = f"has {', '.join(odd)}" if odd else f"has {len(entries)} adapters"
+        read.tell.problem(place, f"{said}; one adapter of the student's is trained, with {', '.join(LORA)}")
+        return
+    for name, (ours, default) in LORA.items():
+        read.put(f"{{train}}.model_args.{ours}", entries[0].get(name, default), place)
+    if entries[0].get("path") and not entries[0].get("is_dummy"):
+        read.put("{train}.model_args.adapter_name_or_path", entries[0]["path"], place)
+
+
+def _models_and_lengths(read: Translation) -> None:
+    model, key = read.first("model.model_path")
+    if not model:
+        read.tell.problem("model.model_path", "is missing; write the directory of a Hugging Face model")
+    for role in (read.train, read.infer, *(["reference"] if "reference" in read.values else [])):
+        read.put(f"{role}.model_args.model_name_or_path", model, key)
+    read.put("{train}.strategy_args.strategy_name", "megatron_train")
+    read.put("{infer}.strategy_args.strategy_name", "vllm")
+    if not read.values.get("critic") and "model.critic_model_path" in read.found:
+        read.drop("model.critic_model_path", "the algorithm has no critic")
+    _auxiliary_models(read)
+    _adapter(read)
+    lengths = {name: read.first(f"model.{name}", f"explorer.rollout_model.{name}") for name in _LENGTHS}
+    whole, prompt, response = (lengths[name][0] for name in _LENGTHS)
+    keys = [lengths[name][1] for name in _LENGTHS]
+    if isinstance(whole, int) and isinstance(response, int) and prompt is None:
+        prompt, keys[1] = whole - response, keys[0]
+    elif isinstance(whole, int) and isinstance(prompt, int) and response is None:
+        response, keys[2] = whole - prompt, keys[0]
+    if prompt is None or response is None:
+        missing = "model.max_prompt_tokens" if prompt is None else "model.max_response_tokens"
+        read.tell.problem(missing, "is missing; write it: prompt and response have their own limits")
+        return
+    read.put("prompt_length", prompt, keys[1])
+    read.put("response_length", response, keys[2])
+    if isinstance(whole, int) and isinstance(prompt, int) and isinstance(response, int) and whole < prompt + response:
+        read.put("{infer}.strategy_args.strategy_config.max_model_len", whole, keys[0])
+
+
+_LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+
+
+def _auxiliary_models(read: Translation) -> None:
+    """The first one is the teacher in distillation; the others, and all in other algorithms, are asked by workflows.
+
+    A workflow of the user's own may ask the teacher, too, and then has it in an engine besides.
+    """
+    models = read.entries(AUXILIARY)
+    workflow, _ = read.first(f"{TASKSET}.default_workflow_type", f"{INPUT}.default_workflow_type")
+    built_in = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    asks_teacher = isinstance(workflow, str) and workflow not in built_in
+    if read.is_pure and not models:
+        read.tell.problem(AUXILIARY, "is missing; its first model is the teacher, write one")
+    for number, model in enumerate(models):
+        place = f"{AUXILIARY}.{number}"
+        is_teacher = read.is_pure and not number
+        sort(read, model, TEACHER_KEYS if is_teacher and not asks_teacher else AUXILIARY_KEYS, f"{place}.")
+        path = read.get(f"{place}.model_path"), f"{place}.model_path"
+        if is_teacher:
+            read.put("teacher.model_args.model_name_or_path", *path)
+            read.put("teacher.strategy_args.strategy_name", "megatron_infer")
+        if not is_teacher or asks_teacher:
+            ours = read.auxiliaries[place] = f"auxiliary_models.{_name(model, number)}"
+            read.put(f"{ours}.model_args.model_name_or_path", *path)
+            read.put(f"{ours}.strategy_args.strategy_name", "vllm")
+            _asked(read, place, ours)
+
+
+def _asked(read: Translation, place: str, ours: str) -> None:
+    """How an auxiliary model samples, and how much fits; what it does not say itself is as of the student."""
+    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        value, key = read.first(f"{place}.{name}", f"model.{name}", default=1.0 if name == "temperature" else None)
+        if value is not None:
+            read.put(f"{ours}.generating_args.{name}", value, key)
+    response, key = read.first(f"{place}.max_response_tokens", "model.max_response_tokens")
+    if response is not None:
+        read.put(f"{ours}.generating_args.max_new_tokens", response, key)
+    length, prompt = (read.first(f"{place}.{name}") for name in ("max_model_len", "max_prompt_tokens"))
+    engine = f"{ours}.strategy_args.strategy_config.max_model_len"
+    if length[0] is not None:
+        read.put(engine, *length)
+        if prompt[1]:
+            read.drop(prompt[1], "max_model_len says how much fits")
+    elif isinstance(prompt[0], int) and isinstance(response, int):
+        read.put(engine, prompt[0] + response, prompt[1], key)
+
+
+def _name(model: Mapping[str, Any], number: int) -> str:
+    """Return what an auxiliary model is called here."""
+    name = str(model.get("name") or "")
+    return name if name.isidentifier() else f"auxiliary_{number}"
+
+
+def _rows(read: Translation, files_of: FilesOf) -> None:
+    """The rows to learn from, what a workflow sees of them, and how it samples."""
+    sets = read.entries(f"{INPUT}.tasksets")
+    if len(sets) == 1:
+        sort(read, sets[0], TASKSET_KEYS, f"{TASKSET}.")
+    elif sets:
+        read.tell.problem(
+            f"{INPUT}.tasksets", f"{len(sets)} are not read; write one, whose path is a directory with all files"
+        )
+        return
+    files = _files(read, TASKSET, files_of)
+    read.put("{train}.data_args.file_name", files, *_place(read, TASKSET))
+    read.put("prompt_key", *read.either(f"{TASKSET}.format.prompt_key", "prompt"))
+    read.put("response_key", *read.either(f"{TASKSET}.format.response_key", "response"))
+    for name in ("system_prompt", "reply_prefix"):
+        value, key = read.first(f"{TASKSET}.format.{name}", f"{INPUT}.{name}")
+        if value is not None:
+            read.put(name, value, key)
+    workflow, key = read.first(f"{TASKSET}.default_workflow_type", f"{INPUT}.default_workflow_type")
+    if not workflow and read.is_pure:
+        workflow = "on_policy_distill_workflow"
+    if not workflow:
+        read.tell.problem(f"{INPUT}.default_workflow_type", "is missing; name the workflow")
+    read.put("workflow", workflow, key)
+    if args := read.below(f"{TASKSET}.workflow_args"):
+        read.put("workflow_args", args, f"{TASKSET}.workflow_args")
+    for name, ours in SAMPLING.items():
+        of_engine = f"explorer.rollout_model.{name}"  # the last word there
+        value, key = read.first(f"{TASKSET}.rollout_args.{name}", f"model.{name}", of_engine)
+        if value is not None:
+            read.put(f"{{infer}}.generating_args.{ours}", value, key)
+    repeats = read.get("algorithm.repeat_times")
+    for key in (f"{TASKSET}.rollout_args.n", f"{TASKSET}.repeat_times"):
+        if read.get(key) is not None:
+            if read.get(key) not in (1, repeats):
+                read.tell.problem(key, "algorithm.repeat_times says how many responses a prompt has; remove this key")
+            read.drop(key, "algorithm.repeat_times says it")
+    if not read.values.get("workflow_timeout"):
+        read.put("workflow_timeout", 1800)
+    _demonstrations(read, files_of)
+
+
+def _place(read: Translation, place: str) -> list[str]:
+    """Return the keys that say which files the data set at `place` has."""
+    return [key for name in ("path", "subset_name", "split") if (key := f"{place}.{name}") in read.found]
+
+
+def _files(read: Translation, place: str, files_of: FilesOf) -> list[str]:
+    """Return the files of the data set at `place`."""
+    path = read.get(f"{place}.path")
+    if not isinstance(path, str) or not path:
+        read.tell.problem(f"{place}.path", "is missing; write a file of rows, or a directory of them")
+        return []
+    try:
+        return files_of(path, str(read.get(f"{place}.split", "train")), read.get(f"{place}.subset_name"))
+    except ValueError as error:
+        read.tell.problem(f"{place}.path", str(error))
+        return []
+
+
+def _demonstrations(read: Translation, files_of: FilesOf) -> None:
+    """Rows with answers, of which mix and mix_chord learn a share."""
+    section, key = read.first(*SFT_ROWS)
+    if not isinstance(section, Mapping):
+        return
+    if read.get("algorithm.algorithm_type") not in ("mix", "mix_chord"):
+        read.tell.problem(key, "are learned from by mix and mix_chord alone; train on them with start_sft_pipeline.py")
+        return
+    for name in ("path", "split", "subset_name"):
+        if section.get(name) is not None:
+            read.found[f"{key}.{name}"] = section[name]
+    read.put("demonstrations.data_args.file_name", _files(read, key, files_of), *_place(read, key))
+    for name in section.keys() - {"path", "split", "subset_name", "format"}:
+        read.drop(f"{key}.{name}", "")
+    form = section.get("format") or {}
+    if isinstance(form, Mapping) and form.get("prompt_type", "messages") == "messages":
+        written = [f"{key}.format.{name}" for name in ("messages_key", "prompt_type") if name in form]
+        read.put("demonstrations.data_args.messages", form.get("messages_key", "messages"), *written)
+    elif isinstance(form, Mapping):
+        read.put("demonstrations.prompt_key", form.get("prompt_key", "prompt"), f"{key}.format.prompt_key")
+        read.put("demonstrations.response_key", form.get("response_key", "response"), f"{key}.format.response_key")
+
+
+def _reward(read: Translation) -> None:
+    """Their reward function as a section of `rewards`; a workflow of theirs that names none has its own.
+
+    A user's workflow calls the function itself, and so does one of the package where `rewards` has no counterpart.
+    """
+    name, key = read.first(f"{TASKSET}.default_reward_fn_type", f"{INPUT}.default_reward_fn_type")
+    workflow = read.values.get("workflow")
+    name = name or (REWARD_OF_WORKFLOW.get(workflow) if isinstance(workflow, str) else None)
+    args, args_key = read.below(f"{TASKSET}.reward_fn_args"), f"{TASKSET}.reward_fn_args"
+    if not name:
+        if args:
+            read.drop(args_key, "no reward function is named")
+        return
+    builtin = declarations("roll_opd.workflows.builtin", "WORKFLOWS.register_module")
+    own = not isinstance(workflow, str) or workflow not in builtin
+    if own or not isinstance(name, str) or name not in REWARDS:
+        read.put("workflow_reward", name, key)
+        if args:
+            read.put("workflow_reward_args", args, args_key)
+        return
+    given = read.below(f"{TASKSET}.workflow_args")
+    if workflow in BOXED and name == "math_boxed_reward" and (given.keys() & {"with_think", "format_score_coef"}):
+        read.put("workflow_reward", name, key or f"{TASKSET}.workflow_args")  # which alone reads them
+        return
+    if workflow in THINKING and name != "math_reward" and "system_prompt" not in read.values:
+        read.put("system_prompt", "", key)  # theirs has the one of its own for that reward alone
+    for domain, section in REWARDS[name].items():
+        read.put(f"rewards.{domain}", {**section}, key)
+    if name == "math_dapo_reward" and args.get("enable_overlong_penalty"):
+        penalty = {
+            "weight": args.get("penalty_factor", 1.0),
+            "max_tokens": args.get("max_response_length", read.values.get("response_length")),
+            "cache_tokens": args.get("cache_length"),
+        }
+        read.put("rewards.math_rule.terms", {"length_penalty": penalty}, args_key)
+    elif args:
+        read.tell.problem(args_key, f"has no counterpart for {name}; write its arguments under rewards, and remove it")
+
+
+def _validation(read: Translation, files_of: FilesOf) -> None:
+    """All sets of validation are one; they are sampled in one way."""
+    sets = read.entries(EVAL_TASKSETS)
+    files: list[str] = []
+    keys: list[str] = []
+    for number, one in enumerate(sets):
+        place = f"{EVAL_TASKSETS}.{number}"
+        sort(read, one, TASKSET_KEYS, f"{place}.")
+        files += _files(read, place, files_of)
+        keys += _place(read, place)
+        for name in ("prompt_key", "response_key"):
+            own = read.get(f"{place}.format.{name}")
+            if own not in (None, read.values.get(name)):
+                read.tell.problem(
+                    f"{place}.format.{name}", f"{own!r} is not the column of training; rename one of them"
+                )
+        for name, ours in (("default_workflow_type", "workflow"), ("default_reward_fn_type", None)):
+            trained = read.values.get(ours) if ours else read.first(f"{TASKSET}.{name}", f"{INPUT}.{name}")[0]
+            if read.get(f"{place}.{name}") not in (None, trained):
+                read.tell.problem(f"{place}.{name}", "validation works as training does; let it read task.is_eval")
+    other = read.get(f"{INPUT}.default_eval_workflow_type")
+    if sets and other not in (None, "", read.values.get("workflow")):
+        read.tell.problem(
+            f"{INPUT}.default_eval_workflow_type", "validation has training's workflow; let it read task.is_eval"
+        )
+    if not sets:
+        if "explorer.eval_interval" in read.found:
+            read.drop("explorer.eval_interval", "there are no eval_tasksets")
+        return
+    read.put("validation.data_args.file_name", files, *keys)
+    first = f"{EVAL_TASKSETS}.0"
+    for name, ours in SAMPLING.items():
+        of_engine = f"explorer.rollout_model.{name}"
+        value, key = read.first(f"{first}.rollout_args.{name}", f"model.{name}", of_engine)
+        if value is not None:
+            read.put(f"validation.generating_args.{ours}", value, key)
+    repeats, key = read.first(f"{first}.rollout_args.n", f"{first}.repeat_times", default=1)
+    read.put("validation.generating_args.num_return_sequences", repeats, key)
+    read.put("eval_steps", *read.either("explorer.eval_interval", 100))

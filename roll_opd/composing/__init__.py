@@ -1,1 +1,0 @@
-"""From a configuration's files and overrides to plain values, and where each was written."""

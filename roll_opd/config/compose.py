@@ -1,0 +1,302 @@
+"""Reads a Hydra configuration: YAML files, `defaults` lists, interpolation and command-line overrides.
+
+The result is a plain dict and a map that says where each key was written, for messages. The
+directory `configs/` is always on Hydra's search path, so a configuration may compose from its groups.
+"""
+
+import json
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from roll_opd.base.failures import ConfigError, file_kind, os_sentence
+from roll_opd.base.paths import REPOSITORY, PathError, expanded
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.overrides import SearchPath, hydra_arguments, is_group, search_path
+from roll_opd.config.yaml_files import LOADER, bounded_work, check_file, use_bounded_files, value_problem, yaml_message
+
+PACKAGE = Path(__file__).resolve().parents[1]
+COMMAND_LINE = "command line"
+KINDS = "write key=value, +key=value or ~key"
+# lines of Hydra's and OmegaConf's messages that speak of their own insides
+NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
+# list(...) and range(...) mean something else in Hydra's own language
+REFERS = re.compile(r"\$\{(\w+)[.}\[]")
+UNSET = re.compile(r"Environment variable '([^']+)' not found")
+# an override with a plain value: not quoted, no list, object or function call
+PLAIN_VALUE = re.compile(r"\+{0,2}[\w.@/:-]+=(?![\s\"'\[{,]|\w+\()[^,\x00-\x1f]+(?<!\s)")
+DEVICES = re.compile(r"(\+{0,2}(?:[\w-]+\.)*device_mapping)=((?:list|range)\(.*)")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A composed configuration: plain `values`, where each dotted key was written, and its name.
+
+    `variables` are the top-level keys that some value refers to by `${name}`, `told` is the list of how a configuration
+    of another system was read.
+    """
+
+    name: str
+    directory: Path
+    values: dict[str, Any]
+    origins: dict[str, str]
+    variables: frozenset[str] = frozenset()
+    told: str = ""
+
+
+def load_config(config_path: str, config_name: str, overrides: list[str]) -> LoadedConfig:
+    """Compose `config_name` (with or without .yaml) in the directory `config_path`, looked for in `config_places`.
+
+    An override is `key=value`, `+key=value`, `++key=value`, `~key` or `group=option`. Raises ConfigError.
+    """
+    try:
+        directory, name = find_config(config_path, config_name)
+    except OSError as error:
+        raise ConfigError([f"{config_name} in {config_path}: {os_sentence(error)}"]) from None
+    except PathError as error:
+        raise ConfigError([f"{config_path}: {error}"]) from None
+    with bounded_work():
+        return _composed(directory, name, overrides)
+
+
+def _composed(directory: Path, name: str, overrides: list[str]) -> LoadedConfig:
+    file = directory / f"{name}.yaml"
+    parsed = parse_overrides(overrides)
+    check_file(file)
+    use_bounded_files()
+    places: SearchPath | None = None
+    try:
+        with warnings.catch_warnings(), initialize_config_dir(str(directory), version_base="1.3", job_name="roll_opd"):
+            # a file without `_self_` in its defaults overrides them, which is what everybody expects
+            warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
+            warnings.filterwarnings("ignore", message=".*is not available")  # of the search path: told where it matters
+            places = search_path(parsed, file)
+            arguments = hydra_arguments(parsed, file, places, _chosen_groups(name, parsed, places))
+            loader = _Loader.in_place_of_hydras()
+            config = compose(name, arguments)
+            origins = _origins(loader.defaults, places)
+    except yaml.YAMLError as error:
+        raise ConfigError([yaml_message(error, file)]) from None
+    except RecursionError:
+        circle = "a defaults list leads back to its own file, or sections lie too deep within each other"
+        raise ConfigError([f"{file}: {circle}; remove that entry"]) from None
+    except (HydraException, OmegaConfBaseException, OSError, UnicodeDecodeError, ValueError) as error:
+        absent = places.missing if places else []
+        hint = f"; hydra.searchpath names {_listed(absent)}, which is no directory" if absent else ""
+        raise ConfigError([f"{file}: {one_line(error)}{hint}"]) from None
+    for override in parsed:
+        origins.update(dict.fromkeys(keys_below(override.key_or_group, override.value()), COMMAND_LINE))
+    if not config:
+        raise ConfigError([f"{file} is empty; write at least the roles of a run, or copy an example"])
+    tell = Diagnostics(origins)
+    values = resolve(config, tell)
+    if tell.problems:
+        raise ConfigError(tell.problems)
+    variables = frozenset(REFERS.findall(str(OmegaConf.to_container(config))))
+    return LoadedConfig(name, directory, values, origins, variables)
+
+
+def find_config(config_path: str, config_name: str) -> tuple[Path, str]:
+    """Return directory and name of the YAML file in the first of `config_places` that has it.
+
+    Raises ConfigError where none has it, PathError or OSError where that cannot be seen.
+    """
+    name = config_name.removesuffix(".yaml").removesuffix(".yml")
+    places = config_places(config_path)
+    for place in places:
+        if (place / f"{name}.yaml").is_file():
+            return place.resolve(), name
+    found = [place for place in places if place.is_dir()]
+    if not found:
+        raise ConfigError([f"{config_path}: no such directory; looked for {_listed(places)}"])
+    for file in (place / f"{name}.yaml" for place in found):
+        if file.exists():
+            raise ConfigError([f"{config_name}: {file} is {file_kind(file)}; give the name of a YAML file"])
+    present = ", ".join(sorted({path.name for place in found for path in place.glob("*.yaml") if path.is_file()}))
+    raise ConfigError([f"{config_name}: no {name}.yaml in {_listed(found)}; YAML files there: {present or 'none'}"])
+
+
+def config_places(config_path: str) -> list[Path]:
+    """Return where a directory of configurations may be, in the order in which it is looked for.
+
+    In the current directory; in `examples/` there; beside the script that was started, as in ROLL; in our own
+    `examples/`; in the repository. A place without the file that is asked for does not hide those behind it.
+    """
+    given, script = expanded(config_path), Path(sys.argv[0]).resolve()
+    beside = [script.parent] if script.suffix == ".py" and not script.is_relative_to(PACKAGE) else []
+    bases = (Path.cwd(), Path.cwd() / "examples", *beside, REPOSITORY / "examples", REPOSITORY)
+    return list(dict.fromkeys(base / given for base in bases))
+
+
+def _listed(places: Sequence[Path | str]) -> str:
+    return " or ".join(map(str, places))
+
+
+def parse_overrides(overrides: list[str]) -> list[Override]:
+    problems, parsed = [], []
+    for text in overrides:
+        devices = DEVICES.fullmatch(text)
+        if devices:
+            text = f"{devices[1]}={json.dumps(devices[2])}"
+        try:
+            override = _parsed(text)
+        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+            how = f"quote the value: {shlex.quote(_quoted(text))}" if _quoted(text) else KINDS
+            problems.append(f"override {text!r} cannot be read: {one_line(error)}; {how}")
+            continue
+        if override.is_sweep_override():
+            advice = f"quote a text with commas: {shlex.quote(_quoted(text))}"
+            problems.append(f"override {text!r} names several values, and a run takes one; {advice}")
+        parsed.append(override)
+    if problems:
+        raise ConfigError(problems)
+    return parsed
+
+
+def _parsed(text: str) -> Override:
+    """Parse an override with Hydra; plain values that its grammar rejects (=, @, non-ASCII) are quoted first.
+
+    Raises HydraException for other values: lists, objects, functions, quoted texts.
+    """
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        if not PLAIN_VALUE.fullmatch(text):
+            raise
+        return OverridesParser.create().parse_override(_quoted(text))
+
+
+def _quoted(text: str) -> str:
+    """Return an override with its value in quotes, "" without a value."""
+    key, equals, value = text.partition("=")
+    return f"{key}={QuotedString(value, Quote.double).with_quotes()}" if equals and value else ""
+
+
+def _chosen_groups(name: str, overrides: list[Override], places: SearchPath) -> frozenset[str]:
+    """Return the groups of the defaults lists; only where an override asks for one, since reading them takes time."""
+    if not any(is_group(override, places) for override in overrides):
+        return frozenset()
+    arguments = [places.argument] if places.argument else []
+    found = GlobalHydra.instance().config_loader().compute_defaults_list(name, arguments, RunMode.RUN)
+    return frozenset(found.overrides.known_choices)
+
+
+class _Loader(ConfigLoaderImpl):
+    """Hydra's loader, which keeps the defaults list of what it composed: to compute it again would take as long."""
+
+    defaults: tuple[ResultDefault, ...] = ()
+
+    @classmethod
+    def in_place_of_hydras(cls) -> "_Loader":
+        hydra: Any = GlobalHydra.instance().hydra
+        hydra.config_loader = cls(hydra.config_loader.config_search_path)
+        return cast(_Loader, hydra.config_loader)
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        self.defaults = tuple(defaults)
+        return super()._compose_config_from_defaults_list(defaults, repo)
+
+
+def _origins(defaults: Sequence[ResultDefault], places: SearchPath) -> dict[str, str]:
+    """Map each dotted key to "file:line"; a later file of the defaults list wins, as its value does."""
+    origins: dict[str, str] = {}
+    for default in defaults:
+        if default.config_path is None or default.config_path.startswith("hydra/"):
+            continue
+        for root in places.directories:
+            file = root / f"{default.config_path}.yaml"
+            if file.is_file():
+                shown = file.name if default.primary else f"{default.config_path}.yaml"
+                origins.update(key_lines(file, shown, default.package or ""))
+                break
+    return origins
+
+
+def key_lines(file: Path, shown: str, package: str) -> dict[str, str]:
+    lines: dict[str, str] = {}
+
+    def visit(node: yaml.Node, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key_node, value_node in node.value:
+                key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
+                lines[key] = f"{shown}:{key_node.start_mark.line + 1}"
+                visit(value_node, key)
+
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=LOADER)
+    if root is not None:
+        visit(root, package)
+    return lines
+
+
+def keys_below(key: str, value: Any) -> Iterator[str]:
+    """Yield a dotted key and, where its value is a mapping, those in it."""
+    yield key
+    for name, item in value.items() if isinstance(value, dict) else ():
+        yield from keys_below(f"{key}.{name}", item)
+
+
+def resolve(node: DictConfig | ListConfig, tell: Diagnostics) -> Any:
+    """Return plain dicts and lists, with every interpolation resolved; collect what cannot be resolved."""
+    keys = list(node.keys()) if isinstance(node, DictConfig) else range(len(node))
+    resolved = {}
+    for key in keys:
+        try:
+            value = node[cast(Any, key)]
+        except MissingMandatoryValue:
+            tell.problem(str(key), "has no value yet (???); give one, here or on the command line")
+            continue
+        except (OmegaConfBaseException, RecursionError) as error:
+            tell.problem(str(key), _unresolved(one_line(error)))
+            continue
+        for text in (key, value):
+            if wrong := value_problem(text):
+                tell.problem(str(key), wrong)
+        if isinstance(value, DictConfig | ListConfig):
+            value = resolve(value, tell.below(str(key)))
+        resolved[key] = value
+    return resolved if isinstance(node, DictConfig) else [resolved.get(index) for index in keys]
+
+
+def _unresolved(text: str) -> str:
+    unset = UNSET.search(text)
+    if unset:
+        return (
+            f"the environment variable {unset[1]} is not set; set it (export {unset[1]}=...), or write the value here"
+        )
+    return f"{text}; write that key, or change this reference to it"
+
+
+def one_line(error: Exception) -> str:
+    """Return the telling part of a Hydra or OmegaConf message, without its object dump and search path."""
+    if isinstance(error, OSError) and error.strerror:
+        return os_sentence(error)
+    if type(error) is ValueError:  # of Python's own, such as a number with thousands of digits, or a day that is none
+        return f"a value cannot be read ({error}); correct it"
+    if not str(error) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(NOISE)]
+    return " ".join(kept) or type(error).__name__
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """Return composed values as YAML text, for the run directory's `config.yaml`."""
+    return OmegaConf.to_yaml(OmegaConf.create(values))

@@ -1,0 +1,129 @@
+"""What planning found out: problems (no plan), blockers (a plan, but no run) and warnings (the run goes on).
+
+Every check writes into one `Diagnostics`, so that a user sees all problems of a configuration at once.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from roll_opd.base.failures import os_sentence, shortened
+from roll_opd.base.paths import PathError
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Collects what the checks say; knows where each key was written ("file.yaml:12" or "command line").
+
+    One of a section (`below`) takes keys of that section, "" being the section itself; others take dotted paths.
+    """
+
+    origins: Mapping[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    blockers: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)  # keys of ROLL's that are accepted and have no effect
+    dropped: set[str] = field(default_factory=set)  # at the top, read by no part of a run: variables, it seems
+    path: str = ""
+
+    def below(self, path: str) -> "Diagnostics":
+        """Return the same for the keys of the section at `path`."""
+        return replace(self, path=self.at(path))
+
+    def at(self, key: str) -> str:
+        """Return the dotted path of `key`."""
+        return f"{self.path}.{key}" if self.path and key else self.path or key
+
+    def problem(self, key: str, text: str) -> None:
+        """Add a problem about `key`, once."""
+        self._add(self.problems, key, text)
+
+    def block(self, key: str, text: str) -> None:
+        """Add a sentence about `key` that leaves planning possible and refuses the run, once."""
+        self._add(self.blockers, key, text)
+
+    @contextmanager
+    def about(self, key: str, kind: type[Exception] = PathError) -> Iterator[None]:
+        """Make problems about `key` of errors of a `kind` inside the block, whose text is a sentence for a user, and
+        of what the system refuses: rights, loops of links, long names.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.problem(key, os_sentence(error))
+        except (PathError, kind) as error:
+            self.problem(key, str(error))
+
+    def say(self, key: str, text: str) -> None:
+        """Add a warning about `key` and where it is written, once."""
+        self.warn(f"{self.at(key)}: {text}{self.where(key)}")
+
+    def remark(self, key: str, text: str) -> None:
+        """Add a warning about `key`, once."""
+        self.warn(f"{self.at(key)}: {text}")
+
+    def warn(self, text: str) -> None:
+        """Add a warning, once."""
+        if shortened(text) not in self.warnings:
+            self.warnings.append(shortened(text))
+
+    def ignore(self, *keys: str) -> None:
+        """Note keys that are accepted and have no effect."""
+        self.ignored.update(map(self.at, keys))
+
+    def warn_ignored(self) -> None:
+        """Name all keys without effect in one warning, and all that nobody knows in another, before the others."""
+        if self.dropped:
+            names = ", ".join(sorted(self.dropped))
+            self.warnings.insert(
+                0,
+                "no key is called so, or nearly so: taken for variables of the file, which do nothing by themselves (in"
+                f" ROLL, too): {names}",
+            )
+        if self.ignored:
+            self.warnings.insert(0, f"these keys are accepted but have no effect here: {_by_section(self.ignored)}")
+
+    def is_one_of(self, key: str, value: str, known: Collection[str]) -> bool:
+        """Add a problem where `value` is none of the `known` names, and say whether it is."""
+        if value not in known:
+            names = [repr(name) for name in known]
+            expected = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+            self.problem(key, f"should be {expected}, got {json.dumps(value)}")
+        return value in known
+
+    def where(self, key: str) -> str:
+        """Return " (file.yaml:12)" for the key or its nearest written ancestor, "" if nobody wrote it."""
+        key = self.at(key)
+        while key:
+            if key in self.origins:
+                return f" ({self.origins[key]})"
+            key = key.rpartition(".")[0]
+        return ""
+
+    def _add(self, sentences: list[str], key: str, text: str) -> None:
+        sentence = f"{self.at(key)}: {text}{self.where(key)}"
+        if sentence not in sentences:
+            sentences.append(sentence)
+
+
+def _by_section(keys: Collection[str]) -> str:
+    """Return keys in few words: those at the top, then those of each section once, whichever roles have them."""
+    sections: dict[str, set[str]] = {}
+    for key in keys:
+        *path, last = key.split(".")
+        named = [part for part in path if part.endswith(("_args", "_config"))]
+        sections.setdefault(named[-1] if named else _place(path), set()).add(last)
+    return "; ".join(_listed(section, sorted(names)) for section, names in sorted(sections.items()))
+
+
+def _place(path: list[str]) -> str:
+    if path and (path[0] in ("teacher", "reference", "critic") or path[0].endswith(("_train", "_infer"))):
+        return "of roles: "
+    return "of rewards: " if path and path[0] == "rewards" else ".".join(path)
+
+
+def _listed(section: str, names: list[str]) -> str:
+    if not section or section.endswith(": "):
+        return section + ", ".join(names)
+    return f"{section}.{names[0]}" if len(names) == 1 else f"{section}.{{{', '.join(names)}}}"

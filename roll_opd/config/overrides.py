@@ -1,0 +1,124 @@
+"""Command-line overrides, said as Hydra wants to hear them.
+
+Hydra tells `key=value` (some file has written the key) from `+key=value` (none has), and `group=option` (in a defaults
+list) from `+group=option` (in none), and refuses the one where it expects the other. Here `key=value` and
+`group=option` always do; whether a key is known is the schema's business.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from roll_opd.base.failures import ConfigError
+from roll_opd.base.paths import REPOSITORY
+
+GROUPS = REPOSITORY / "configs"
+# ROLL's YAML compose "../config/traj_envs@_here_" and the like; from here that leads to our copies of the names
+FRAGMENTS = REPOSITORY / "examples" / "config"
+SEARCH_PATH = "hydra.searchpath"
+LEARNERS = ("student_train", "actor_train", "sft_train")
+SAMPLERS = ("student_infer", "actor_infer")
+# groups of `configs/` that are a part of a role: where they go in it, and the roles that have such a part
+PLACES = {
+    "models": ("model_args", LEARNERS),
+    "parallel": ("strategy_args.strategy_config", LEARNERS),
+    "rollout": ("strategy_args.strategy_config", SAMPLERS),
+}
+
+
+@dataclass(frozen=True)
+class SearchPath:
+    """Where Hydra looks for files of a defaults list, in its order; `argument` says it to Hydra."""
+
+    directories: tuple[Path, ...]
+    argument: str | None  # None: what is written is no list, which Hydra refuses
+
+    @property
+    def missing(self) -> list[str]:
+        """The directories that do not exist."""
+        return [str(place) for place in self.directories if not place.is_dir()]
+
+
+def search_path(overrides: Sequence[Override], file: Path) -> SearchPath:
+    """Return the directory of the configuration `file`, the search path that the user wrote, and behind it our own.
+
+    As in Hydra, `hydra.searchpath` on the command line takes the place of the one in the file.
+    """
+    asked = SEARCH_PATH.rpartition(".")[2] in file.read_text(encoding="utf-8")  # else not worth being read as YAML
+    written: Any = OmegaConf.select(_primary(file), SEARCH_PATH) if asked else None
+    for override in overrides:
+        if override.get_key_element() == SEARCH_PATH:
+            written = override.value()
+    if written is not None and not isinstance(written, list | ListConfig):
+        return SearchPath((file.parent, GROUPS, FRAGMENTS), None)
+    theirs, ours = [str(place) for place in written or ()], [place for place in (GROUPS, FRAGMENTS) if place.is_dir()]
+    files = [place.removeprefix("file://") for place in theirs if "://" not in place.removeprefix("file://")]
+    places = [json.dumps(place) for place in (*theirs, *(f"file://{place}" for place in ours))]
+    argument = f"{SEARCH_PATH}=[{','.join(places)}]"
+    return SearchPath((file.parent, *(Path(place).absolute() for place in files), *ours), argument)
+
+
+def is_group(override: Override, places: SearchPath) -> bool:
+    """Whether an override chooses a file of a group, rather than setting a key."""
+    if override.package is not None:
+        return True
+    return any(next((place / override.key_or_group).glob("*.yaml"), None) for place in places.directories)
+
+
+def hydra_arguments(
+    overrides: Sequence[Override], file: Path, places: SearchPath, chosen: Collection[str]
+) -> list[str]:
+    """Return the arguments for Hydra; `chosen` are the groups in defaults lists, as `group` or `group@package`.
+
+    Raises ConfigError for a group that does not exist or would be put where nothing reads it.
+    """
+    arguments = [places.argument] if places.argument else []
+    problems = []
+    for override in overrides:
+        text, key = str(override.input_line), override.key_or_group
+        bare = text.lstrip("+")
+        if override.get_key_element() == SEARCH_PATH and places.argument:
+            continue
+        if text.startswith("~") or key.startswith(("hydra.", "hydra/")):
+            arguments.append(text)
+        elif is_group(override, places):
+            placed = key if override.package is None else f"{key}@{override.package}"
+            problems += _misplaced(override, file, places, chosen) if placed not in chosen else []
+            arguments.append(bare if placed in chosen else f"+{bare}")
+        elif "/" in key:
+            problems.append(f"override {text!r}: {key} is no group; groups are directories below {_named(places)}")
+        else:
+            arguments.append(text if text.startswith("+") else f"++{text}")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
+
+
+def _misplaced(override: Override, file: Path, places: SearchPath, chosen: Collection[str]) -> list[str]:
+    """Say that a group of ours is a part of a role, and of which role is not said."""
+    group, option = override.key_or_group, override.value()
+    found = next((place for place in places.directories if (place / group / f"{option}.yaml").is_file()), None)
+    if override.package is not None or group not in PLACES or found != GROUPS:
+        return []
+    part, roles = PLACES[group]
+    role = next((role for role in roles if role in _primary(file)), roles[0])
+    named = sorted(key for key in chosen if key.startswith(f"{group}@")) or [f"{group}@{role}.{part}"]
+    forms = " or ".join(f"{key}={option}" for key in named)
+    return [
+        f"override {override.input_line!r}: {group} is a part of a role, and this does not say of which; use {forms}"
+    ]
+
+
+def _primary(file: Path) -> DictConfig:
+    """Return the file as it is written, without its defaults; empty where it is no mapping, which Hydra refuses."""
+    loaded = OmegaConf.load(file)
+    return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})
+
+
+def _named(places: SearchPath) -> str:
+    return ", ".join(str(place) for place in places.directories)

@@ -1,0 +1,466 @@
+"""The run plan: what a run is, once everything a user wrote has been parsed and checked.
+
+Every other package reads this and nothing else; nothing reads raw configuration after the plan exists. All of it is
+immutable, picklable and free of torch. Where a type inherits a class of `schema`, those fields are the user's keys.
+Lengths are in tokens, counts of prompts and sequences are global (over all ranks) unless a name says otherwise.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.roll_keys import Schedule
+from roll_opd.config.schema import (
+    CheckpointKeys,
+    ContextKeys,
+    CriticKeys,
+    Dtype,
+    FollowKeys,
+    Level,
+    ObjectiveKeys,
+    OptimizerKeys,
+    RewardKeys,
+    RolloutKeys,
+    RoutingMode,
+    RowKeys,
+    RunKeys,
+    SamplingKeys,
+    WorkflowKeys,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one Megatron role is spread over its devices."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False  # with experts it is there wherever tp is more than 1
+    vpp: int | None = None
+    etp: int | None = None  # ranks that share an expert; None: as many as tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks one expert is split."""
+        return self.etp or self.tp
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A Hugging Face model directory and the precision it runs in."""
+
+    path: str
+    dtype: Dtype = "fp32"
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """What learns in the place of a student's weights: a pair of matrices beside each linear layer in `targets`."""
+
+    targets: tuple[str, ...]  # Hugging Face's names, such as q_proj
+    rank: int
+    alpha: float  # their product counts alpha / rank
+    path: str | None = None  # of an adapter to begin with, as peft saves it; None: one whose product is zero
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """What one packed micro-batch on one data-parallel rank may hold; None is no limit."""
+
+    sequences: int | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class MegatronPlan:
+    """A Megatron role: the weights, where they live, and how much goes through at once."""
+
+    name: str
+    model: ModelPlan
+    devices: tuple[int, ...]
+    layout: Layout
+    forward_limits: MicroBatchLimits
+    megatron_args: FrozenDict = field(default_factory=FrozenDict)  # extra TransformerConfig fields
+    env: FrozenDict = field(default_factory=FrozenDict)  # environment of the worker processes
+    vocab_size: int | None = None  # token ids that its log-probs are normalised over; None: all that it has
+
+
+@dataclass(frozen=True)
+class OptimizerPlan(OptimizerKeys):
+    """AdamW, its schedule and gradient clipping. Steps count optimizer updates."""
+
+    max_grad_norm: float = 1.0
+    lr_scheduler_type: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    decay_steps: int | None = None  # until min_learning_rate; None: all
+    initial_learning_rate: float = 0.0  # where the warm-up begins
+    min_learning_rate: float = 0.0
+    wsd_decay_steps: int | None = None  # of schedule WSD
+    wsd_decay_style: str | None = None
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False  # while the backward pass of the last micro-batch goes on
+    overlap_param_gather: bool = False  # while the next forward pass goes on
+
+
+@dataclass(frozen=True)
+class TrainPlan(MegatronPlan):
+    """The student's training role."""
+
+    train_limits: MicroBatchLimits = field(default_factory=MicroBatchLimits)
+    mini_batch_sequences: int = 1  # sequences behind one optimizer update, over all data-parallel ranks
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    lora: LoraPlan | None = None  # None: all weights learn
+    router_replay: RoutingMode = "disable"
+
+
+@dataclass(frozen=True)
+class CriticPlan(TrainPlan, CriticKeys):
+    """The critic's training role."""
+
+
+@dataclass(frozen=True)
+class FollowingPlan(MegatronPlan, FollowKeys):
+    """A teacher whose weights follow the student's: every `every` steps, `decay` of its own and the rest the student's.
+
+    Of two weights that differ by name alone, one is enough: see `RunPlan.serving`.
+    """
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is the student itself, as it was before the step."""
+        return self.every == 1 and not self.decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlan(ContextKeys):
+    """What a teacher reads in the place of the student's prompt."""
+
+    name: str  # of the teacher
+    key: str  # its section
+    prompt_length: int  # most tokens of it
+    tokenizer: str | None = None  # the directory of the teacher's own; None: the student's
+    tags: tuple[str, ...] | None = None  # None: every tag
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """A teacher, its weight, what it reads and whose samples it computes log-probs of."""
+
+    name: str
+    worker: MegatronPlan
+    opd_kl_coef: float
+    tags: tuple[str, ...] | None = None  # None: every tag
+    context: ContextPlan | None = None  # None: it reads what the student reads
+
+    def accepts(self, tag: str) -> bool:
+        return self.tags is None or tag in self.tags
+
+
+@dataclass(frozen=True)
+class SamplingPlan(SamplingKeys):
+    """How the student samples. `n` responses a prompt; `top_k` -1 is off."""
+
+    n: int = 1
+    max_new_tokens: int = 16
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """An inference role, the student's or a judge's: `engines` vLLM engines of `tp` devices each."""
+
+    name: str
+    model: ModelPlan
+    devices: tuple[int, ...]
+    tp: int
+    engines: int
+    sampling: SamplingPlan
+    max_model_len: int
+    engine_args: FrozenDict = field(default_factory=FrozenDict)  # passed to vLLM untouched
+    max_running_requests: int | None = None  # requests under way at once, over all engines; None: no limit
+    returns_routes: bool = False  # to which experts each token was sent
+    sleep_level: int = 2  # while other roles have its devices; 2: its weights are given up, and sent to it again
+    env: FrozenDict = field(default_factory=FrozenDict)
+
+    @property
+    def layout(self) -> Layout:
+        """The engines as data-parallel copies."""
+        return Layout(tp=self.tp, dp=self.engines)
+
+
+@dataclass(frozen=True)
+class FilterPlan:
+    """Which groups (`query_filter`) or single responses (`response_filter`) are filtered out of a step."""
+
+    type: str  # of `algorithms.filters.FILTERS`
+    args: FrozenDict = field(default_factory=FrozenDict)  # its arguments, under ROLL's names
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """One of the rewards whose weighted sum a domain's reward is. `worker` is a built-in name or a dotted path."""
+
+    name: str  # of its part in metrics and samples
+    worker: str
+    args: FrozenDict = field(default_factory=FrozenDict)
+    weight: float = 1.0
+    timeout: float | None = None  # seconds a sample may take; None: the reward limits itself
+
+
+@dataclass(frozen=True)
+class RewardPlan(RewardKeys):
+    """Reward workers of one domain."""
+
+    domain: str
+    terms: tuple[RewardTerm, ...]
+    tags: tuple[str, ...] | None = None  # None: every tag
+    max_concurrency: int = 256  # calls of the reward that a worker has under way
+    batch_size: int = 16  # most samples in a call
+    query_filter: FilterPlan | None = None  # of a prompt's rewards together
+    response_filter: FilterPlan | None = None  # of each reward alone
+    engine: RolloutPlan | None = None  # of a judge that runs here
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the reward is more than what its one term says."""
+        return len(self.terms) > 1 or any(term.weight != 1 for term in self.terms)
+
+    def accepts(self, tag: str) -> bool:
+        return self.tags is None or tag in self.tags
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """A share of the draws: `weight` of them come from the rows with one of `tags`, or from `files`."""
+
+    name: str  # reward domain, tag or file name
+    weight: float  # the weights of all streams sum to 1
+    tags: tuple[str, ...] | None = None  # None: every tag
+    files: tuple[str, ...] | None = None  # None: every file
+
+
+@dataclass(frozen=True)
+class DataPlan(RowKeys):
+    """Row files and what to do with rows that cannot be used."""
+
+    files: tuple[str, ...]
+    prompt_length: int  # rows with answers: of the prompt and the longest answer together
+    template: str = "native"  # "native": the tokenizer's own chat template
+    limit: int | None = None  # use only the first so many rows
+    tag_templates: FrozenDict = field(default_factory=FrozenDict)  # tag -> template, where it is not `template`
+    columns: FrozenDict = field(default_factory=FrozenDict)  # messages, prompt, tag, id -> the file's name, if another
+    streams: tuple[StreamPlan, ...] = ()  # no stream: every row is drawn once an epoch
+    schema: str = "experience"  # what a row holds: `experience`, `task`, `sft` or `dpo`
+    length_key: str = "prompt_length"  # what the user limits the length of rows with
+    contexts: tuple[ContextPlan, ...] = ()  # of teachers that read something else
+    environments: FrozenDict = field(default_factory=FrozenDict)  # tag -> its share, where games are played; no files
+
+    def draws(self, tag: str) -> bool:
+        """Whether rows with `tag` are drawn at all."""
+        drawn = [stream.tags for stream in self.streams if stream.weight]
+        return not drawn or any(tags is None or tag in tags for tags in drawn)
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """Answers to held-out prompts, scored by the reward workers; or the loss on held-out rows."""
+
+    data: DataPlan
+    sampling: SamplingPlan = field(default_factory=SamplingPlan)
+    measure_teacher: bool = False
+
+
+@dataclass(frozen=True)
+class TokenFilterPlan:
+    """Tokens outside low <= measure <= high are masked; a bound of None is none."""
+
+    measure: Literal["ratio", "difference"]  # of train and infer probabilities
+    level: Level
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class CorrectionPlan:
+    """What is done about log-probs of training and inference engine being apart: `algorithms.corrections`."""
+
+    weight: Literal["tis", "icepop"] | None = None  # of the policy loss; None: no weights
+    level: Level = "token"  # of the weights
+    low: float | None = None  # of icepop
+    high: float | None = None
+    filters: tuple[TokenFilterPlan, ...] = ()
+    negatives_delta: float | None = None  # of `negatives_near`; None: off
+
+
+@dataclass(frozen=True)
+class ObjectivePlan(ObjectiveKeys):
+    """What is optimised: the keys as they hold in the run's mode, and what follows from them."""
+
+    adv_estimator: str = "on_policy_distill"  # of `algorithms.registry.ADVANTAGES`, or a dotted path
+    advantage_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
+    reward_groups: Literal["prompt", "tag"] = "prompt"  # what rewards are compared in at level `group`
+    reward_bounds: tuple[float, float] | None = None  # of rewards after their normalisation, before reward_clip
+    policy_loss: str = "importance_sampling"  # of `algorithms.registry.POLICY_LOSSES`, or a dotted path
+    policy_loss_args: FrozenDict = field(default_factory=FrozenDict)  # what the function is called with
+    dual_clip: float | None = 3.0  # of losses that read pg_clip; None: no bound
+    paired: bool = False  # the loss reads sequences 2i and 2i+1 together
+    loss_agg_mode: str = "token-mean"
+    loss_normaliser: float | None = None  # of seq-mean-token-sum-norm: the response length
+    kl_loss: str = "low_var_kl"  # estimator of the KL loss; ROLL calls it k3
+    init_kl_coef: float = 0.0  # of the token-level KL; 0 unless switched on
+    opd_vocab_size: int | None = None  # token ids that student and teachers all have, of topk and full
+    correction: CorrectionPlan | None = None
+    # False only where one update follows one rollout: log-probs before and during the update are the same
+    recompute_old_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointPlan(CheckpointKeys):
+    """When state is saved, how many checkpoints stay, and where a run resumes from."""
+
+    resume: bool | str = False  # True: the newest of this experiment; a path: that run or checkpoint
+
+
+@dataclass(frozen=True)
+class DemonstrationPlan:
+    """Prompts with answers that join the student's samples, a share of each update."""
+
+    data: DataPlan
+    rows_per_update: int
+    updates: int  # of one pass over a step's samples
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.rows_per_update * self.updates
+
+
+@dataclass(frozen=True)
+class AuxiliaryPlan:
+    """A model that workflows may ask, and that is never trained: engines of the run's own, or an address."""
+
+    name: str
+    engine: RolloutPlan | None = None
+    base_url: str = ""
+    api_key: str = field(default="", repr=False)
+    model_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkflowPlan(WorkflowKeys):
+    """What is done with a row, in processes of its own."""
+
+    auxiliary_models: tuple[AuxiliaryPlan, ...] = ()
+    is_scored: bool = False  # `rewards` score samples without a reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(RunKeys, RolloutKeys):
+    """A whole run. `rollout_batch_size` are prompts, or rows with answers, a step; `eval_steps` 0 is never."""
+
+    mode: str  # pure, mixed or rl; of supervised pipelines, their name
+    pipeline: str  # a module of `roll_opd.pipelines`, or a dotted path
+    pipeline_args: FrozenDict = field(default_factory=FrozenDict)  # the keys that a supervised pipeline has alone
+    title: str  # of the mode, for people
+    exp_name: str
+    max_steps: int
+    num_nodes: int
+    devices_per_node: int
+    student: TrainPlan
+    rollout: RolloutPlan | None = None  # None: the rows bring their answers
+    teachers: tuple[TeacherPlan, ...] = ()
+    rewards: tuple[RewardPlan, ...] = ()
+    data: DataPlan
+    objective: ObjectivePlan
+    checkpoint: CheckpointPlan
+    reference: MegatronPlan | None = None  # frozen policy of the KL loss, the token-level KL, or the supervised loss
+    critic: CriticPlan | None = None  # of adv_estimator gae
+    demonstrations: DemonstrationPlan | None = None  # of policy losses mix and mix_chord
+    epochs: float | None = None  # over all rows of the files, where max_steps was counted from them
+    extra_prompts: int = 0  # prompts answered beyond rollout_batch_size, in case filters reject some
+    workflow: WorkflowPlan | None = None  # None: a row is answered once
+    validation: ValidationPlan | None = None
+    trackers: tuple[str, ...] = ("tensorboard",)
+    tracker_args: FrozenDict = field(default_factory=FrozenDict)  # tracker -> its keyword arguments
+    env: FrozenDict = field(default_factory=FrozenDict)  # system_envs
+    warnings: tuple[str, ...] = ()
+    memory: FrozenDict = field(default_factory=FrozenDict)  # role name -> of each stage {part: estimated bytes a rank}
+    config_yaml: str = ""  # the composed configuration, for the run directory
+
+    @property
+    def kind(self) -> str:
+        """Kind of the run: agentic, workflow, or the name of its pipeline."""
+        return "agentic" if self.is_agentic else "workflow" if self.workflow else self.pipeline
+
+    @property
+    def is_agentic(self) -> bool:
+        """Whether its prompts are games' beginnings."""
+        return bool(self.data.environments)
+
+    @property
+    def rewards_are_monitored(self) -> bool:
+        """Whether rewards validate and are logged, and nothing is learned from them."""
+        return self.mode == "pure"
+
+    @property
+    def update_reads_rewards(self) -> bool:
+        """Whether an update needs the rewards of its samples: to learn from, or to know which samples count."""
+        return not self.rewards_are_monitored or self.objective.difficulty_mask or self.objective.error_max_len_clip
+
+    @property
+    def advantage_teachers(self) -> tuple[TeacherPlan, ...]:
+        """The teachers whose part is an advantage; with a live gradient it is a part of the loss."""
+        return self.teachers if self.objective.opd_objective == "sampled" else ()
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Sequences a prompt: the sampled ones, or the answers that a row brings."""
+        if self.rollout:
+            return self.rollout.sampling.n
+        return 2 if self.objective.paired else 1
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.rollout_batch_size * self.answers_per_prompt
+
+    def roles(self) -> dict[str, "MegatronPlan | RolloutPlan"]:
+        """Return every role by name, the student and its engines first."""
+        first = {role.name: role for role in (self.student, self.rollout) if role}
+        return {**first, **self.megatron_roles(), **self.inference_roles()}
+
+    def serving(self, role: MegatronPlan) -> MegatronPlan:
+        """Return the role whose processes compute for the frozen `role`.
+
+        Teachers with the same weights, on the same devices, in the same layout are loaded once: that is the first
+        which differs by name alone. What has the weights that a LoRA student begins with, on no other devices than
+        it, is that student without its adapter.
+        """
+        if self.is_base(role):
+            return self.student
+        frozen = [*(teacher.worker for teacher in self.teachers), *([self.reference] if self.reference else [])]
+        return next((other for other in frozen if replace(other, name=role.name) == role), role)
+
+    def is_base(self, role: MegatronPlan) -> bool:
+        """Whether a frozen role is a LoRA student without its adapter."""
+        student = self.student
+        same = role.model == student.model and role.vocab_size == student.vocab_size
+        at_hand = set(role.devices) <= set(student.devices) and not isinstance(role, TrainPlan | FollowingPlan)
+        return student.lora is not None and same and at_hand
+
+    def megatron_roles(self) -> dict[str, MegatronPlan]:
+        """Return every Megatron role by name, the student first."""
+        roles = (self.student, *(t.worker for t in self.teachers), self.critic, self.reference)
+        return {role.name: role for role in roles if role}
+
+    def inference_roles(self) -> dict[str, RolloutPlan]:
+        """Return every inference role by name: the student's engines, judges and auxiliary models that run here."""
+        auxiliary = self.workflow.auxiliary_models if self.workflow else ()
+        roles = (self.rollout, *(reward.engine for reward in self.rewards), *(model.engine for model in auxiliary))
+        return {role.name: role for role in roles if role}

@@ -1,0 +1,189 @@
+"""YAML files as Hydra reads them, each checked first: what would hang the planner or fill the memory is refused.
+
+A file of a few bytes can mean billions of values (aliases of aliases, references to references), and Hydra follows them
+all.
+"""
+
+import os
+import pickle
+import re
+import signal
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from yaml.reader import Reader
+
+from roll_opd.base.failures import ConfigError, os_sentence
+from roll_opd.base.paths import PathError, regular_file
+
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+MOST_BYTES = 2**20  # of a file: the largest known has 20 kB
+MOST_NODES = 20_000  # values of a file, those of aliases counted each time
+MOST_DEPTH = 60  # sections within sections
+MOST_SECONDS = 2.0  # of computing, to compose a configuration; a large one takes 0.3
+EMPTY = ("", "~", "null")  # a file without a value, which Hydra takes for one without keys
+INT64 = 2**63
+MOST_PARSED = 200  # files that are remembered
+_PARSED: dict[Hashable, bytes] = {}  # pickled: read back five times as fast as a deep copy is made
+
+
+class BoundedFiles(FileConfigSource):
+    """Hydra's source of files, which refuses what `check_file` does."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a file's configuration. ConfigError where it is refused."""
+        path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
+        if not path.exists():
+            return super().load_config(config_path)
+        check_file(path)
+        state = path.stat()
+        return _parsed_once((path, state.st_mtime_ns, state.st_size), self, super().load_config, config_path)
+
+
+class HydrasOwnFiles(ImportlibResourcesConfigSource):
+    """Hydra's source of its own files."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a file's configuration."""
+        return _parsed_once(self.path, self, super().load_config, config_path)
+
+
+def _parsed_once(file: Hashable, source: ConfigSource, load: Callable[[str], ConfigResult], path: str) -> ConfigResult:
+    """Return a configuration that the caller may change; composing asks for each file three times."""
+    key = (file, source.provider, path)
+    if key not in _PARSED:
+        if len(_PARSED) >= MOST_PARSED:
+            _PARSED.clear()
+        _PARSED[key] = pickle.dumps(load(path))
+    return cast(ConfigResult, pickle.loads(_PARSED[key]))
+
+
+def use_bounded_files() -> None:
+    """Have Hydra read files through `BoundedFiles` and `HydrasOwnFiles` from now on."""
+    from hydra._internal.sources_registry import SourcesRegistry
+
+    Plugins.instance()  # registers Hydra's own source, which would object to another one there
+    Singleton.instance(SourcesRegistry).types |= {"file": BoundedFiles, "pkg": HydrasOwnFiles}
+
+
+def check_file(path: Path) -> None:
+    """Raise ConfigError, with the line, where `path` is no YAML file that can be read in a moment."""
+    try:
+        size = regular_file(path).stat().st_size
+        if size > MOST_BYTES:
+            raise ConfigError(
+                [f"{path} has {size:,} bytes, and a configuration at most {MOST_BYTES:,}; is this the file?"]
+            )
+        raw = path.read_bytes()
+        text = raw.decode("utf-8")
+    except OSError as error:
+        raise ConfigError([os_sentence(error)]) from None
+    except PathError as error:
+        raise ConfigError([str(error)]) from None
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError([f"{path}, line {line}: not UTF-8 text ({error.reason}); save the file as UTF-8"]) from None
+    if found := Reader.NON_PRINTABLE.search(text):
+        line = text.count("\n", 0, found.start()) + 1
+        raise ConfigError([f"{path}, line {line}: the character U+{ord(found[0]):04X} cannot be in YAML; remove it"])
+    try:
+        _check_nodes(path, text)
+    except yaml.YAMLError as error:
+        raise ConfigError([yaml_message(error, path)]) from None
+
+
+def _check_nodes(path: Path, text: str) -> None:
+    """Raise ConfigError for too many values, too deep sections, and for an alias inside of what it stands for."""
+    sizes: dict[str, int] = {}  # anchor -> values that an alias of it stands for
+    within: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far of what is open
+
+    def refuse(event: yaml.Event, what: str) -> ConfigError:
+        line = event.start_mark.line + 1 if event.start_mark else "?"
+        return ConfigError([f"{path}, line {line}: {what}"])
+
+    for event in yaml.parse(text, Loader=LOADER):
+        is_root = within == [(None, 0)] and isinstance(event, yaml.NodeEvent)
+        if is_root and not isinstance(event, yaml.MappingStartEvent) and getattr(event, "value", None) not in EMPTY:
+            kind = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a single value"
+            raise refuse(event, f"{kind}, where keys with values should be; write key: value")
+        size = 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            within.append((event.anchor, 1))
+            if len(within) > MOST_DEPTH:
+                raise refuse(event, f"more than {MOST_DEPTH} sections within each other; write it flatter")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = within.pop()
+            if anchor:
+                sizes[anchor] = size
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in (anchor for anchor, _ in within):
+                raise refuse(event, f"*{event.anchor} stands inside of &{event.anchor} itself; remove it")
+            size = sizes.get(event.anchor or "", 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+            if event.anchor:
+                sizes[event.anchor] = 1
+        if size:
+            anchor, before = within.pop()
+            within.append((anchor, before + size))
+            if before + size > MOST_NODES:
+                raise refuse(event, f"more than {MOST_NODES:,} values, those of aliases counted; write fewer")
+
+
+def yaml_message(error: yaml.YAMLError, path: Path) -> str:
+    """Return in a sentence, with the line, why a file is no YAML."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    where = f", line {mark.line + 1}" if mark else ""
+    what = getattr(error, "problem", None) or getattr(error, "context", None) or " ".join(str(error).split())
+    return f"{path}{where}: not valid YAML: {what}"
+
+
+def value_problem(value: Any) -> str | None:
+    """Say what is wrong with a key or a value that no part of a run could use, whatever it is for."""
+    if isinstance(value, str) and (found := re.search("[\0\ud800-\udfff]", value)):
+        kind = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
+        return f"{value!r} has {kind} in it; remove it"
+    if isinstance(value, bytes):
+        return "is binary data (!!binary); write a text"
+    if isinstance(value, int) and not -INT64 <= value < INT64:
+        return f"is a whole number of {value.bit_length()} bits; write one of at most 63"
+    return None
+
+
+class _TooMuchWork(BaseException):
+    """Not an Exception: OmegaConf would take that for the failure of one reference, and go on with the next."""
+
+
+@contextmanager
+def bounded_work() -> Iterator[None]:
+    """Raise ConfigError where composing, inside the block, takes longer than any configuration that means something.
+
+    References to references multiply as aliases do, and Hydra's language has too many ways to write them to count them
+    before. Python leaves such limits to the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def too_much(*_: object) -> None:
+        raise _TooMuchWork
+
+    before = signal.signal(signal.SIGPROF, too_much)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    try:
+        yield
+    except _TooMuchWork:
+        what = f"composing the configuration takes more than {MOST_SECONDS:g} s"
+        raise ConfigError([f"{what}: its ${{references}} multiply; write the values themselves"]) from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -1,0 +1,111 @@
+"""What a pass over the prompt files found: rows that are used, and bad rows counted by kind and file, the first
+few of each kind named as `file:line`. No row is lost in silence.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from roll_opd.base.frozen import FrozenDict
+
+EXAMPLES_PER_KIND = 3  # bad rows named for each kind in each file; the rest are only counted
+FILES_NAMED = 10  # files whose bad rows are listed; the rest are only counted
+
+# kinds of rows that can be read but are no prompt
+TOO_LONG = "longer than prompt_length"  # or, of rows with answers,
+WHOLE_TOO_LONG = "longer than sequence_length"
+TEACHER_TOO_LONG = "longer, as a teacher reads it, than that teacher's prompt_length"
+NOT_ENCODABLE = "refused by the template"
+NO_TOKEN = "without a token"
+NOT_LEARNED = "excluded from the loss"  # not an error
+
+
+@dataclass
+class FileReport:
+    """One file, while it is read: its rows, those that became prompts, and the bad ones by kind."""
+
+    path: str
+    rows: int = 0
+    prompts: int = 0
+    bad_counts: Counter = field(default_factory=Counter)  # kind -> rows
+    bad_examples: dict[str, list[str]] = field(default_factory=dict)  # kind -> the first few, "file:line (detail)"
+    unread: Counter = field(default_factory=Counter)  # column -> rows in which it is left out: `Row.unread`
+
+    def add_bad(self, kind: str, line: int, detail: str = "") -> None:
+        """Count a bad row, and name it if it is one of the first of its kind."""
+        self.bad_counts[kind] += 1
+        if self.bad_counts[kind] <= EXAMPLES_PER_KIND:
+            named = f"{self.path}:{line}" + (f" ({detail})" if detail else "")
+            self.bad_examples.setdefault(kind, []).append(named)
+
+    @property
+    def bad(self) -> int:
+        """Bad rows of every kind."""
+        return self.bad_counts.total()
+
+    def describe_bad(self) -> str:
+        """Return the bad rows, one line a kind."""
+        lines = [f"  {self.path}: {self.bad} of {self.rows} rows"]
+        for kind, count in self.bad_counts.items():
+            more = ", ..." if count > EXAMPLES_PER_KIND else ""
+            lines.append(f"    {count} x {kind}: {', '.join(self.bad_examples[kind])}{more}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """All files of a data set."""
+
+    files: tuple[FileReport, ...]
+    length_key: str  # of the limit
+    most_tokens: int  # the limit itself
+    longest: int  # tokens of the longest row, dropped ones included
+    renamed: int = 0  # prompts whose id another one already had, and that were given `id@file:line`
+    streams: FrozenDict = field(default_factory=FrozenDict)  # domain, tag or file -> its prompts
+    undrawn: FrozenDict = field(default_factory=FrozenDict)  # tag -> prompts that no stream draws
+    warnings: tuple[str, ...] = ()  # of what is left out of rows that are used
+
+    @property
+    def rows(self) -> int:
+        """Rows read, blank lines left out."""
+        return sum(file.rows for file in self.files)
+
+    @property
+    def prompts(self) -> int:
+        """Rows that can be sampled from."""
+        return sum(file.prompts for file in self.files)
+
+    @property
+    def bad_counts(self) -> Counter:
+        """Bad rows by kind, over all files."""
+        return sum((file.bad_counts for file in self.files), Counter())
+
+    @property
+    def bad(self) -> int:
+        """Bad rows of every kind in every file."""
+        return sum(file.bad for file in self.files)
+
+    def describe_bad(self) -> str:
+        """Return the bad rows, file by file; empty where there are none."""
+        wrong = [file for file in self.files if file.bad]
+        lines = [file.describe_bad() for file in wrong[:FILES_NAMED]]
+        if len(wrong) > FILES_NAMED:
+            left = sum(file.bad for file in wrong[FILES_NAMED:])
+            lines.append(f"  {len(wrong) - FILES_NAMED} more files: {left} rows")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return what to tell the user: one line, and more for what is out of the ordinary."""
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        lines = [f"{self.prompts} prompts from {self.rows} rows of {files}; the longest row has {self.longest} tokens"]
+        if self.streams:
+            lines.append("drawn from " + ", ".join(f"{name} ({count})" for name, count in self.streams.items()))
+        if self.undrawn:
+            tags = ", ".join(f"{tag!r} ({count})" for tag, count in self.undrawn.items())
+            lines.append(f"never drawn, because domain_interleave_probs names no domain of their tag: {tags}")
+        if self.renamed:
+            lines.append(f"{self.renamed} prompts with an id that another one has were given a new one")
+        if self.bad:
+            lines.append(
+                f"{self.bad} rows dropped ({self.length_key}={self.most_tokens} tokens):\n{self.describe_bad()}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,278 @@
+"""Prompts ready to sample from, without holding them: one pass checks every row and notes where the good ones
+are, and a row is read, templated and tokenised again when it is drawn. So a data set may be much larger than the
+memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.config.plan import DataPlan, StreamPlan
+from roll_opd.data.answers import parse_answered
+from roll_opd.data.check_tags import TagRows
+from roll_opd.data.columns import columns_needed, unread_warnings
+from roll_opd.data.data_report import (
+    EXAMPLES_PER_KIND,
+    NOT_LEARNED,
+    TEACHER_TOO_LONG,
+    TOO_LONG,
+    WHOLE_TOO_LONG,
+    DataReport,
+)
+from roll_opd.data.files import RowFile, open_file
+from roll_opd.data.indexing import Index, Indexer, encode, fallback_id, render_row, row_check, template_of
+from roll_opd.data.rows import BadRow, DataError, Row
+from roll_opd.data.teacher_prompts import TeacherPrompts
+from roll_opd.data.templates import TEMPLATES, PromptText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EVERYTHING = StreamPlan("all", 1.0)  # the one stream of a data set without others
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenised row. Two draws of one row in different epochs are equal."""
+
+    id: str
+    index: int  # position among the prompts of the data set
+    tag: str
+    tokens: np.ndarray = field(compare=False)  # int64 [P]
+    ground_truth: str | None = None
+    extra: FrozenDict = field(default_factory=FrozenDict, compare=False)  # the row's other keys, such as test_cases
+    answers: tuple[np.ndarray, ...] = field(default=(), compare=False)  # int64 each, of rows that bring them
+    of_teachers: dict[str, np.ndarray] = field(default_factory=dict, compare=False)  # see Experience.teacher_prompts
+
+
+class PromptSet:
+    """The prompts of a data set on disk, numbered from 0. `open_prompts` makes one."""
+
+    def __init__(
+        self,
+        plan: DataPlan,
+        tokenizer: "PreTrainedTokenizerBase",
+        teachers: TeacherPrompts,
+        files: Sequence[RowFile],
+        index: Index,
+    ) -> None:
+        self._plan, self._tokenizer, self._files, self._index = plan, tokenizer, files, index
+        self._teachers = teachers
+        self._labels = short_names(plan.files)
+        self.streams = plan.streams or (EVERYTHING,)
+
+    def __len__(self) -> int:
+        return len(self._index.positions)
+
+    def read(self, numbers: Sequence[int]) -> list[Prompt]:
+        """Return the prompts with these numbers, in their order, with `extra`.
+
+        Raises `DataError` where a file is gone or a row is no longer what it was when the data set was opened.
+        """
+        wanted = np.unique(np.asarray(numbers, dtype=np.int64))
+        file_of = np.searchsorted(self._index.starts, wanted, side="right") - 1
+        rows: list[Row] = []
+        for file in np.unique(file_of):
+            rows += self._rows(self._files[file], wanted[file_of == file])
+        try:
+            texts = [render_row(self._tokenizer, row, self._plan) for row in rows]
+            read = [self._read_by_teachers(*one) for one in zip(wanted.tolist(), rows, strict=True)]
+        except DataError as error:
+            raise DataError(f"{error}; it was accepted when the run began, so its file has changed since") from error
+        prompts: dict[int, Prompt] = {}
+        encoded = encode(self._tokenizer, texts), self._teachers.encode(read)
+        whole = zip(wanted.tolist(), rows, *encoded, strict=True)
+        for number, row, parts, of_teachers in whole:
+            every = (*parts, *of_teachers.values())
+            if row_check(row.id, row.tag, row.ground_truth, every) != self._index.checks[number]:
+                raise self._changed(number)
+            tokens, *answers = parts
+            name, truth = self._name(number, row.id), row.ground_truth
+            prompts[number] = Prompt(name, number, row.tag, tokens, truth, row.extra, tuple(answers), of_teachers)
+        return [prompts[number] for number in numbers]
+
+    def all(self) -> list[Prompt]:
+        """Return every prompt, in order; for data sets that fit in memory, such as those for validation."""
+        return self.read(range(len(self)))
+
+    def members(self, stream: StreamPlan) -> np.ndarray:
+        """Return the numbers of the prompts that belong to `stream`, int64, ascending."""
+        inside = np.ones(len(self), dtype=bool)
+        if stream.tags is not None:
+            codes = [code for code, tag in enumerate(self._index.tag_names) if tag in stream.tags]
+            inside &= np.isin(self._index.tags, codes)
+        if stream.files is not None:
+            for number, file in enumerate(self._plan.files):
+                if file not in stream.files:
+                    inside[self._index.starts[number] : self._index.starts[number + 1]] = False
+        return np.flatnonzero(inside)
+
+    def drawn(self) -> np.ndarray:
+        """Return the numbers of the prompts that some stream draws, int64, ascending."""
+        members = [self.members(stream) for stream in self.streams if stream.weight > 0]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *members]))
+
+    def prompt_hashes(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the hashes of the prompts with these numbers, uint64."""
+        return self._index.prompt_hashes[numbers]
+
+    def tags(self, numbers: np.ndarray) -> dict[str, int]:
+        """Return tag -> how many of the prompts with these numbers have it."""
+        counts = np.bincount(self._index.tags[numbers], minlength=len(self._index.tag_names))
+        return {name: int(n) for name, n in zip(self._index.tag_names, counts, strict=True) if n}
+
+    def by_tag(self) -> dict[str, TagRows]:
+        """Return, for every tag that is drawn, which prompts lack a ground truth or name a domain.
+
+        Tags are in the order of their first prompts.
+        """
+        found = {}
+        for code, tag in enumerate(self._index.tag_names):
+            if not self._plan.draws(tag):
+                continue
+            numbers = np.flatnonzero(self._index.unanswered & (self._index.tags == code))
+            named = tuple(self.where(number) for number in numbers[:EXAMPLES_PER_KIND].tolist())
+            found[tag] = TagRows(len(numbers), named, self._index.domains.get(tag, FrozenDict()))
+        return found
+
+    def fingerprint(self) -> list[dict[str, str | int]]:
+        """Return, for each file, its name, its number of prompts, and a digest of its written ids, tags, ground truths
+        and tokens.
+        """
+        counts = np.diff(self._index.starts).tolist()
+        return [
+            {"name": Path(file).name, "prompts": count, "digest": digest}
+            for file, count, digest in zip(self._plan.files, counts, self._index.digests, strict=True)
+        ]
+
+    def _rows(self, file: RowFile, numbers: np.ndarray) -> list[Row]:
+        try:
+            values = file.read(self._index.positions[numbers].tolist())
+        except OSError as error:
+            raise DataError(f"{file.path} can no longer be read: {error}") from error
+        if len(values) != len(numbers):
+            raise self._changed(int(numbers[-1]))
+        rows = []
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            try:
+                rows.append(parse_answered(value, fallback_id(file, self._index.lines[number]), self._plan))
+            except BadRow as bad:
+                raise self._changed(number) from bad
+        return rows
+
+    def _read_by_teachers(self, number: int, row: Row) -> dict[str, PromptText]:
+        try:
+            return self._teachers.texts(row, template_of(row, self._plan))
+        except BadRow as bad:
+            raise self._changed(number) from bad
+
+    def _name(self, number: int, identity: str) -> str:
+        if not self._index.renamed[number]:
+            return identity
+        return f"{identity}@{self._labels[self._file_of(number)]}:{self._index.lines[number]}"
+
+    def where(self, number: int) -> str:
+        """Return `file:line` of a prompt."""
+        return f"{self._files[self._file_of(number)].path}:{self._index.lines[number]}"
+
+    def _file_of(self, number: int) -> int:
+        return int(np.searchsorted(self._index.starts, number, side="right")) - 1
+
+    def _changed(self, number: int) -> DataError:
+        return DataError(
+            f"{self.where(number)} is no longer the row that was there when the run began, or the chat template "
+            "writes it differently now; restore the file and resume from the last checkpoint, or start a new run"
+        )
+
+
+def open_prompts(plan: DataPlan, tokenizer: "PreTrainedTokenizerBase") -> tuple[PromptSet, DataReport]:
+    """Read `plan.files` once, in order, and check every row; at most `plan.limit` rows that can be read are used.
+
+    Rows longer than `plan.prompt_length` tokens are dropped or refused as `plan.on_long_prompt` says, rows that
+    cannot be used as `plan.on_bad_row` says. Raises `DataError` on refusal, for a missing file, an unknown or
+    absent template, where no prompt is left, and where a stream with a weight has none.
+    """
+    for template in (plan.template, *plan.tag_templates.values()):
+        if template not in TEMPLATES:
+            raise DataError(f"unknown template {template!r}; known are {', '.join(sorted(TEMPLATES))}")
+    files = _existing_files(plan)
+    teachers = TeacherPrompts(plan.contexts, tokenizer)
+    index, reports, longest = Indexer(plan, tokenizer, teachers).index(files)
+    prompts = PromptSet(plan, tokenizer, teachers, files, index)
+    streams = {stream.name: prompts.members(stream) for stream in plan.streams}
+    report = DataReport(
+        files=reports,
+        length_key=plan.length_key,
+        most_tokens=plan.prompt_length,
+        longest=longest,
+        renamed=int(index.renamed.sum()),
+        streams=FrozenDict({name: len(members) for name, members in streams.items()}),
+        undrawn=FrozenDict(_undrawn(prompts, list(streams.values()))),
+        warnings=unread_warnings(reports, plan.schema),
+    )
+    _refuse_if_asked(report, plan)
+    return prompts, report
+
+
+def short_names(files: Sequence[str]) -> list[str]:
+    """Return the last parts of each path, as many as tell all files apart; a file given twice keeps its whole path."""
+    parts = [Path(file).parts for file in files]
+    for count in range(1, max(map(len, parts), default=1)):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(files)
+
+
+def _existing_files(plan: DataPlan) -> list[RowFile]:
+    if not plan.files:
+        raise DataError("no prompt file is given; name at least one JSONL or Parquet file in data_args.file_name")
+    missing = [name for name in plan.files if not Path(name).is_file()]
+    if missing:
+        raise DataError(f"prompt files that do not exist: {', '.join(missing)}")
+    columns = columns_needed(plan)
+    return [open_file(name, columns) for name in plan.files]
+
+
+def _undrawn(prompts: PromptSet, streams: list[np.ndarray]) -> dict[str, int]:
+    """Return tag -> number of its prompts, for prompts that belong to no stream."""
+    if not streams:
+        return {}
+    left = np.ones(len(prompts), dtype=bool)
+    for members in streams:
+        left[members] = False
+    return prompts.tags(np.flatnonzero(left))
+
+
+def _refuse_if_asked(report: DataReport, plan: DataPlan) -> None:
+    remedies = []
+    counts = report.bad_counts
+    too_long = counts[TOO_LONG] + counts[WHOLE_TOO_LONG] + counts[TEACHER_TOO_LONG]
+    if too_long and plan.on_long_prompt == "refuse":
+        limits = [f"`{plan.length_key}` (now {plan.prompt_length})"] * (too_long > counts[TEACHER_TOO_LONG])
+        limits += ["the teacher's own `prompt_length`"] * bool(counts[TEACHER_TOO_LONG])
+        remedies.append(f"raise {' and '.join(limits)} or set `on_long_prompt: drop`")
+    if report.bad > too_long + counts[NOT_LEARNED] and plan.on_bad_row == "refuse":
+        remedies.append("correct the rows or set `on_bad_row: drop`")
+    if remedies:
+        raise DataError(
+            f"{report.bad} rows cannot be used:\n{report.describe_bad()}\nTo go on, {' and '.join(remedies)}."
+        )
+    if not report.prompts:
+        names = ", ".join(file.path for file in report.files)
+        if not report.rows:
+            raise DataError(f"no usable row in {names}: the files are empty")
+        raise DataError(
+            f"no usable row in {names}; all {report.rows} rows are bad:\n{report.describe_bad()}\n"
+            f"Check the files, the names of their columns, `{plan.length_key}` and the template."
+        )
+    empty = [stream.name for stream in plan.streams if stream.weight > 0 and not report.streams[stream.name]]
+    if empty:
+        raise DataError(
+            f"no prompt to draw for {', '.join(map(repr, empty))}: no usable row belongs to it. Remove it from "
+            "`domain_interleave_probs` or `interleave_probs`, or add rows with its tags."
+        )

@@ -1,0 +1,102 @@
+"""What a model can be cut into: layouts of the Megatron engine, and tensor parallelism of either engine.
+
+Every function writes a sentence into `Diagnostics` for what cannot be, under the key that says it.
+"""
+
+from collections.abc import Mapping
+
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import Layout
+from roll_opd.models.model_info import ModelInfo
+
+# settings of Megatron-core that give stages different numbers of layers; the engine checks these itself
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+# settings that count the embedding or the loss as one more layer when the stages are cut
+COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def check_layout(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
+    """Check that a model can be cut as `layout` and the other options, `args`, say; `diagnostics` are theirs."""
+    check_tensor_parallel(info, layout.tp, "tensor_model_parallel_size", diagnostics)
+    _check_pipeline(info, layout, args, diagnostics)
+    _check_experts(info, layout, diagnostics)
+
+
+def check_tensor_parallel(
+    info: ModelInfo, tp: int, key: str, diagnostics: Diagnostics, copies_kv_heads: bool = False
+) -> None:
+    """Check that heads and MLP can be cut into `tp` equal parts.
+
+    The vocabulary need not be: both engines pad it. With `copies_kv_heads` (vLLM) several ranks may share one
+    key/value head.
+    """
+    if tp == 1:
+        return
+    name = info.path.name
+    if info.heads % tp:
+        diagnostics.problem(
+            key, f"{info.heads} attention heads of {name} are not divisible by {tp}; use a common divisor"
+        )
+    if copies_kv_heads and tp % info.kv_heads == 0:
+        pass
+    elif info.kv_heads < tp:
+        diagnostics.problem(key, f"{tp} is more than the {info.kv_heads} key/value heads of {name}; use at most that")
+    elif info.kv_heads % tp:
+        diagnostics.problem(
+            key, f"{info.kv_heads} key/value heads of {name} are not divisible by {tp}; use a common divisor"
+        )
+    if info.intermediate % tp:
+        diagnostics.problem(
+            key, f"the MLP width of {name} ({info.intermediate}) is not divisible by {tp}; use a divisor of it"
+        )
+
+
+def _check_pipeline(info: ModelInfo, layout: Layout, args: Mapping[str, object], diagnostics: Diagnostics) -> None:
+    key = "pipeline_model_parallel_size"
+    vpp = layout.vpp or 1
+    uneven = any(name in args for name in UNEVEN_STAGES)
+    more = sum(bool(args.get(name)) for name in COUNTED_AS_LAYERS)
+    if layout.vpp and layout.pp == 1:
+        diagnostics.problem(
+            "virtual_pipeline_model_parallel_size",
+            f"{layout.vpp} needs pipeline_model_parallel_size of at least 2; raise that or remove this key",
+        )
+    elif info.layers < layout.pp * vpp:
+        stages = f"{layout.pp} pipeline stages" + (f" x {vpp} virtual ones" if vpp > 1 else "")
+        diagnostics.problem(key, f"the {info.layers} layers of {info.path.name} are fewer than {stages}; use fewer")
+    elif (info.layers + more) % (layout.pp * vpp) and not uneven:
+        diagnostics.problem(
+            key,
+            f"the {info.layers} layers of {info.path.name}"
+            + (f" and {more} for embedding and loss" if more else "")
+            + f" are not divisible by {layout.pp * vpp} stages; use a divisor",
+        )
+
+
+def _check_experts(info: ModelInfo, layout: Layout, diagnostics: Diagnostics) -> None:
+    key = "expert_model_parallel_size"
+    if not info.experts:
+        if layout.ep > 1:
+            diagnostics.problem(key, f"{info.path.name} is a dense model without experts; use 1")
+        return
+    if info.experts % layout.ep:
+        diagnostics.problem(
+            key, f"the {info.experts} experts of {info.path.name} are not divisible by {layout.ep}; use a divisor"
+        )
+    etp, ranks = layout.expert_tp, layout.tp * layout.cp * layout.dp
+    if ranks % (etp * layout.ep):
+        diagnostics.problem(
+            key,
+            f"{ranks} ranks a pipeline stage are no multiple of ep {layout.ep} x etp {etp}; use a smaller one, or"
+            " expert_tensor_parallel_size: 1",
+        )
+    if info.expert_intermediate % etp:
+        diagnostics.problem(
+            "expert_tensor_parallel_size",
+            f"the width of an expert of {info.path.name} ({info.expert_intermediate}) is not divisible by {etp}; use a"
+            " divisor of it",
+        )

@@ -1,0 +1,320 @@
+"""Estimates the memory a rank of each role needs, from the sizes in config.json.
+
+Within some per cent of what is allocated: fragmentation, communication buffers and the engines' own overhead are left
+out, and savings of selective recomputation are not counted.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from roll_opd.config.plan import (
+    CriticPlan,
+    FollowingPlan,
+    Layout,
+    LoraPlan,
+    MegatronPlan,
+    MicroBatchLimits,
+    RolloutPlan,
+    RunPlan,
+    TrainPlan,
+)
+from roll_opd.models.device_phases import Parts as Held
+from roll_opd.models.device_phases import Phase, at_once, members_on_gpus
+from roll_opd.models.model_info import ModelInfo
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+PADDED_TO = 32  # columns a tensor rank: the engine's vocabulary is a multiple of it (`exact.VECTOR`)
+# f32 logits that the head holds at a time on one rank. A GPU reads the output embedding anew for each chunk, and small
+# chunks would be bound by that; on a CPU they stay near its caches
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+JUDGE_SEQUENCES = 64  # that a judge's memory is estimated for
+VLLM_MAX_SEQUENCES = 256  # vLLM's default max_num_seqs
+VLLM_UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization
+GRADIENT_BYTES = 4  # the engine accumulates gradients in fp32
+MOMENT_BYTES = 8  # two fp32 Adam moments a parameter
+MASTER_BYTES = 4  # fp32 master weights where the model itself is not fp32
+COMPUTES = frozenset(Phase) - {Phase.START, Phase.RESTORE, Phase.WEIGHT_SYNC, Phase.CHECKPOINT}
+PASSING = ("activations", "head")  # parts that a role needs only while it computes
+BESIDE_WEIGHTS = ("averages", "teacher_heads")  # parts that come and go with the weights
+
+Parts = dict[str, int]  # name of a part -> bytes a rank
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank of a layout holds of a model."""
+
+    info: ModelInfo
+    layout: Layout
+    has_head: bool = True  # False: a critic, whose head is one column
+    device: str = "cpu"  # or "cuda"
+
+    @property
+    def kv_heads(self) -> float:
+        """Key and value heads of a rank: with more ranks than heads each rank holds a copy of one."""
+        return max(1.0, self.info.kv_heads / self.layout.tp)
+
+    def parameters(self, stage: int) -> tuple[int, int]:
+        """Return the (dense, expert) parameters of a rank of pipeline stage `stage`.
+
+        The first also has the embedding, the last the head, which is a copy of the embedding where the two are tied.
+        Every tensor rank has the whole of a router, and of what makes latent attention's narrow vectors.
+        """
+        info, layout = self.info, self.layout
+        each = info.experts * 3 * info.hidden * info.expert_intermediate
+        experts = min(info.expert_layers * each, info.parameters)
+        embedding = info.vocab * info.hidden
+        number = 1 if info.tied else 2
+        ends = min(embedding * number, info.parameters - experts)
+        copied = info.layers * 2 * info.hidden * info.head_dim * (self.kv_heads * layout.tp - info.kv_heads)
+        plain, routing = self.layers_of(stage)
+        dense = (info.parameters - experts - ends + copied) / layout.pp
+        # layers with experts differ from the others: more of them, or fewer, than are on a stage on average
+        more = routing - info.expert_layers / layout.pp
+        dense += more * info.hidden * (info.experts + 3 * info.shared_intermediate - 3 * info.intermediate)
+        whole = routing * info.experts * info.hidden
+        whole += (plain + routing) * info.hidden * info.latent.narrow if info.latent else 0
+        whole = max(0, min(whole, dense))
+        dense -= whole
+        ends += -info.vocab % (PADDED_TO * layout.tp) * info.hidden * number
+        if layout.pp == 1:
+            dense += ends
+        elif stage == 0 or stage == layout.pp - 1:
+            dense += ends if info.tied else ends // 2
+        if not self.has_head and not info.tied and stage == layout.pp - 1:
+            dense -= ends // 2
+        share = routing / info.expert_layers if info.expert_layers else 0
+        return int(dense / layout.tp + whole), int(experts * share / (layout.ep * layout.expert_tp))
+
+    def layers_of(self, stage: int) -> tuple[float, float]:
+        """Return how many layers (without, with experts) a stage has; the mean where stages are not equal."""
+        info, pp = self.info, self.layout.pp
+        chunks = pp * (self.layout.vpp or 1)
+        if info.layers % chunks:
+            return (info.layers - info.expert_layers) / pp, info.expert_layers / pp
+        each = info.layers // chunks
+        mine = [has for number, has in enumerate(info.has_experts) if number // each % pp == stage]
+        return mine.count(False), sum(mine)
+
+    def adapter_parameters(self, lora: LoraPlan) -> int:
+        """Return the parameters of a rank's adapters; of each pair one matrix is cut as its layer is."""
+        info, tp = self.info, self.layout.tp
+        queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
+        outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        outputs |= dict.fromkeys(("gate_proj", "up_proj"), info.intermediate)
+        inputs = {"o_proj": queries, "down_proj": info.intermediate}
+        columns = sum(info.hidden + outputs[name] // tp for name in lora.targets if name in outputs)
+        rows = sum(inputs[name] // tp + info.hidden for name in lora.targets if name in inputs)
+        return int(lora.rank * (columns + rows) * info.layers / self.layout.pp)
+
+    def layer_elements(self) -> float:
+        """Return the elements a token that one layer keeps for its backward pass on a rank, averaged over layers.
+
+        With flash attention and a fused SwiGLU these are: both norms' inputs and outputs (4 hidden), queries and keys
+        before and after rotation, values and the attention's output (3 a side), the MLP's two projections and their
+        product (3 widths). Of a mixture of experts each token comes to `experts_per_token` experts, with its hidden
+        state. After Korthikanti et al. 2022, section 4, with widths that need not be multiples of hidden.
+        """
+        info, layout = self.info, self.layout
+        sequence = layout.tp if layout.sequence_parallel else 1
+        heads = 3 * info.head_dim * (info.heads / layout.tp + self.kv_heads)
+        dense = 3 * info.intermediate / layout.tp
+        routed = info.experts_per_token * layout.expert_tp / layout.tp
+        experts = routed * (info.hidden + 3 * info.expert_intermediate / layout.expert_tp)
+        experts += 3 * info.shared_intermediate / layout.tp
+        if latent := info.latent:  # queries and keys twice, what keys and values are cut from, values, the output
+            heads = (4 * info.head_dim + latent.plain + 3 * latent.value) * info.heads / layout.tp
+            heads += 2 * latent.narrow / sequence
+        mlp = (info.expert_layers * experts + (info.layers - info.expert_layers) * dense) / info.layers
+        return 4 * info.hidden / sequence + heads + mlp
+
+    def kept_elements(self, stage: int, args: Mapping[str, object], micro_batches: int) -> float:
+        """Return the elements a token of all layers that a stage keeps at its fullest, for its micro-batches under way.
+
+        `args` are Megatron's recompute options. 1F1B: pp - stage micro-batches are under way; interleaved stages
+        keep more (Narayanan et al. 2021). With full recomputation a layer keeps its input, and one is at work.
+        """
+        info, layout = self.info, self.layout
+        layers, chunks = info.layers / layout.pp, layout.vpp or 1
+        warm = layout.pp - stage if chunks == 1 else 2 * (layout.pp - stage - 1) + (chunks - 1) * layout.pp + 1
+        under_way = min(warm / chunks, micro_batches)
+        layer = self.layer_elements()
+        if args.get("recompute_granularity") != "full":
+            return under_way * layers * layer
+        several = args.get("recompute_num_layers")
+        number = min(several if isinstance(several, int) else 1, layers)
+        kept = info.hidden / (layout.tp if layout.sequence_parallel else 1)
+        if args.get("recompute_method") == "block":
+            return under_way * (number * kept + (layers - number) * layer) + layer
+        return under_way * layers / number * kept + number * layer
+
+
+def shard_of(info: ModelInfo, role: MegatronPlan, device: str = "cpu") -> Shard:
+    """Return what a rank of `role` holds of its model."""
+    return Shard(info, role.layout, not isinstance(role, CriticPlan), device)
+
+
+def estimate_memory(plan: RunPlan, models: Mapping[str, ModelInfo], longest: int) -> dict[str, tuple[Parts, ...]]:
+    """Return role name -> {part: bytes a rank} of each pipeline stage.
+
+    `longest` are the tokens of the longest sequence. Inference roles have one stage.
+    """
+    found: dict[str, tuple[Parts, ...]] = {}
+    response = plan.rollout.sampling.max_new_tokens if plan.rollout else 0
+    longer = {t.worker.name: t.context.prompt_length + response for t in plan.teachers if t.context}
+    for name, role in plan.megatron_roles().items():
+        if plan.is_base(role):
+            continue  # the student has its weights, and computes for it
+        shard = shard_of(models[name], role, "cuda" if plan.device_memory_gb else "cpu")
+        found[name] = tuple(
+            train_memory(shard, role, longest, stage)
+            if isinstance(role, TrainPlan)
+            else logprob_memory(shard, role, longer.get(name, longest), stage)
+            for stage in range(role.layout.pp)
+        )
+    for name, engines in plan.inference_roles().items():
+        sequences = -(-plan.sequences_per_step // engines.engines) if engines is plan.rollout else JUDGE_SEQUENCES
+        found[name] = (rollout_memory(models[name], engines, sequences),)
+    if plan.objective.opd_objective == "full":
+        vocabulary = models[plan.student.name].vocab // plan.student.layout.tp
+        found[plan.student.name][-1]["teacher_heads"] = sum(
+            models[teacher.worker.name].hidden * vocabulary * BYTES[teacher.worker.model.dtype]
+            for teacher in plan.teachers
+        )
+    return found
+
+
+def train_memory(shard: Shard, plan: TrainPlan, longest: int, stage: int) -> Parts:
+    """Return the bytes that a training rank of a stage needs.
+
+    weights = p * bytes; gradients = 4p; optimizer = (8 + 4 if not fp32) * p, divided by dp * cp with the distributed
+    optimizer, of experts by dp * cp * tp / (expert_tp * ep); activations and the head's as `Shard` says. With LoRA, p
+    of gradients and optimizer are the adapters' alone.
+    """
+    layout, size = plan.layout, BYTES[plan.model.dtype]
+    dense, experts = shard.parameters(stage)
+    state = MOMENT_BYTES + (0 if plan.model.dtype == "fp32" else MASTER_BYTES)
+    copies, expert_copies = layout.dp * layout.cp, layout.dp * layout.cp * layout.tp / (layout.expert_tp * layout.ep)
+    if not plan.optimizer.use_distributed_optimizer:
+        copies, expert_copies = 1, 1
+    micro_batches = max(1, plan.mini_batch_sequences // layout.dp)
+    tokens = _tokens(plan.train_limits, longest, layout)
+    weights, adapters = dense + experts, shard.adapter_parameters(plan.lora) if plan.lora else 0
+    if plan.lora:
+        dense, experts = adapters, 0
+    return {
+        "weights": (weights + adapters) * size,
+        "gradients": (dense + experts) * GRADIENT_BYTES,
+        "optimizer": int(state * (dense / copies + experts / expert_copies)),
+        "activations": int(tokens * shard.kept_elements(stage, plan.megatron_args, micro_batches) * size),
+        **_head(shard, tokens, size, stage),
+    }
+
+
+def logprob_memory(shard: Shard, role: MegatronPlan, longest: int, stage: int) -> Parts:
+    """Return the bytes that a rank of a model that does not learn needs: weights, one layer's activations, the head's.
+
+    Of one that averages weights, the averages in fp32 too, where it computes in another precision.
+    """
+    size = BYTES[role.model.dtype]
+    tokens = _tokens(role.forward_limits, longest, role.layout)
+    averages = isinstance(role, FollowingPlan) and role.decay and role.model.dtype != "fp32"
+    return {
+        "weights": sum(shard.parameters(stage)) * size,
+        **({"averages": sum(shard.parameters(stage)) * MASTER_BYTES} if averages else {}),
+        "activations": int(tokens * shard.layer_elements() * size),
+        **_head(shard, tokens, size, stage),
+    }
+
+
+def _tokens(limits: MicroBatchLimits, longest: int, layout: Layout) -> int:
+    return (limits.tokens or (limits.sequences or 1) * longest) // layout.cp
+
+
+def _head(shard: Shard, tokens: int, size: int, stage: int) -> Parts:
+    """Return what the last stage holds at its head: hidden states before and after the norm, a chunk of logits."""
+    if stage != shard.layout.pp - 1:
+        return {}
+    logits = min(CHUNK_BYTES[shard.device], 4 * tokens * shard.info.vocab // shard.layout.tp) if shard.has_head else 0
+    return {"head": 2 * tokens * shard.info.hidden * size + logits}
+
+
+def rollout_memory(info: ModelInfo, engines: RolloutPlan, sequences: int) -> Parts:
+    """Return the bytes an inference rank needs: weights, and keys and values of `sequences` full-length sequences.
+
+    kv_cache = 2 * layers * (kv_heads of the rank) * head_dim * bytes * tokens, with latent attention layers *
+    (kv_lora_rank + qk_rope_head_dim) * bytes * tokens. vLLM takes what gpu_memory_utilization
+    allows and queues what does not fit; this is what it would need to run all of them at once.
+    """
+    size, shard = BYTES[engines.model.dtype], Shard(info, Layout(tp=engines.tp))
+    tokens = engines.max_model_len * min(sequences, VLLM_MAX_SEQUENCES)
+    cache = info.cached_elements(engines.tp) * size * tokens
+    return {"weights": sum(shard.parameters(0)) * size, "kv_cache": int(cache)}
+
+
+def fullest(stages: tuple[Mapping[str, int], ...]) -> Mapping[str, int]:
+    """Return the parts of the stage that needs most."""
+    return max(stages, key=lambda parts: sum(parts.values()), default={})
+
+
+def device_memory(plan: RunPlan, device_bytes: int | None = None, *, computing: bool = True) -> dict[int, int]:
+    """Return device -> bytes that its roles need together.
+
+    Weights, optimizer and caches of all roles stay; of activations there are those of one role at a time, and none
+    without `computing`. An engine on a device of known size takes the share of it that gpu_memory_utilization says.
+    Roles that take turns have there what `phases.at_once` says, in the phase that needs most; judges and auxiliary
+    models stay.
+    """
+    stays: dict[int, int] = {}
+    turns = {member.name: member for member in members_on_gpus(plan)}
+    in_turn: dict[int, dict[str, dict[str, int]]] = {}  # device -> member -> its parts
+    passes: dict[int, int] = {}
+    for name, role in plan.roles().items():
+        if isinstance(role, MegatronPlan) and plan.serving(role).name != name:
+            continue  # another role's processes compute for it
+        for device, parts in _of_devices(role, plan.memory[name]):
+            passing = sum(parts.get(part, 0) for part in PASSING)
+            staying = sum(parts.values()) - passing
+            if name in turns:
+                own = dict(parts)
+                if device_bytes and isinstance(role, RolloutPlan):
+                    whole = role.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION) * device_bytes
+                    own["kv_cache"] = max(0, int(whole) - own["weights"])
+                in_turn.setdefault(device, {})[name] = own
+                continue
+            if device_bytes and isinstance(role, RolloutPlan):
+                staying = int(role.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION) * device_bytes)
+            stays[device] = stays.get(device, 0) + staying
+            passes[device] = max(passes.get(device, 0), passing)
+    needs = {device: stays[device] + computing * passes[device] for device in stays}
+    for device, members in in_turn.items():
+        here = [turns[name] for name in members]
+        most = max(
+            sum(_held(members[name], held, computing and phase in COMPUTES) for name, held in by_name.items())
+            for phase, by_name in at_once(here)
+        )
+        needs[device] = needs.get(device, 0) + most
+    return {device: needs[device] for device in sorted(needs)}
+
+
+def _held(parts: Mapping[str, int], held: Held, computes: bool) -> int:
+    """Return the bytes of a member's parts: what it holds, and what passes where it `computes`."""
+    names = {str(part) for part in held} | set(BESIDE_WEIGHTS) | (set(PASSING) if computes else set())
+    return sum(size for name, size in parts.items() if name in names)
+
+
+def _of_devices(
+    role: MegatronPlan | RolloutPlan, stages: tuple[Mapping[str, int], ...]
+) -> Iterator[tuple[int, Mapping[str, int]]]:
+    """Yield each device of a role with the parts of its rank; stages are consecutive blocks of ranks."""
+    for rank, device in enumerate(role.devices):
+        yield device, stages[rank * len(stages) // len(role.devices)]
+
+
+def readable_bytes(size: float) -> str:
+    """Write a number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

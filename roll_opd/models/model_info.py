@@ -1,0 +1,297 @@
+"""What a Hugging Face model directory says about itself: sizes, positions, weights. JSON only, no torch.
+
+Parameter counts come from the headers of the safetensors files, which say every tensor's shape; where the
+weights are not on this machine, from the sizes in config.json.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from roll_opd.base.failures import os_sentence
+from roll_opd.base.paths import PathError, find_path, hub_hint, places
+from roll_opd.models.find_weights import stored_tensors, weight_files
+from roll_opd.models.json_files import ModelFilesError as ModelFilesError
+from roll_opd.models.json_files import read_json as read_json
+from roll_opd.models.safetensors_headers import StoredTensor as StoredTensor
+
+# model_type in config.json -> whether the Megatron engine runs it; a run of the others can be planned, not started
+MODEL_TYPES = {
+    "llama": True,
+    "mistral": True,
+    "qwen2": True,
+    "qwen2_moe": True,
+    "qwen3": True,
+    "qwen3_moe": True,
+    "qwen3_next": False,
+    "mixtral": True,
+    "deepseek_v2": True,
+    "deepseek_v3": True,
+    "glm4_moe": False,
+}
+DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call the number of experts
+RUN = tuple(name for name, runs in MODEL_TYPES.items() if runs)
+LARGEST_SIZE = 2**31 - 1  # of a number in config.json: what engines keep shapes in
+FINGERPRINT_PIECES = 16
+FINGERPRINT_BYTES = 65_536
+
+
+@dataclass(frozen=True)
+class LatentInfo:
+    """Widths of multi-head latent attention."""
+
+    query_rank: int  # 0: queries are made from hidden states
+    rank: int
+    plain: int  # of a query or key, what is not rotated
+    rotated: int
+    value: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token and layer that an inference engine keeps, for all heads together."""
+        return self.rank + self.rotated
+
+    @property
+    def narrow(self) -> int:
+        """What is made from hidden states and is the same for all heads."""
+        return self.query_rank + self.rank + self.rotated
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Sizes of a decoder-only model, from config.json and the weight headers."""
+
+    path: Path
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    intermediate: int
+    vocab: int
+    max_positions: int
+    experts: int  # 0: dense
+    expert_intermediate: int  # MLP width of one expert
+    experts_per_token: int
+    shared_intermediate: int  # MLP width of the experts that see every token; 0: none
+    has_experts: tuple[bool, ...]  # of each layer; the others are dense
+    tied: bool  # the head is the embedding
+    parameters: int
+    weight_files: tuple[Path, ...]  # empty: config.json only
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)  # of the weight files, by name
+    latent: LatentInfo | None = None  # None: keys and values are made from hidden states
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts)
+
+    def cached_elements(self, tp: int) -> float:
+        """Return what an inference rank of `tp` keeps of a token: more ranks than key/value heads have copies."""
+        if self.latent:
+            return self.layers * self.latent.cached
+        return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim
+
+
+def find_model(text: str) -> Path:
+    """Return the local directory of a model: a path, or a Hub name that has already been downloaded.
+
+    Raises ModelFilesError if there is none; nothing is ever downloaded.
+    """
+    try:
+        found = find_path(text) or _in_hub_cache(text)
+        is_file = found is not None and not found.is_dir()
+    except PathError as error:
+        raise ModelFilesError(f"{error} (a model is the path of a local Hugging Face model directory)") from None
+    except OSError as error:
+        raise ModelFilesError(os_sentence(error)) from None
+    if found is None:
+        hint = hub_hint(text)
+        raise ModelFilesError(
+            f"model {text!r} not found: no such directory from {places()}, and not in the Hugging Face cache; give the"
+            f" path of a local Hugging Face model directory{f', or {hint}' if hint else ''}"
+        )
+    if is_file:
+        raise ModelFilesError(f"model {text!r} is a file; give the directory with config.json and the weights")
+    return found
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    home = Path(os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface")))
+    repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot.resolve() if snapshot.is_dir() else None
+
+
+def read_model(path: Path) -> ModelInfo:
+    """Return what is known of the model in directory `path`. Raises ModelFilesError."""
+    try:
+        if not (path / "config.json").is_file():
+            raise ModelFilesError(f"{path} has no config.json; {_in_its_place(path)}")
+    except OSError as error:
+        raise ModelFilesError(os_sentence(error)) from None
+    config = read_json(path / "config.json")
+    model_type = str(config.get("model_type", ""))
+    if is_vision_config(config):
+        raise ModelFilesError(
+            f"{path} is a vision-language model ({model_type}); only text models can be distilled here"
+        )
+    if model_type not in MODEL_TYPES:
+        raise ModelFilesError(
+            f"{path} has model_type {model_type!r}, which is not supported; supported: {', '.join(RUN)}"
+            f" ({', '.join(name for name in MODEL_TYPES if name not in RUN)} can be planned, not run)"
+        )
+    try:
+        return _info(path, model_type, config)
+    except ModelFilesError as error:
+        raise ModelFilesError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ModelFilesError(os_sentence(error)) from None
+
+
+def _in_its_place(path: Path) -> str:
+    """Return a description of a directory without config.json: an adapter, or no model."""
+    if not (path / "adapter_config.json").is_file():
+        return "it is not a Hugging Face model directory"
+    base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+    return (
+        f"it is an adapter of {base}; merge it (peft's merge_and_unload, then save_pretrained, also of the tokenizer)"
+        " and use the merged directory"
+    )
+
+
+def is_vision_config(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a vision-language or video model."""
+    kind = str(config.get("model_type", ""))
+    return "vision_config" in config or "text_config" in config or kind.endswith(("_vl", "_vl_moe", "_omni"))
+
+
+def _info(path: Path, model_type: str, config: dict[str, Any]) -> ModelInfo:
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), dict | None):
+            raise ModelFilesError(f"{name} in config.json should be an object, got {config[name]!r}")
+    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, "intermediate_size")
+    experts = _size(config, *EXPERT_COUNTS, default=0)
+    expert_intermediate = _size(config, "moe_intermediate_size", default=intermediate)
+    shared = _size(config, "n_shared_experts", default=0) * expert_intermediate
+    weights = weight_files(path)
+    tensors = stored_tensors(path, weights)
+    latent = _latent(config) if model_type in DEEPSEEK_TYPES else None
+    info = ModelInfo(
+        path=path,
+        model_type=model_type,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_size(config, "num_key_value_heads", default=heads),
+        head_dim=latent.plain + latent.rotated if latent else _size(config, "head_dim", default=hidden // heads),
+        intermediate=intermediate,
+        vocab=_size(config, "vocab_size"),
+        max_positions=_size(config, "max_position_embeddings"),
+        experts=experts,
+        expert_intermediate=expert_intermediate,
+        experts_per_token=_size(config, "num_experts_per_tok", default=1) if experts else 0,
+        shared_intermediate=_size(config, "shared_expert_intermediate_size", default=shared) if experts else 0,
+        has_experts=layers_with_experts(config, layers, experts),
+        tied=bool(config.get("tie_word_embeddings")),
+        parameters=sum(math.prod(tensor.shape) for name, tensor in tensors.items() if not _is_behind(name, layers)),
+        weight_files=weights,
+        tensors=tensors,
+        latent=latent,
+    )
+    return info if weights else replace(info, parameters=_parameters_by_size(info))
+
+
+def _latent(config: dict[str, Any]) -> LatentInfo:
+    return LatentInfo(
+        query_rank=_size(config, "q_lora_rank", default=0),
+        rank=_size(config, "kv_lora_rank"),
+        plain=_size(config, "qk_nope_head_dim"),
+        rotated=_size(config, "qk_rope_head_dim"),
+        value=_size(config, "v_head_dim"),
+    )
+
+
+def _is_behind(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the last, which predicts further tokens and is not loaded."""
+    parts = name.split(".")
+    return name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= layers
+
+
+def layers_with_experts(config: Mapping[str, Any], layers: int, experts: int) -> tuple[bool, ...]:
+    """Return which layers of a config.json have experts; the others are dense."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    first = config.get("first_k_dense_replace") or 0
+    return tuple(
+        bool(experts) and number not in dense and (number + 1) % step == 0 and number >= first
+        for number in range(layers)
+    )
+
+
+def _parameters_by_size(info: ModelInfo) -> int:
+    """Count the weights of a Llama-like decoder: embeddings, attention, SwiGLU MLPs and norms."""
+    embeddings = info.vocab * info.hidden * (1 if info.tied else 2)
+    attention = 2 * info.hidden * info.head_dim * (info.heads + info.kv_heads)
+    if latent := info.latent:
+        queries, values = info.heads * info.head_dim, info.heads * latent.value
+        attention = info.hidden * (latent.narrow + values) + latent.rank * (info.heads * latent.plain + values)
+        attention += (latent.query_rank or info.hidden) * queries
+    experts = info.experts * (3 * info.expert_intermediate + 1) + 3 * info.shared_intermediate  # and the router
+    mlps = info.expert_layers * experts + (info.layers - info.expert_layers) * 3 * info.intermediate
+    return embeddings + info.layers * (attention + 2 * info.hidden) + mlps * info.hidden + info.hidden
+
+
+def _size(config: dict[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first of `names` that config.json gives as a positive whole number."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ModelFilesError(f"{name} in config.json should be a whole number, got {value!r}")
+        if value > LARGEST_SIZE:
+            raise ModelFilesError(
+                f"{name} in config.json is more than {LARGEST_SIZE}, which no model has; get it again"
+            )
+        if value > 0:
+            return value
+    if default is None:
+        raise ModelFilesError(f"config.json lacks {names[0]!r}")
+    return default
+
+
+def same_weights(one: ModelInfo, other: ModelInfo) -> bool:
+    """Say whether two models hold the same weights: the same files, or the same sizes and sampled content."""
+    if one.path == other.path:
+        return True
+    if not (one.weight_files and other.weight_files):
+        return False
+    sizes = [[file.stat().st_size for file in info.weight_files] for info in (one, other)]
+    if sizes[0] != sizes[1]:
+        return False
+    pairs = zip(one.weight_files, other.weight_files, strict=True)
+    return all(left.samefile(right) or fingerprint(left) == fingerprint(right) for left, right in pairs)
+
+
+def fingerprint(file: Path) -> str:
+    """Return a hash of a file's size and of pieces spread over it: fine-tuned models often share first tensors."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for piece in range(FINGERPRINT_PIECES):
+            stream.seek(max(0, size - FINGERPRINT_BYTES) * piece // (FINGERPRINT_PIECES - 1))
+            digest.update(stream.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,124 @@
+"""Which Hugging Face models the Megatron engine runs, and how; read before anything starts. No torch, no Megatron."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_opd.config.plan import MegatronPlan, TrainPlan
+from roll_opd.models.model_info import DEEPSEEK_TYPES, MODEL_TYPES, RUN, read_json
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DEEPSEEK_ROPE_TYPES = ("default", "yarn")  # vLLM takes every other one for yarn
+# a key of config.json -> the only value whose numerics are proven
+PROVEN_VALUES: dict[str, object] = {
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+# of one model_type alone
+PROVEN_OF_TYPE: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"qkv_bias": True},
+    "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+    "deepseek_v3": {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+    },
+}
+NORMALISED = ("mixtral", "qwen2_moe", "qwen3_moe")  # whose chosen experts may be weighed to a sum of 1
+V2_METHODS = (None, "greedy", "group_limited_greedy")
+_DEPENDS = "what a token is worth would depend on the others of its batch"
+# options of routers -> what they may be (None: not written), and why nothing else
+ROUTERS: dict[str, tuple[tuple[object, ...], str]] = {
+    "moe_router_load_balancing_type": ((None, "none", "aux_loss"), "packs hold several sequences; use aux_loss"),
+    "moe_expert_capacity_factor": ((None,), _DEPENDS),
+    "moe_pad_expert_input_to_capacity": ((None, False), _DEPENDS),
+    "moe_input_jitter_eps": ((None,), "log-probs would be random"),
+    "moe_router_fusion": ((None, False), "experts would be chosen by another kernel, without replay"),
+    "moe_router_force_load_balancing": ((None, False), "it is for benchmarks"),
+}
+
+
+def not_yet(role: MegatronPlan) -> list[str]:
+    """Return a sentence for each thing about a role that the engine cannot run yet."""
+    sentences = unsupported(Path(role.model.path))
+    sentences += [
+        f"{key} {value!r} is not available: {why}"
+        for key, (allowed, why) in ROUTERS.items()
+        if (value := role.megatron_args.get(key)) not in allowed
+    ]
+    model_type = read_json(Path(role.model.path) / "config.json").get("model_type")
+    if isinstance(role, TrainPlan) and role.lora and model_type in DEEPSEEK_TYPES:
+        sentences.append(f"adapters (LoRA) of models of type {model_type} are not available; train all weights")
+    if role.megatron_args.get("moe_router_bias_update_rate") and model_type != "deepseek_v3":
+        sentences.append(
+            "moe_router_bias_update_rate moves the biases of routers, which models of type deepseek_v3 alone have;"
+            " remove it"
+        )
+    if isinstance(role, TrainPlan) and role.model.dtype == "fp16":
+        sentences.append("training in fp16 is not available; use bf16 or fp32")
+    return [f"{role.name}: {sentence}" for sentence in sentences]
+
+
+def unsupported(path: Path) -> list[str]:
+    """Return a sentence for each thing about the model in `path` that the engine cannot run yet."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    model_type = config.get("model_type")
+    if not MODEL_TYPES.get(model_type):
+        return [f"models of type {model_type} are not available yet; use one of {', '.join(RUN)}"]
+    sentences = [
+        f"{path.name}: {key}={config[key]!r} in config.json is not available yet (expected {proven!r})"
+        for key, proven in (PROVEN_VALUES | PROVEN_OF_TYPE.get(str(model_type), {})).items()
+        if config.get(key) not in (None, proven)
+    ]
+    for part in (_of_weights, _of_attention, _of_experts):
+        sentences += [f"{path.name}: {sentence}" for sentence in part(config)]
+    if model_type in DEEPSEEK_TYPES:
+        sentences += [f"{path.name}: {sentence}" for sentence in _of_deepseek(config)]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        return [*sentences, f"{path.name}: rope_parameters in config.json should be a mapping; get the file again"]
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    rope_types = DEEPSEEK_ROPE_TYPES if model_type in DEEPSEEK_TYPES else ROPE_TYPES
+    if rope_type not in rope_types:
+        known = ", ".join(rope_types)
+        sentences.append(f"{path.name}: rope type {rope_type!r} in config.json is not available yet; {known} are")
+    return sentences
+
+
+def _of_attention(config: Mapping[str, Any]) -> Iterator[str]:
+    if config["model_type"] == "mistral" and "sliding_window" not in config:
+        yield "sliding_window is not in config.json, which then means 4096; write null if the model has none"
+    kinds = config.get("layer_types")
+    other = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else []
+    if other:
+        yield f"layers of the types {', '.join(other)} (layer_types in config.json) are not available yet"
+
+
+def _of_experts(config: Mapping[str, Any]) -> Iterator[str]:
+    is_normalised = config.get("norm_topk_prob", config["model_type"] == "mixtral")
+    if config["model_type"] in NORMALISED and is_normalised and config.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok=1 in config.json is not available: its router, which always says 1, cannot learn"
+
+
+def _of_weights(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("quantization_config"):
+        yield (
+            "quantised weights (quantization_config in config.json) are not available; give the release in bf16 or fp16"
+        )
+
+
+def _of_deepseek(config: Mapping[str, Any]) -> Iterator[str]:
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        yield f"num_key_value_heads={kv_heads!r} in config.json is not available yet (expected {heads}, one a head)"
+    if config["model_type"] == "deepseek_v3" and config.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok=1 in config.json is not available yet: one expert is not weighed as several are"
+    if config["model_type"] == "deepseek_v2" and config.get("topk_method") not in V2_METHODS:
+        known = " or ".join(map(repr, V2_METHODS[1:]))
+        yield f"topk_method={config['topk_method']!r} in config.json is not available yet (expected {known})"

@@ -1,0 +1,249 @@
+"""Compares two tokenizers by the content of their files, and reads how many ids they use.
+
+A teacher is given token ids, not texts. So what counts is that every id that the student can write is the same token to
+both; how either of them cuts a text, which special tokens it puts around one and which template it has for a
+conversation are the student's business alone, and worth a warning. Names and paths say nothing about any of that; the
+files do.
+"""
+
+import hashlib
+import operator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from roll_opd.base.failures import os_sentence
+from roll_opd.models.json_files import ModelFilesError, is_pointer, pointer_sentence, read_json
+
+# steps of tokenizer.json besides its model; each changes which ids a text becomes
+PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+# keys of tokenizer_config.json that change ids, in the order of their weight
+SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token", "add_bos_token", "add_eos_token", "add_prefix_space")
+OTHER_FORMATS = ("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
+
+
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError)
+
+
+@dataclass(frozen=True)
+class TokenizerComparison:
+    """What is not the same in the tokenizers of a student and of a model that reads its tokens."""
+
+    conflict: str | None = None  # an id that the student can write is another token, or none, in the other; in words
+    differences: tuple[str, ...] = ()  # everything else, in words
+    only_student: int = 0  # ids of tokens that the other tokenizer does not have
+    only_other: int = 0
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Say whether a model directory has tokenizer files."""
+    return any((path / name).is_file() for name in ("tokenizer.json", *OTHER_FORMATS))
+
+
+def largest_token_id(path: Path) -> int | None:
+    """Return the largest id in tokenizer.json, or None if the model has no such file.
+
+    Raises ModelFilesError if the file cannot be read or is not in the form of the `tokenizers` library, and
+    for a tokenizer file that is a git-LFS pointer.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        for other in (path / name for name in OTHER_FORMATS):
+            if other.is_file() and is_pointer(other):
+                raise ModelFilesError(pointer_sentence(other))
+        return None
+    content = read_json(file)
+    try:
+        added = [token["id"] for token in content.get("added_tokens") or []]
+        return max(map(operator.index, [*_vocabulary(content).values(), *added]), default=None)
+    except MALFORMED:
+        raise ModelFilesError(f"{file} is not in the form of the tokenizers library") from None
+
+
+def added_ids(path: Path) -> frozenset[int]:
+    """Return the ids of tokens that tokenizer.json adds to the vocabulary, such as those of a template."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return frozenset()
+    return frozenset(int(token["id"]) for token in read_json(file).get("added_tokens") or [])
+
+
+def compare_tokenizers(student: Path, other: Path, name: str = "teacher") -> TokenizerComparison:
+    """Return what differs between the student's tokenizer and that of `other`, which the sentences call `name`.
+
+    Raises ModelFilesError if some of the files cannot be read.
+    """
+    if student == other:
+        return TokenizerComparison()
+    try:
+        comparison = _compare_ids(student, other, name)
+        further = (
+            _settings_difference(_settings(student), _settings(other), name),
+            _ends_difference(_ends(student), _ends(other), name),
+            _template_difference(chat_template_of(student), chat_template_of(other), name),
+        )
+        return replace(comparison, differences=(*comparison.differences, *filter(None, further)))
+    except OSError as error:
+        raise ModelFilesError(os_sentence(error)) from None
+    except MALFORMED:
+        raise ModelFilesError(f"a tokenizer file of {student} or {other} is not in a known form") from None
+
+
+def _compare_ids(student: Path, other: Path, name: str) -> TokenizerComparison:
+    files = [path / "tokenizer.json" for path in (student, other)]
+    if all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+        return TokenizerComparison()
+    mine, theirs = tokens_by_id(student), tokens_by_id(other)
+    if mine is None or theirs is None:
+        unlike = [file for file in OTHER_FORMATS if _digest(student / file) != _digest(other / file)]
+        if mine == theirs and not unlike:
+            return TokenizerComparison()
+        what = unlike[0] if unlike else "tokenizer.json"
+        return TokenizerComparison(f"{what} differs, and ids can be compared one by one only in tokenizer.json")
+    differences = []
+    if new := sorted(theirs.keys() - mine.keys()):
+        many = f"{len(new)} token ids exist" if len(new) > 1 else "one token id exists"
+        differences.append(f"{many} only in the {name}, {_first(new[0], theirs)}")
+    if all(file.is_file() for file in files):
+        differences += _cutting_differences(read_json(files[0]), read_json(files[1]), name)
+    return TokenizerComparison(
+        _id_conflict(mine, theirs, name), tuple(differences), len(mine.keys() - theirs.keys()), len(new)
+    )
+
+
+def _id_conflict(mine: dict[int, str], theirs: dict[int, str], name: str) -> str | None:
+    changed = [number for number in sorted(mine) if mine[number] != theirs.get(number)]
+    if not changed:
+        return None
+    first = changed[0]
+    there = f"{theirs[first]!r} in the {name}" if first in theirs else f"none in the {name}"
+    return f"{len(changed)} of the student's {len(mine)} token ids, {_first(first, mine)} in the student, {there}"
+
+
+def _first(number: int, tokens: dict[int, str]) -> str:
+    return f"the first is id {number}: {tokens[number]!r}"
+
+
+def tokens_by_id(path: Path) -> dict[int, str] | None:
+    """Return id -> token, added ones included; None where no file says it in a form that is read here."""
+    if (path / "tokenizer.json").is_file():
+        content = read_json(path / "tokenizer.json")
+        added = {int(token["id"]): token["content"] for token in content.get("added_tokens") or []}
+        return {number: token for token, number in _vocabulary(content).items()} | added
+    if not (path / "vocab.json").is_file():
+        return None
+    tokens = {number: token for token, number in read_json(path / "vocab.json").items()}
+    if (path / "added_tokens.json").is_file():
+        tokens |= {number: token for token, number in read_json(path / "added_tokens.json").items()}
+    if (path / "tokenizer_config.json").is_file():
+        decoder = read_json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        tokens |= {int(number): token["content"] for number, token in decoder.items()}
+    return tokens
+
+
+def _cutting_differences(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> list[str]:
+    """Return in what the steps differ that cut a text into tokens."""
+    found = [f"{step} differs" for step in PIPELINE if mine.get(step) != theirs.get(step)]
+    return [*filter(None, [_merges_difference(_merges(mine), _merges(theirs), name)]), *found]
+
+
+def _digest(file: Path) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
+    """Return token -> id; unigram models list [token, score] in the order of ids."""
+    vocabulary = content.get("model", {}).get("vocab") or {}
+    if isinstance(vocabulary, list):
+        return {str(item[0]): index for index, item in enumerate(vocabulary)}
+    return vocabulary
+
+
+def _merges(content: dict[str, Any]) -> list[str]:
+    """Return BPE merges as "a b"; newer files write pairs, older ones one string."""
+    merges = content.get("model", {}).get("merges") or []
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+def _merges_difference(mine: list[str], theirs: list[str], name: str) -> str | None:
+    if mine == theirs:
+        return None
+    for index, (left, right) in enumerate(zip(mine, theirs, strict=False)):
+        if left != right:
+            return f"merge {index} is {left!r} in the student, {right!r} in the {name}"
+    return f"the student has {len(mine)} merges, the {name} {len(theirs)}"
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
+    content = read_json(file) if file.is_file() else {}
+    found = {}
+    for name in SPECIAL:
+        value = content.get(name)
+        # false is what a missing switch means, and a token is written as a text or as {"content": text}
+        found[name] = value.get("content") if isinstance(value, dict) else (value or None)
+    return found
+
+
+def _settings_difference(mine: dict[str, Any], theirs: dict[str, Any], name: str) -> str | None:
+    found = [
+        f"{key} is {mine[key]!r} in the student, {theirs[key]!r} in the {name}"
+        for key in SPECIAL
+        if mine[key] != theirs[key]
+    ]
+    return "; ".join(found) or None
+
+
+def _ends(path: Path) -> frozenset[int]:
+    """Return the ids that end an answer: those of generation_config.json, else of config.json; none if neither says."""
+    for file in ("generation_config.json", "config.json"):
+        ids = read_json(path / file).get("eos_token_id") if (path / file).is_file() else None
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+def _ends_difference(mine: frozenset[int], theirs: frozenset[int], name: str) -> str | None:
+    if mine == theirs or not (mine and theirs):
+        return None
+    ids = [" and ".join(map(str, sorted(side))) for side in (mine, theirs)]
+    return f"an answer ends with id {ids[0]} in the student, {ids[1]} in the {name} (generation_config.json)"
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the tokenizer in directory `path` has a chat template."""
+    return bool(chat_template_of(path))
+
+
+def special_tokens(path: Path) -> dict[str, str]:
+    """Return the named special tokens, such as eos_token, for chat templates."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, value in (read_json(path / file) if (path / file).is_file() else {}).items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token, str):
+                found[name] = token
+    return found
+
+
+def chat_template_of(path: Path) -> Any:
+    """Return the chat template of the tokenizer in directory `path` as stored; None without one."""
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (path / name).is_file() and (template := read_json(path / name).get("chat_template")):
+            return template
+    return None
+
+
+def _template_difference(mine: Any, theirs: Any, name: str) -> str | None:
+    if mine == theirs:
+        return None
+    if mine is None or theirs is None:
+        return f"only the {name if mine is None else 'student'} has a chat template"
+    if not (isinstance(mine, str) and isinstance(theirs, str)):
+        return "the chat templates differ"
+    left, right = mine.splitlines(), theirs.splitlines()
+    shared = min(len(left), len(right))
+    line = next((index for index in range(shared) if left[index] != right[index]), shared)
+    return f"the chat templates differ from line {line + 1} on"

@@ -1,0 +1,138 @@
+"""Find the tokens that a chat template writes after an answer, and a model's stop tokens. Without transformers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from roll_opd.models.json_files import ModelFilesError, read_json
+from roll_opd.models.tokenizer_files import chat_template_of, special_tokens, tokens_by_id
+
+_QUESTION, _ANSWER = "roll-opd-question", "roll-opd-answer"
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """Text and special tokens after an answer in a conversation."""
+
+    text: str  # without blanks at both ends; "" for nothing
+    ids: tuple[int, ...]  # of its special tokens, in order; or of the single ordinary token
+    names: tuple[str, ...]  # of these
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """Stop tokens of generation, with their sources in words."""
+
+    ids: frozenset[int]
+    words: str
+
+
+class _Generation(Extension):
+    """The tag {% generation %} of transformers, without effect on the text."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def turn_end(path: Path, template: str | None = None) -> TurnEnd | None:
+    """Return the text and tokens that `template`, by default the tokenizer's own, writes after an answer.
+
+    None if there is no template, if it cannot be rendered or drops the answer, or if the vocabulary cannot be read.
+    """
+    source = chat_template_of(path) if template is None else template
+    if isinstance(source, list):  # several, by name
+        source = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
+    source = source.get("default") if isinstance(source, dict) else source
+    if not isinstance(source, str):
+        return None
+    turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = (
+            _environment()
+            .from_string(source)
+            .render(messages=turns, tools=None, documents=None, add_generation_prompt=False, **special_tokens(path))
+        )
+        known = tokens_by_id(path)
+    except (jinja2.TemplateError, ModelFilesError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return None
+    _, found, behind = text.rpartition(_ANSWER)
+    if not found or known is None:
+        return None
+    return _read(behind, {token: number for number, token in known.items()}, added_tokens(path))
+
+
+def _read(behind: str, tokens: Mapping[str, int], added: Mapping[str, int]) -> TurnEnd:
+    names: list[str] = []
+    place = 0
+    while place < len(behind):
+        here = max((token for token in added if behind.startswith(token, place)), key=len, default="")
+        names += [here] if here else []
+        place += len(here) or 1
+    text = behind.strip()
+    if not names and text in tokens:
+        names = [text]
+    return TurnEnd(text, tuple(added.get(name, tokens.get(name, -1)) for name in names), tuple(names))
+
+
+def added_tokens(path: Path) -> dict[str, int]:
+    """Return a tokenizer's added tokens -> id, such as those of chat templates."""
+    found: dict[str, int] = {}
+    if (path / "tokenizer.json").is_file():
+        added = read_json(path / "tokenizer.json").get("added_tokens") or []
+        found |= {str(token["content"]): int(token["id"]) for token in added}
+    if (path / "tokenizer_config.json").is_file():
+        decoder = read_json(path / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        found |= {str(token["content"]): int(number) for number, token in decoder.items()}
+    return {token: number for token, number in found.items() if token.strip()}
+
+
+def stop_tokens(path: Path, engine_args: Mapping[str, Any]) -> StopTokens:
+    """Return the stop tokens of an engine with `engine_args`, as in vLLM.
+
+    These are the tokenizer's eos_token and the eos_token_id of generation_config.json, or of config.json if that file
+    does not exist.
+    """
+    ids: set[int] = set()
+    words: list[str] = []
+    tokens = {token: number for number, token in (tokens_by_id(path) or {}).items()}
+    if (eos := special_tokens(path).get("eos_token")) in tokens:
+        ids.add(tokens[eos])
+        words.append(f"eos_token {eos} ({tokens[eos]}) of the tokenizer")
+    files = [name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
+    given = engine_args.get("override_generation_config") or {}
+    sources = [("override_generation_config", given.get("eos_token_id"))]
+    if files and engine_args.get("generation_config") in (None, "auto"):
+        sources.append((files[0], read_json(path / files[0]).get("eos_token_id")))
+    for name, value in sources:
+        if found := [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]:
+            ids.update(found)
+            words.append(f"eos_token_id {', '.join(map(str, found))} of {name}")
+    return StopTokens(frozenset(ids), " and ".join(words) or "no token at all")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return transformers' jinja2 environment for chat templates."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda text: text}
+    return environment

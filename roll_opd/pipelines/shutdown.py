@@ -1,0 +1,162 @@
+"""How a run ends before its last step: what SIGTERM, Ctrl-C and a lost host leave, and how to go on from there."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from roll_opd.base.command_line import FAILED
+from roll_opd.base.run_errors import Interrupted, RunError, Terminated
+from roll_opd.base.terminal import tell
+from roll_opd.pipelines.checkpoints import Checkpoints
+
+LOST_SECONDS = 15.0  # for a run to end that has lost a part of its cluster
+SAME_SECONDS = 10.0  # in which the same SIGTERM comes from every host of a run
+
+
+class Ending:
+    """Turns SIGTERM into the end of the run: of its step, with a checkpoint, where that does not take too long."""
+
+    def __init__(self, checkpoints: Checkpoints, grace_seconds: float, say: Callable[[str], None]) -> None:
+        """`grace_seconds`: how long the step may still take; `say` prints a line."""
+        self._checkpoints, self._grace, self._say = checkpoints, grace_seconds, say
+        self.is_asked_for = False
+        self._asked_at = 0.0
+        self._comes_from_all = False  # SIGTERM, from each host that has got it
+        self.is_training = False  # there are steps, which are worth to be finished
+        self._lost: str | None = None  # why the run cannot go on, although nothing in it has failed yet
+        self._is_over = False
+        self._is_interrupted = False
+
+    @contextmanager
+    def before_the_loop(self) -> Iterator[None]:
+        """End the run at SIGTERM inside the block, but for the time in which `of_the_loop` has taken it over.
+
+        Until `start_up_is_over`, also at Ctrl-C.
+        """
+        if threading.current_thread() is not threading.main_thread():  # Python leaves signals to that
+            yield
+            return
+        before = signal.getsignal(signal.SIGTERM)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+            signal.signal(signal.SIGINT, self._interrupt)
+        self.listen()
+        try:
+            yield
+        except SystemError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # the handler has raised it inside Ray's C code
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            self._leave_interrupts_to_python()
+
+    def start_up_is_over(self) -> None:
+        """Listen again after Ray has started; raise what a signal raised meanwhile, if Ray's code swallowed it."""
+        self._leave_interrupts_to_python()  # asyncio replaces only Python's own handler
+        self.listen()
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        if self.is_asked_for:
+            raise self._terminated()
+
+    def hear_all_hosts(self) -> None:
+        """Take a SIGTERM that follows on another at once for the same one, of another host."""
+        self._comes_from_all = True
+
+    def listen(self) -> None:
+        """Take SIGTERM over, again after a library has."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._stop)
+
+    @contextmanager
+    def of_the_loop(self) -> Iterator[None]:
+        """Take SIGTERM over for the task that is running, inside the block. Terminated where it has ended that."""
+        task, events = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: events.call_soon_threadsafe(self._ask, task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._lost and not self.is_asked_for:
+                raise self._without_a_part() from None
+            if not self.is_asked_for:
+                raise
+            late = f", which the step did not end within {self._grace:g} s of" if self.is_training else ""
+            raise Terminated(f"ended by SIGTERM{late}{self.how_to_go_on()}") from None
+        finally:
+            self._is_over = True
+            self.listen()
+
+    def lose(self, why: str) -> None:
+        """End the run, from any thread, because a part of its cluster is gone, which it might notice much later."""
+        if self._lost is None and not self._is_over:
+            self._lost = why
+            last_resort = threading.Timer(LOST_SECONDS, self._give_up)
+            last_resort.daemon = True
+            last_resort.start()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def saved(self, step: int) -> Terminated:
+        """Return the end of a run that has been saved after `step`."""
+        return Terminated(f"ended by SIGTERM after step {step}{self.how_to_go_on()}")
+
+    def interrupted(self) -> Interrupted:
+        """Return the end of a run by Ctrl-C."""
+        return Interrupted(f"interrupted{self.how_to_go_on()}")
+
+    def how_to_go_on(self) -> str:
+        """Say, after a semicolon, what the run can be resumed from."""
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return "; no checkpoint was written, so there is nothing to go on from"
+        return f"; go on after step {newest[0]} with resume_from_checkpoint=true ({newest[1]})"
+
+    def _without_a_part(self) -> RunError:
+        return RunError(f"{self._lost}{self.how_to_go_on()}")
+
+    def _give_up(self) -> None:
+        tell(f"roll-opd: {self._without_a_part()}", sys.stderr)
+        os._exit(FAILED)
+
+    def _ask(self, task: "asyncio.Task[Any]") -> None:
+        if self._lost:
+            task.cancel()
+            return
+        if self.is_asked_for and self._comes_from_all and time.monotonic() - self._asked_at < SAME_SECONDS:
+            return
+        if self.is_asked_for or not self.is_training:
+            self.is_asked_for = True
+            task.cancel()
+            return
+        self.is_asked_for, self._asked_at = True, time.monotonic()
+        self._say(f"SIGTERM: the run ends with this step and a checkpoint, or in {self._grace:g} s (grace_seconds)")
+        asyncio.get_running_loop().call_later(self._grace, task.cancel)
+
+    def _stop(self, *_: object) -> None:
+        if self.is_asked_for:
+            return  # the run is ending already
+        if self._lost:
+            if self._is_over:
+                return
+            self._is_over = True
+            raise self._without_a_part()
+        self.is_asked_for = True
+        raise self._terminated()
+
+    def _leave_interrupts_to_python(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _interrupt(self, *_: object) -> None:
+        self._is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _terminated(self) -> Terminated:
+        return Terminated(f"ended by SIGTERM{self.how_to_go_on()}")

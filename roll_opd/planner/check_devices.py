@@ -1,0 +1,86 @@
+"""Checks of devices: whether they exist, who shares them, and their memory."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import RunPlan
+from roll_opd.config.schema import Run
+from roll_opd.models.device_phases import members_on_gpus
+from roll_opd.models.memory import device_memory, readable_bytes
+from roll_opd.planner.device_mapping import short_devices
+from roll_opd.planner.roles import Role
+from roll_opd.planner.strategies import OPTIONS
+
+
+def nodes(roles: list[Role], top: Run) -> int:
+    """Return num_nodes, or the nodes that the device mappings reach over where those are more, as ROLL does."""
+    last = max((max(role.strategy.devices) for role in roles if role.strategy.devices), default=0)
+    return max(top.num_nodes or 1, last // top.num_gpus_per_node + 1)
+
+
+def check_devices(roles: list[Role], top: Run) -> None:
+    """Check that devices exist, and that two roles share all, none, or one's all inside the other's."""
+    total = (top.num_nodes or nodes(roles, top)) * top.num_gpus_per_node
+    known = [(role, set(role.strategy.devices)) for role in roles if role.strategy.devices]
+    for role, devices in known:
+        if max(devices) >= total:
+            role.tell.block(  # ROLL's own YAML reach beyond their num_nodes; ROLL overwrites it
+                "device_mapping",
+                f"device {max(devices)} does not exist: num_nodes {top.num_nodes} x num_gpus_per_node"
+                f" {top.num_gpus_per_node} gives devices 0 to {total - 1}; raise num_nodes, leave it out"
+                " or change the mapping",
+            )
+        layout = role.strategy.layout
+        if role.job == "rollout" and layout and layout.tp > top.num_gpus_per_node:
+            role.tell.problem(
+                f"{OPTIONS}.tensor_parallel_size",
+                f"an engine of {layout.tp} devices does not fit into one node of {top.num_gpus_per_node};"
+                " use a smaller one",
+            )
+        elif layout and (apart := _apart(role.strategy.devices or (), layout.tp, top.num_gpus_per_node)):
+            where = f"devices {short_devices(apart)} are on several nodes of {top.num_gpus_per_node}"
+            if role.job == "rollout":
+                role.tell.problem("device_mapping", f"an engine's {where}; an engine has to be inside one: change it")
+            else:
+                role.tell.remark(
+                    "device_mapping",
+                    f"{where}, and are one tensor-parallel group, which talks in every layer: slow over a network",
+                )
+    for (one, mine), (other, theirs) in combinations(known, 2):
+        shared = mine & theirs
+        if shared and shared != mine and shared != theirs:
+            here, there, both = (short_devices(sorted(devices)) for devices in (theirs, mine, shared))
+            other.tell.problem(
+                "device_mapping",
+                f"devices {here} and {one.path}'s {there} share only {both}; two roles can take turns on the same"
+                " devices, lie one inside the other or keep apart, but not overlap in part",
+            )
+
+
+def _apart(devices: Sequence[int], tp: int, per_node: int) -> Sequence[int]:
+    """Return the first group of `tp` devices one after another that is not inside a node; empty where all are."""
+    groups = (devices[start : start + tp] for start in range(0, len(devices), tp))
+    return next((group for group in groups if len({device // per_node for device in group}) > 1), ())
+
+
+def check_memory(plan: RunPlan, tell: Diagnostics) -> None:
+    """Refuse devices that cannot hold what stays in their memory; warn of those that activations would fill."""
+    if plan.device_memory_gb is None:
+        return
+    limit = int(plan.device_memory_gb * 2**30)
+    for computing in (False, True):
+        needs = device_memory(plan, limit, computing=computing)
+        full = [device for device, size in needs.items() if size > limit]
+        if full:
+            most = max(full, key=needs.__getitem__)
+            names = " and ".join(name for name, role in plan.roles().items() if most in role.devices)
+            all_there = "even as they take turns" if members_on_gpus(plan) else "all of which stay in memory"
+            what = all_there if computing else "even without what they compute with"
+            text = (
+                f"devices {short_devices(full)} have {plan.device_memory_gb:g} GiB each and need about"
+                f" {readable_bytes(needs[most])} for {names}, {what}; give roles devices of their own, split them"
+                f" further, or lower gpu_memory_utilization{' or the tokens of a micro-batch' if computing else ''}"
+            )
+            return tell.warn(text) if computing else tell.block("device_memory_gb", text)
+    return None

@@ -1,0 +1,98 @@
+"""Check a plan against a machine, before its engines would fail at their start. Without torch.
+
+`roll-opd run` refuses a plan with problems; `roll-opd plan`, which may run on another machine, warns.
+"""
+
+from pathlib import Path
+
+from roll_opd.base import hardware
+from roll_opd.config.plan import RolloutPlan, RunPlan
+from roll_opd.inference import cpu_attention
+from roll_opd.inference.settings import cpu_block, kv_cache_bytes, resolve_engine_args
+from roll_opd.models.model_info import ModelFilesError, read_model
+
+OPTIONS = "strategy_args.strategy_config"
+
+
+def machine_problems(plan: RunPlan, gpus: int) -> list[str]:
+    """Return the problems of a plan on a machine with `gpus` GPUs; for a run that starts its own cluster."""
+    if gpus:
+        if plan.devices_per_node <= gpus:
+            return []
+        return [f"num_gpus_per_node: {plan.devices_per_node} is more than the {gpus} GPUs of this machine; lower it"]
+    return [problem for engine in engines(plan) for problem in _engine_problems(plan, engine)]
+
+
+def warnings_here(plan: RunPlan) -> list[str]:
+    """Return the problems of a plan on this machine; none for a plan for GPUs of another machine."""
+    gpus = hardware.gpus()
+    if not gpus and (hardware.has_gpu_driver() or plan.device_memory_gb is not None):
+        return []
+    changed = None if gpus else other_blocks(plan)
+    return [*machine_problems(plan, gpus), *([changed] if changed else [])]
+
+
+def engines(plan: RunPlan) -> list[RolloutPlan]:
+    """Return all inference engines of a run."""
+    return list(plan.inference_roles().values())
+
+
+def other_blocks(plan: RunPlan) -> str | None:
+    """Return a warning for engines whose configured block size is replaced on CPUs; None without any."""
+    changed = [
+        f"{engine.name}.{OPTIONS}.block_size: {engine.engine_args['block_size']} cannot be computed"
+        f" on a CPU; it is {cpu_block(engine.engine_args)} here"
+        for engine in engines(plan)
+        if engine.engine_args.get("block_size") not in (None, cpu_block(engine.engine_args))
+    ]
+    return "\n".join(changed) or None
+
+
+def _engine_problems(plan: RunPlan, engine: RolloutPlan) -> list[str]:
+    """Return the problems of an engine on CPUs: its options, its KV cache, the head sizes of its models."""
+    if engine.engine_args.get("enable_chunked_prefill"):
+        return [f"{engine.name}.{OPTIONS}.enable_chunked_prefill: breaks seeded sampling on a CPU; remove it"]
+    try:
+        arguments = resolve_engine_args(
+            engine.model,
+            max_model_len=engine.max_model_len,
+            seed=plan.seed,
+            tensor_parallel_size=engine.tp,
+            on_cpu=True,
+            engine_args=engine.engine_args,
+            routes=engine.returns_routes,
+        )
+    except (ValueError, ModelFilesError) as error:
+        return [f"{engine.name}: {error}"]
+    problems = []
+    least = kv_cache_bytes(engine.model, engine.max_model_len, 1, cpu_block(engine.engine_args), engine.tp)
+    if (cache := arguments["kv_cache_memory_bytes"]) is not None and cache < least:
+        problems.append(
+            f"{engine.name}.{OPTIONS}.kv_cache_memory_bytes: {cache} bytes are too few for a sequence of"
+            f" {engine.max_model_len} tokens, which takes {least}; raise or remove it"
+        )
+    paths = {engine.name: engine.model.path}
+    if engine is plan.rollout and plan.validation and plan.validation.measure_teacher:
+        paths |= {teacher.name: teacher.worker.model.path for teacher in plan.teachers}  # in the student's place
+    sentences = {_heads(name, path) for name, path in reversed(paths.items())}
+    return [*problems, *sorted(filter(None, sentences))]
+
+
+def _heads(name: str, path: str) -> str | None:
+    """Return an error for a model whose head size vLLM does not support on CPUs, else None."""
+    info = read_model(Path(path))
+    latent = info.latent
+    known = cpu_attention.head_sizes(*(cpu_attention.LATENT if latent else cpu_attention.PLAIN))
+    size = latent.cached if latent else info.head_dim
+    if not known or size in known:
+        return None
+    sizes = ", ".join(map(str, known))
+    if latent:
+        return (
+            f"{name}: vLLM's latent attention on CPUs supports only kv_lora_rank + qk_rope_head_dim = {sizes}, and"
+            f" {path} has {size}; use another model, or a machine with GPUs"
+        )
+    return (
+        f"{name}: vLLM's attention on CPUs cannot compute heads of size {size} (head_dim of {path}); use a model with"
+        f" one of {sizes}, or a machine with GPUs"
+    )

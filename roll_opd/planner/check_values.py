@@ -1,0 +1,298 @@
+"""Checks of values: lengths, sampling and batches.
+
+Every function takes what it needs and tells the sections what is wrong with them; none raises, none touches the disk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import MicroBatchLimits, RolloutPlan
+from roll_opd.config.schema import GeneratingArgs, Run, Supervised, Top, TrainingArgs, Worker
+from roll_opd.models.memory import VLLM_MAX_SEQUENCES
+from roll_opd.planner.roles import Role, Roles
+from roll_opd.planner.strategies import OPTIONS
+
+SHARE_TOLERANCE = 0.05  # of a row: thirds may be written as 0.333
+MOST_SEQUENCES = 10**7  # of a step: all of them are in the driver's memory at once
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a step of a rollout is; what could not be told is None."""
+
+    n: int  # responses a prompt
+    response: int | None  # tokens of the longest one
+    held_out: int | None  # of the longest one in validation; None: as many
+    mini_batch: int | None  # sequences behind an update of the student
+    critic_mini_batch: int | None
+
+
+def read_sizes(top: Top, roles: Roles, agentic: bool) -> Sizes:
+    """Return lengths and batches, checked against the models and against each other."""
+    args = roles.infer.worker.generating_args if roles.infer else GeneratingArgs()
+    n = _responses_per_prompt(top, args)
+    held_out = _held_out_length(top)
+    response = _response_length(top, args)
+    if roles.infer:
+        _check_sampling(args)
+    if response is not None:
+        _check_lengths(top, roles, args, response, held_out)
+        check_micro_batches(roles.all(), top.prompt_length + response)
+    share = top.expert_data_ratio or 0.0
+    mini = _mini_batch(top, roles.train, n, agentic, share) if roles.train else None
+    critic_mini = _mini_batch(top, roles.critic, n, agentic) if roles.critic else None
+    return Sizes(n, response, held_out, mini, critic_mini)
+
+
+def _responses_per_prompt(top: Top, args: GeneratingArgs) -> int:
+    """Return the group size, or the rollout's num_return_sequences where only that is written."""
+    own, group = args.num_return_sequences, top.num_return_sequences_in_group
+    if own is not None and group is not None and own != group:
+        text = f"{own} contradicts num_return_sequences_in_group {group}; write one of them"
+        args.tell.problem("num_return_sequences", text)
+    return group or own or 1
+
+
+def _response_length(top: Top, args: GeneratingArgs) -> int | None:
+    """Return the tokens a response may have: response_length, or sequence_length less the prompt."""
+    asked, length = args.max_new_tokens, top.response_length
+    if length is None and top.sequence_length is not None:
+        length = top.sequence_length - top.prompt_length
+        if length < 1:
+            top.tell.problem(
+                "sequence_length",
+                f"{top.sequence_length} leaves no room after prompt_length {top.prompt_length}; raise it",
+            )
+            return None
+    length = length or asked
+    if length is None:
+        top.tell.problem("response_length", "is missing; write response_length or sequence_length")
+        return None
+    if top.sequence_length is not None and top.prompt_length + length > top.sequence_length:
+        top.tell.problem(
+            "sequence_length",
+            f"{top.sequence_length} is less than prompt_length {top.prompt_length} + response_length {length};"
+            " raise it or leave it out",
+        )
+    if asked is not None and asked != length:
+        args.tell.say(
+            "max_new_tokens",
+            f"{asked} and the response length {length} differ, and the smaller counts (in ROLL the response length)",
+        )
+    return min(asked or length, length)
+
+
+def _held_out_length(top: Top) -> int | None:
+    """Return the tokens that an answer in validation may have, as written; None: those of a response.
+
+    With val_sequence_length they are what it leaves after val_prompt_length, whatever else is written, as in ROLL.
+    """
+    args = top.validation.generating_args if top.validation else GeneratingArgs()
+    asked, prompt, both = args.max_new_tokens, top.val_prompt_length, top.val_sequence_length
+    if prompt is None and both is None:
+        return asked
+    if prompt is None or both is None:
+        missing = "val_prompt_length" if prompt is None else "val_sequence_length"
+        top.tell.problem(missing, "is missing; write both val_prompt_length and val_sequence_length, or neither")
+        return asked
+    if both <= prompt:
+        top.tell.problem("val_sequence_length", f"{both} leaves no room after val_prompt_length {prompt}; raise it")
+        return asked
+    if asked not in (None, both - prompt):
+        args.tell.say(
+            "max_new_tokens",
+            f"{asked} has no effect beside val_sequence_length, which leaves {both - prompt}, as in ROLL",
+        )
+    return both - prompt
+
+
+def _check_lengths(top: Top, roles: Roles, args: GeneratingArgs, response: int, held_out: int | None) -> None:
+    """Check the tokens of a response, and those of `held_out` answers, against the models and a max_model_len."""
+    infer, key = roles.infer, args.tell.at("max_new_tokens") if args.max_new_tokens else "response_length"
+    its_own = "val_sequence_length" if top.val_sequence_length else "validation.generating_args.max_new_tokens"
+    for new, its_key in ((response, key), (held_out, its_own)):
+        if new:
+            what = f"prompt_length {top.prompt_length} + {new} new tokens"
+            check_positions(top, roles.all(), top.prompt_length + new, what, its_key)
+    needed = top.prompt_length + max(response, held_out or 0)
+    length = infer.strategy.max_model_len if infer else None
+    if infer is None or length is None:
+        return
+    key = f"{OPTIONS}.max_model_len"
+    if length <= top.prompt_length:
+        text = f"{length} leaves no token for the response to a prompt of {top.prompt_length}; leave it out or raise it"
+        infer.tell.problem(key, text)
+    elif length < needed:
+        text = f"cuts sequences of up to {needed} tokens at {length}, as in ROLL: a response has what its prompt leaves"
+        infer.tell.say(key, text)
+    if infer.info is not None and length > infer.info.max_positions:
+        infer.tell.problem(key, f"{length} is more than the model's {infer.info.max_positions} positions; lower it")
+
+
+def check_batched_tokens(engine: RolloutPlan, tell: Diagnostics, on_cpu: bool) -> None:
+    """Check the tokens that vLLM computes at once, as its `SchedulerConfig.verify_max_model_len` does.
+
+    On a CPU engines cut no prompt in two, whatever is written, and have a number of sequences of their own.
+    """
+    key, args, longest = f"{OPTIONS}.max_num_batched_tokens", engine.engine_args, engine.max_model_len
+    tokens, sequences, whole = args.get("max_num_batched_tokens"), args.get("max_num_seqs"), "enable_chunked_prefill"
+    if tokens is None:
+        return
+    if sequences and tokens < sequences:
+        text = f"{tokens} is less than one token for each of the {sequences} sequences of max_num_seqs"
+        tell.problem(key, f"{text} (or max_running_requests), which vLLM refuses; raise it")
+    elif tokens < longest and args.get(whole) is False:
+        text = f"{tokens} cannot hold a sequence of {longest} tokens (max_model_len), and {whole} is false"
+        tell.problem(key, f"{text}, which vLLM refuses; raise it, or remove {whole}")
+    elif on_cpu and tokens < (least := max(longest, 0 if sequences else VLLM_MAX_SEQUENCES)):
+        text = f"{tokens} is less than the {least} that an engine without a GPU needs"
+        tell.block(key, f"{text} (the longest sequence as a whole, and one token for each); raise it or leave it out")
+
+
+def check_positions(top: Run, roles: list[Role], tokens: int, what: str, key: str) -> None:
+    """Check that `tokens` fit into the positions of every model; `what` they are is for the sentence."""
+    models = {role.info.path: role.info for role in roles if role.info}
+    short = [f"{info.path.name} ({info.max_positions})" for info in models.values() if tokens > info.max_positions]
+    if short:
+        top.tell.problem(
+            key,
+            f"{what} is more than the positions of {' and '.join(short)}; lower it"
+            " (max_position_embeddings in the model's config.json says how many there are)",
+        )
+
+
+def _check_sampling(args: GeneratingArgs) -> None:
+    """Check the rollout's sampling: it must sample, and warn where it is not the model's own distribution."""
+    if args.temperature == 0:
+        args.tell.problem("temperature", "0 does not sample: the student would learn from one answer only; use 1")
+    reshaped = {"top_p": args.top_p != 1, "top_k": args.top_k > 0, "repetition_penalty": args.repetition_penalty != 1}
+    names = [f"{name} {getattr(args, name)}" for name in reshaped if reshaped[name]]
+    if names:
+        args.tell.remark(
+            "",
+            f"{', '.join(names)}: rollout log-probs are those of a truncated distribution, the teacher's and"
+            " the training engine's are not; top_p 1, top_k -1, repetition_penalty 1 keep them comparable",
+        )
+
+
+def demonstration_rows(mini_batch: int, share: float) -> int:
+    """Return how many of the sequences of an update are demonstrations."""
+    return round(mini_batch * share)
+
+
+def _per_update(args: TrainingArgs, dp: int) -> tuple[int, str]:
+    """Return what is behind an update of `dp` data-parallel ranks, and the arithmetic of it for a sentence."""
+    device, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    arithmetic = (
+        f"(per_device_train_batch_size {device} x gradient_accumulation_steps {steps} x data-parallel size {dp})"
+    )
+    return device * steps * dp, arithmetic
+
+
+def _mini_batch(top: Top, train: Role, n: int, agentic: bool, share: float = 0.0) -> int | None:
+    """Return the sequences behind one optimizer update, over all data-parallel ranks.
+
+    `share` of them are demonstrations, and the step's samples fill the rest. Agentic runs do not know how many samples
+    their trajectories give, so there a remainder is only a warning.
+    """
+    if train.strategy.layout is None:
+        return None
+    args, dp = train.worker.training_args, train.strategy.layout.dp
+    mini, arithmetic = _per_update(args, dp)
+    sequences = top.rollout_batch_size * n
+    if sequences > MOST_SEQUENCES:
+        top.tell.problem(
+            "rollout_batch_size",
+            f"{top.rollout_batch_size} prompts x {n} responses are more than the {MOST_SEQUENCES:,} sequences that a"
+            " step can hold; lower one of them",
+        )
+        return None
+    given = demonstration_rows(mini, share)
+    if share and not (abs(mini * share - given) <= SHARE_TOLERANCE and 0 < given < mini):
+        top.tell.problem(
+            "expert_data_ratio",
+            f"{share:g} of a mini-batch of {mini} sequences {arithmetic} is {mini * share:g} demonstrations; change"
+            " one of them, so that whole rows of both demonstrations and samples are in it",
+        )
+        return None
+    if agentic and sequences % mini:
+        top.tell.remark(
+            "rollout_batch_size",
+            f"{sequences} trajectories a step are no multiple of the mini-batch of {mini}; the last update of a step is"
+            " smaller",
+        )
+        return min(mini, sequences)
+    if sequences % (mini - given):
+        left = f"the {mini - given} that {given} demonstrations leave in " if given else ""
+        advice = "change one of them" if given else _fitting(sequences, args.per_device_train_batch_size * dp)
+        top.tell.problem(
+            "rollout_batch_size",
+            f"{top.rollout_batch_size} prompts x {n} responses = {sequences} sequences a step are no multiple of"
+            f" {left}{train.path}'s mini-batch of {mini} {arithmetic}; {advice}",
+        )
+        return None
+    return mini
+
+
+def rows_per_step(top: Supervised, train: Role) -> tuple[int, int]:
+    """Return the rows of a step and those behind one optimizer update, of a run over rows with answers."""
+    dp = train.strategy.layout.dp if train.strategy.layout else 1
+    update, arithmetic = _per_update(train.worker.training_args, dp)
+    rows = top.train_batch_size or update
+    if rows % update:
+        top.tell.problem(
+            "train_batch_size",
+            f"{rows} rows a step are no multiple of the {update} of one update {arithmetic}; change one of them, or"
+            " leave train_batch_size out",
+        )
+    return rows, update
+
+
+def _fitting(sequences: int, share: int) -> str:
+    """Say which gradient_accumulation_steps would fit, or what else to change."""
+    if sequences % share:
+        return f"make the sequences a step a multiple of {share}, or change device_mapping"
+    steps = sequences // share
+    divisors = [str(step) for step in range(1, steps + 1) if steps % step == 0]
+    return f"gradient_accumulation_steps could be {', '.join(divisors[-6:])}"
+
+
+def check_micro_batches(roles: Sequence[Role], longest: int, answers: int = 0) -> None:
+    """Check that the longest sequence fits into every micro-batch; `answers` of a row stay together in training."""
+    what = "one sequence of prompt + " + ("answer" if answers else "response")
+    for role in roles:
+        if role.job != "rollout":
+            _check_micro_batch(role.worker, False, longest, what)
+        if role.job == "train":
+            pair = "a pair, which stays together" if answers > 1 else what
+            _check_micro_batch(role.worker, True, longest * max(answers, 1), pair)
+
+
+def _check_micro_batch(worker: Worker, training: bool, longest: int, what: str) -> None:
+    key, tokens = _token_limit(worker, training)
+    switch = f"use_dynamic_batching_in_{'train' if training else 'infer'}"
+    if getattr(worker, switch) and not tokens:
+        worker.tell.problem(key, f"is missing; {switch} needs it, write a number of tokens")
+    if tokens and tokens < longest:
+        worker.tell.problem(key, f"{tokens} tokens cannot hold {what} ({longest} tokens); raise it")
+
+
+def _token_limit(worker: Worker, training: bool) -> tuple[str, int | None]:
+    """Return the key that limits micro-batches by tokens, and its value; "" where their sequences are counted."""
+    job = "train" if training else "infer"
+    if getattr(worker, f"use_dynamic_batching_in_{job}"):
+        key = f"max_tokens_per_microbatch_in_{job}"
+        return key, getattr(worker, key)
+    if worker.use_sequence_packing:
+        key = f"max_packed_sequence_length_{'train' if training else 'forward'}"
+        return f"sequence_packing_args.{key}", getattr(worker.sequence_packing_args, key)
+    return "", None
+
+
+def micro_batch(worker: Worker, training: bool) -> MicroBatchLimits:
+    """Return how much goes through at once: tokens with dynamic batching or packing, else sequences."""
+    if tokens := _token_limit(worker, training)[1]:
+        return MicroBatchLimits(tokens=tokens)
+    size = worker.training_args.per_device_train_batch_size if training else worker.infer_batch_size
+    return MicroBatchLimits(sequences=size)

@@ -1,0 +1,273 @@
+"""Runs in environments, from ROLL's sections: what is played, how often, and what a trajectory is compared with.
+
+A group of trajectories is a prompt of which `group_size` responses are sampled, and `environment_workflow` plays them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.paths import PathError
+from roll_opd.base.user_modules import dotted_path
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import DataPlan, ObjectivePlan, ValidationPlan
+from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PURE_ROLES,
+    EnvironmentKeys,
+    EnvironmentsPlayed,
+    GeneratingArgs,
+    Top,
+    changed,
+    settle,
+    shared,
+)
+from roll_opd.environments import check_declared
+from roll_opd.planner.parts import sampling_plan
+from roll_opd.planner.read import Sections
+from roll_opd.workflows.prompt_templates import hides_the_game, template_problems
+from roll_opd.workflows.roll_managers import makes_steps, manager_problem
+
+SECTIONS = ("custom_envs", "train_env_manager", "val_env_manager")
+WORKFLOW = "environment_workflow"
+BY_TAG = ("tags", "inductive")  # groupings that compare all of a tag; state is that of the beginning, so a group
+ASYM_CLIP = (-1.0, 3.0)  # bounds of the method of that name, in RAGEN and earlier versions of ROLL
+WITH_TOOL = ("roll_math", "math_python")
+_PLAYED = "train_env_manager and custom_envs say it"
+_TOLD = "custom_envs.TAG.agent_system_template and agent_template say what the model is told"
+UNREAD = {  # keys of runs over prompts, and what says it here
+    "num_return_sequences_in_group": _PLAYED,
+    "workflow": _PLAYED,
+    "workflow_args": _PLAYED,
+    "workflow_reward": "the game gives the rewards",
+    "workflow_reward_args": "the game gives the rewards",
+    "system_prompt": _TOLD,
+    "reply_prefix": _TOLD,
+    "global_template": _TOLD,
+    "tag_to_template": _TOLD,
+}
+
+
+def is_agentic(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration plays environments; ROLL tells by the script that is started."""
+    return values.get("pure_opd_pipeline_type") == "agentic" or any(values.get(key) for key in SECTIONS)
+
+
+def with_sampling(sections: Sections) -> None:
+    """Let the rollout sample as train_env_manager says, where it says nothing itself, as older files of ROLL's do.
+
+    One response answers a turn, whatever `num_return_sequences` says. Told of sections without an effect, too.
+    """
+    top = sections.top
+    played = top.train_env_manager if isinstance(top, Top) else None
+    if top and sections.rewards:
+        top.tell.remark("rewards", "has no effect in environments: the game gives the rewards")
+    for role in (PURE_ROLES[0], MIXED_ROLES[0]):
+        if (trained := sections.workers.get(role)) and trained.data_args.written:
+            trained.tell.ignore("data_args")
+    name = next((name for name in (PURE_ROLES[1], MIXED_ROLES[1]) if sections.workers.get(name)), None)
+    infer = sections.workers[name] if name else None
+    if name is None or infer is None:
+        return
+    args = infer.generating_args
+    if played and not args.written:
+        args = played.generating_args
+    elif played:
+        _tell_overridden(played.generating_args, args)
+    if args.num_return_sequences not in (None, 1):
+        args.tell.remark("num_return_sequences", "has no effect in environments: write train_env_manager.group_size")
+    sections.workers[name] = changed(infer, {"generating_args": changed(args, {"num_return_sequences": None})})
+
+
+def _tell_overridden(own: GeneratingArgs, args: GeneratingArgs) -> None:
+    """Tell what `train_env_manager.generating_args` say in vain, since the rollout's say something else."""
+    for key in sorted(own.written - {"num_return_sequences"}):
+        mine, said = getattr(own, key), getattr(args, key)
+        if mine != said:
+            own.tell.remark(key, f"{mine} has no effect beside {said} of {args.tell.at(key)}; write it there")
+
+
+def expanded(top: Top, args: GeneratingArgs | None) -> Top:
+    """Return `top` in the words of a run over prompts: groups, responses, lengths, the workflow, what is compared.
+
+    `args` are the rollout's. `rollout_batch_size` counts trajectories, as in ROLL; `max_new_tokens` is what one turn
+    may say, and everything before a turn is its prompt.
+    """
+    played = top.train_env_manager or EnvironmentsPlayed()
+    values: dict[str, Any] = {"num_return_sequences_in_group": played.group_size, "workflow": WORKFLOW}
+    for key, instead in UNREAD.items():
+        if key in top.written:
+            top.tell.remark(key, f"has no effect in environments: {instead}")
+    groups, rest = divmod(top.rollout_batch_size, played.group_size)
+    if rest or not groups:
+        played.tell.problem(
+            "group_size",
+            f"{played.group_size} trajectories a group do not divide rollout_batch_size {top.rollout_batch_size}, which"
+            " counts trajectories; change one of them",
+        )
+    values["rollout_batch_size"] = max(1, groups)
+    values |= _lengths(top, args) | _levels(top)
+    found = {tag: shared(EnvironmentKeys, _environment(top, tag)) for tag in _tags(top)}
+    for tag, environment in found.items():
+        with _environment(top, tag).tell.about("env_type", PathError):
+            environment["env_type"] = dotted_path(environment["env_type"])
+        environment["env_config"] |= _tool(top, tag)
+        penalties = {"format_penalty": played.format_penalty} if played.format_penalty else {}
+        environment["env_config"] = {**penalties, **environment["env_config"]}
+        del environment["tool_wrapper"]
+        if not environment["env_type"]:
+            top.tell.problem(f"custom_envs.{tag}.env_type", "is missing; name the game that is played")
+        _check(environment, _environment(top, tag).tell, bool(top.plugin_dir))
+    values["workflow_args"] = {"environments": found}
+    new = changed(top, values)
+    settle(new, top.tell, top.written | values.keys())
+    return new
+
+
+def _check(environment: Mapping[str, Any], tell: Diagnostics, has_plugins: bool) -> None:
+    """Check how a game is played and told, and what can be known of it before it is made."""
+    if text := manager_problem(environment["env_manager_cls"]):
+        tell.problem("env_manager_cls", text)
+        return  # what templates may say depends on it
+    wrong = list(template_problems(environment))
+    for key, text in wrong:
+        tell.problem(key, text)
+    if not wrong and (field := hides_the_game(environment)):
+        tell.remark("agent_template", f"has no {{{field}}}, so the model never sees the game; write it there")
+    if environment["env_type"]:
+        for text in check_declared(environment["env_type"], environment["env_config"], has_plugins):
+            tell.block("", text)
+
+
+def _tags(top: Top) -> list[str]:
+    """Return the tags that are played, in training or validation; told where one is no environment."""
+    known, found = top.custom_envs or {}, []
+    for played in (top.train_env_manager, top.val_env_manager):
+        if played is None:
+            continue
+        for tag in played.tags:
+            if tag not in known:
+                played.tell.problem("tags", f"{tag!r} is none of custom_envs ({', '.join(known) or 'there are none'})")
+            elif tag not in found:
+                found.append(tag)
+    if not (top.train_env_manager and top.train_env_manager.tags):
+        top.tell.problem("train_env_manager.tags", "is missing; name which of custom_envs are played")
+    return found
+
+
+def _tool(top: Top, tag: str) -> dict[str, Any]:
+    """Return the arguments of an environment with a Python tool that ROLL's `tool_wrapper` says."""
+    environment = _environment(top, tag)
+    if not environment.tool_wrapper:
+        return {}
+    arguments: dict[str, Any] = environment.tool_wrapper.get("wrapper_args") or {}
+    tools: list[Any] = environment.tool_wrapper.get("tool_configs") or []
+    named = [tool.get("tool_id") if isinstance(tool, dict) else tool for tool in tools]
+    if environment.env_type not in WITH_TOOL or named != ["python_code"]:
+        top.tell.block(
+            f"custom_envs.{tag}.tool_wrapper",
+            f"gives {environment.env_type} the tools {named}; {' and '.join(WITH_TOOL)} have the tool python_code, and"
+            " others are written into an environment of your own",
+        )
+        return {}
+    found = {"max_tool_uses": arguments.get("max_tool_uses", 10)}
+    if seconds := (tools[0].get("tool_args") or {}).get("timeout"):
+        found["tool_seconds"] = float(seconds)
+    return found
+
+
+def _environment(top: Top, tag: str) -> EnvironmentKeys:
+    return (top.custom_envs or {})[tag]
+
+
+def _lengths(top: Top, args: GeneratingArgs | None) -> dict[str, Any]:
+    """Return lengths that add up to the whole trajectory."""
+    turns = [environment.max_tokens_per_step for environment in (top.custom_envs or {}).values()]
+    most = max((turn for turn in turns if turn), default=None)
+    turn = args.max_new_tokens if args and args.max_new_tokens else most
+    if turn is None or top.sequence_length is None or turn >= top.sequence_length:
+        if turn and top.sequence_length:
+            top.tell.problem(
+                "sequence_length", f"{top.sequence_length} leaves no room beside the {turn} tokens of a turn; raise it"
+            )
+        return {}
+    return {"prompt_length": top.sequence_length - turn, "response_length": turn}
+
+
+def _levels(top: Top) -> dict[str, Any]:
+    """Return what rewards are compared with, as `norm_mean_type` and `norm_std_type` say it; see also `compared`."""
+    normalised = top.reward_normalization
+    level = "batch" if normalised.grouping == "batch" else "group"
+    by_method: dict[str, tuple[str | None, str | None]] = {
+        "identity": (None, None),
+        "mean": (level, None),
+    }
+    mean, std = by_method.get(normalised.method, (level, level))
+    own = {"norm_mean_type": normalised.norm_mean_type or mean, "norm_std_type": normalised.norm_std_type or std}
+    return {key: value for key, value in own.items() if key not in top.written}
+
+
+def compared(plan: ObjectivePlan, top: Top) -> ObjectivePlan:
+    """Return the objective with what a `group` of `_levels` is, and what a normalised reward is held within."""
+    normalised = top.reward_normalization
+    return replace(
+        plan,
+        reward_groups="tag" if normalised.grouping in BY_TAG else "prompt",
+        reward_bounds=ASYM_CLIP if normalised.method == "asym_clip" else None,
+    )
+
+
+def whole_trajectories(top: Top) -> list[str]:
+    """Return the tags that are learned from of which a sample is a whole trajectory, and not one action."""
+    known = top.custom_envs or {}
+    tags = top.train_env_manager.tags if top.train_env_manager else ()
+    return [tag for tag in tags if tag in known and not makes_steps(known[tag].env_manager_cls)]
+
+
+def data(top: Top) -> DataPlan:
+    """Return the tasks that are learned from."""
+    return tasks(top, top.train_env_manager or EnvironmentsPlayed())
+
+
+def held_out(top: Top, args: GeneratingArgs, response: int) -> ValidationPlan | None:
+    """Return the tasks of validation and how they are played: as in training, but for what val_env_manager says.
+
+    `args` are the rollout's, `response` the tokens of its turn. None where there are none.
+    """
+    played, asked = top.val_env_manager, top.validation
+    if asked:
+        for key in sorted(asked.written & {"data_args", "generating_args"}):
+            asked.tell.remark(key, "has no effect in environments: val_env_manager says it")
+    if played is None or not played.tags:
+        if asked and asked.measure_teacher:
+            asked.tell.remark("measure_teacher", "has nothing to play; write val_env_manager.tags")
+        return None
+    trajectories = top.val_batch_size if top.val_batch_size > 0 else played.num_env_groups * played.group_size
+    groups, rest = divmod(trajectories, played.group_size)
+    if rest or not groups:
+        played.tell.problem(
+            "group_size",
+            f"{played.group_size} trajectories a group do not divide the {trajectories} of val_batch_size; change one",
+        )
+    own = {key: getattr(played.generating_args, key) for key in played.generating_args.written}
+    merged = replace(args, **own)
+    sampling = sampling_plan(merged, played.group_size, min(merged.max_new_tokens or response, response))
+    of_them = replace(tasks(top, played), limit=max(1, groups))
+    return ValidationPlan(of_them, sampling, measure_teacher=bool(asked and asked.measure_teacher))
+
+
+def tasks(top: Top, played: EnvironmentsPlayed) -> DataPlan:
+    """Return the tasks of `train_env_manager` or `val_env_manager`."""
+    given = played.num_groups_partition
+    if given is None:
+        most, more = divmod(played.num_env_groups, max(1, len(played.tags)))
+        given = tuple(most + (place < more) for place in range(len(played.tags)))
+    elif len(given) != len(played.tags) or sum(given) != played.num_env_groups:
+        played.tell.problem(
+            "num_groups_partition",
+            f"{list(given)} should be one number for each of the {len(played.tags)} tags, together num_env_groups"
+            f" {played.num_env_groups}",
+        )
+    shares = {tag: groups for tag, groups in zip(played.tags, given, strict=False) if groups}
+    return DataPlan((), top.prompt_length, schema="task", environments=FrozenDict(shares))

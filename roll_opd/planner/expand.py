@@ -1,0 +1,164 @@
+"""Fills in what the row of an `algorithm_type` says, so that nothing behind it knows of rows; Trinity-RFT's keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll_opd.algorithms.registry import ADVANTAGES, POLICY_LOSSES, AlgorithmError
+from roll_opd.algorithms.table import (
+    EXPERT_DATA_RATIO,
+    FUNCTION_ALIASES,
+    KL_LOSS_COEF,
+    Algorithm,
+    advantage_facts,
+    algorithm,
+    loss_facts,
+    merged_arguments,
+)
+from roll_opd.base.registry import Registry, argument_problems
+from roll_opd.compat.roll.variants import Variant, read_variant
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.schema import Top, Worker, changed
+
+RESOLVED = ("policy_loss", "adv_estimator", "policy_loss_fn_args", "advantage_fn_args")  # whatever is written
+
+
+def pipeline_problem(values: Mapping[str, Any], tell: Diagnostics) -> str | None:
+    """Say that `algorithm_type` learns from rows with answers, which has a pipeline of its own; None: it rolls out."""
+    name = values.get("algorithm_type")
+    try:
+        schema = algorithm(name).schema if isinstance(name, str) else "experience"
+    except AlgorithmError:
+        return None  # told with everything else
+    if schema == "experience":
+        return None
+    return (
+        f"algorithm_type: {name} learns from rows of schema {schema}, not from rollouts; run it with"
+        f" start_{schema}_pipeline.py{tell.where('algorithm_type')}"
+    )
+
+
+def expand(top: Top, workers: Mapping[str, Worker | None], mode: str) -> Top:
+    """Return `top` with what its algorithm, its functions' arguments and the mode say where the key is not written.
+
+    `policy_loss` is named then, and so is `adv_estimator`, except in pure distillation.
+    """
+    row = None
+    if top.algorithm_type is not None:
+        with top.tell.about("algorithm_type", AlgorithmError):
+            row = algorithm(top.algorithm_type)
+    found = _loss(top, row, read_variant(top, workers)) | _advantage(top, row, mode)
+    found.setdefault("policy_loss", top.policy_loss or ("importance_sampling" if mode == "pure" else "ppo"))
+    if row is not None and row.expert_data_ratio:
+        found["expert_data_ratio"] = row.expert_data_ratio
+    elif loss_facts(found["policy_loss"]).needs == "demonstrations":
+        found["expert_data_ratio"] = EXPERT_DATA_RATIO
+    if row is not None:
+        found["loss_agg_mode"] = found.get("loss_agg_mode") or row.loss_agg_mode
+        if not any(worker.generating_args.num_return_sequences for worker in workers.values() if worker):
+            found["num_return_sequences_in_group"] = row.repeat
+        if row.kl_loss is not None and top.use_kl_loss is not False:
+            found |= {"use_kl_loss": True, "kl_loss_fn": row.kl_loss, "kl_loss_coef": KL_LOSS_COEF}
+    if top.kl_loss_fn == "none":
+        found["use_kl_loss"] = False
+    missing = {
+        key: value
+        for key, value in found.items()
+        if value is not None and (key not in top.written or getattr(top, key) is None or key in RESOLVED)
+    }
+    return changed(top, missing)
+
+
+def _loss(top: Top, row: Algorithm | None, variant: Variant | None) -> dict[str, Any]:
+    """Return what follows from the policy loss that the algorithm, a key or a pg_variant names."""
+    ours = top.policy_loss
+    if ours is not None and not top.tell.is_one_of("policy_loss", ours, POLICY_LOSSES.builtin):
+        return {}
+    chosen = {"policy_loss_fn": top.policy_loss_fn, "policy_loss": ours}
+    if variant is not None:
+        chosen[variant.key] = variant.name
+    named = {key: name for key, name in chosen.items() if name is not None}
+    if len(set(named.values())) > 1:
+        top.tell.problem(next(iter(named)), f"contradicts {', '.join(list(named)[1:])}; write one of them")
+        return {}
+    key, name = next(iter(named.items()), ("algorithm_type", row.policy_loss if row else None))
+    given = dict(top.policy_loss_fn_args)
+    if top.importance_sampling == "seq" and variant is not None and variant.is_of_role:
+        top.tell.say("importance_sampling", "seq has no effect, as in ROLL, whose ActorPGWorker takes ratios of tokens")
+    elif top.importance_sampling == "seq":
+        name = name or "ppo"
+        given = {"ratio_type": "sequence", **given}
+        if name != "ppo":
+            top.tell.problem("importance_sampling", f"seq is a ratio of policy loss ppo, and the loss is {name}")
+    if name is None:
+        if given:
+            top.tell.problem("policy_loss_fn_args", "are of which loss? write policy_loss_fn or algorithm_type too")
+        return {}
+    if row is not None and name == row.policy_loss:
+        given = {**row.policy_loss_args, **given}
+    if variant is not None:
+        given = {**variant.arguments, **given}
+    found = {"loss_agg_mode": given.pop("loss_agg_mode", None)}  # Trinity-RFT's argument is a key of its own here
+    try:
+        found["policy_loss"] = POLICY_LOSSES.located(name)
+    except AlgorithmError as error:
+        top.tell.problem(key, str(error))
+        return found
+    if name in POLICY_LOSSES.builtin:
+        facts, defaults = loss_facts(name), POLICY_LOSSES.defaults(name)
+        found["loss_agg_mode"] = found["loss_agg_mode"] or facts.loss_agg_mode
+        given = _known(top, "policy_loss_fn_args", POLICY_LOSSES, name, given)
+        trinity = key == "policy_loss_fn" or (key == "algorithm_type" and row is not None)
+        if facts.reads_pg_clip and trinity and "dual_clip_loss" not in top.written:
+            given = {"dual_clip": defaults["dual_clip"], **given}  # ROLL's keys have ROLL's default, which is none
+    found["policy_loss_fn_args"] = given
+    return found
+
+
+def _advantage(top: Top, row: Algorithm | None, mode: str) -> dict[str, Any]:
+    """Return what follows from the advantage that the algorithm or a key names."""
+    roll, roll_names = top.adv_estimator, (*ADVANTAGES.builtin, *ADVANTAGES.elsewhere)
+    if roll is not None and not top.tell.is_one_of("adv_estimator", roll, roll_names):
+        return {}
+    name = top.advantage_fn or roll or (row.advantage if row else None)
+    given = dict(top.advantage_fn_args)
+    if top.advantage_fn is not None and roll not in (None, top.advantage_fn):
+        other = f"adv_estimator: {roll}{top.tell.where('adv_estimator')}"
+        top.tell.problem("advantage_fn", f"contradicts {other}; write one of them, or adv_estimator=null beside it")
+        return {}
+    if name is None:
+        if given:
+            top.tell.problem("advantage_fn_args", "are of which function? write advantage_fn or algorithm_type too")
+        if row is not None:
+            return {"adv_estimator": "reinforce"}  # the loss reads none
+        return {} if mode == "pure" else {"adv_estimator": "gae"}  # ROLL's default
+    if roll is None:
+        name = FUNCTION_ALIASES.get(name, name)
+    try:
+        path = ADVANTAGES.located(name)
+    except AlgorithmError as error:
+        top.tell.problem("advantage_fn", str(error))
+        return {"adv_estimator": name}
+    found: dict[str, Any] = {"adv_estimator": path}
+    if row is not None and name == row.advantage:
+        given = {**row.advantage_args, **given}
+    token_defaults = advantage_facts(name).token_defaults
+    of_tokens = ("lam", *token_defaults)
+    if roll is None:  # ROLL's key has ROLL's defaults
+        found |= merged_arguments({own: given[own] for own in of_tokens if own in given}, token_defaults)[0]
+    given = {own: value for own, value in given.items() if own not in of_tokens}
+    if name in ADVANTAGES.builtin:
+        given = _known(top, "advantage_fn_args", ADVANTAGES, name, given)
+    return {**found, "advantage_fn_args": given}
+
+
+def _known(top: Top, key: str, registry: Registry[Any], name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments under our names; says which ones the function does not take, or not with that type."""
+    defaults, ours = registry.defaults(name), dict(merged_arguments(given, {})[0])
+    unknown = merged_arguments(given, defaults)[1]
+    for argument in unknown:
+        takes = f"takes {', '.join(defaults)}" if defaults else "takes none"
+        top.tell.problem(f"{key}.{argument}", f"is no argument of {registry.kind} {name}, which {takes}")
+    if ours and not unknown:
+        for argument, problem in argument_problems(registry.find(name), ours, given_by_us=1):
+            top.tell.problem(f"{key}.{argument}", problem)
+    return ours

@@ -1,0 +1,158 @@
+"""Hints for unknown keys: misspelt, or in the wrong section."""
+
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
+from typing import Any, get_args, get_origin
+
+from roll_opd.base.hints import nearest
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.schema import (
+    MIXED_ROLES,
+    PURE_ROLES,
+    SUPERVISED,
+    RemoteModelKeys,
+    Reward,
+    Section,
+    SupervisedWorker,
+    TeacherWorker,
+    Top,
+    Worker,
+    keys_of,
+)
+from roll_opd.planner.role_keys import MEGATRON, OF_MEGATRON, OF_VLLM, TEACHER, has_effect, kind_of
+
+NAME = "NAME"  # in a place: a name that the user chooses
+OPTIONS = ("strategy_args", "strategy_config")
+Place = tuple[str, ...]
+
+
+def typing_error(
+    path: str, key: str, value: Any, known: set[str], written: Set[str] = frozenset(), *, may_be_variable: bool = False
+) -> str | None:
+    """Return the error for an unknown key; None for a key without resemblance, possibly a variable's name.
+
+    `may_be_variable`: the key is at the top of a file, where only keys of a role are no variables.
+    """
+    if not path and may_be_variable and not _is_of_role(key):
+        place = None
+    else:
+        place = _best_place(tuple(path.split(".")) if path else (), key, written)
+    if place and not path:
+        return f"unknown key at the top; {_home(place)}{'.'.join((*place, key))}"
+    if place and place[:1] == tuple(path.split("."))[:1]:
+        return f"unknown key here; write it at {'.'.join((*place, key))}"
+    if near := nearest(key, known):
+        return f"unknown key; did you mean {near!r}?"
+    if place is not None:
+        return f"unknown key here; write it at {'.'.join((*place, key)) if place else f'the top: {key}'}"
+    if not path and is_worker(value, {*keys_of(Worker)}):
+        return "unknown role; rename it to an existing role (docs/modes.md), or remove it"
+    return None
+
+
+def _home(place: Place) -> str:
+    """Return the words before the full path of a key that is at the top."""
+    if not _is_role(place[0]):
+        return "write it at "
+    section = ".".join(place[1:])
+    home = f"{section} of a role" if section else "a teacher" if place[0] == TEACHER else "a role"
+    return f"it is one of {home}, write it there: "
+
+
+def _best_place(path: Place, key: str, written: Set[str]) -> Place | None:
+    """Return the section in which a key has an effect: the nearest to `path`, then the first; None for no section."""
+    found = [_named(place, path) for place, keys in _places(path, written) if key in keys and _is_read(place, key)]
+    found = [place for place in found if place != path]
+    return max(found, key=lambda place: _shared(place, path), default=None)
+
+
+def _shared(one: Place, other: Place) -> int:
+    """Return the length of the common beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _named(place: Place, path: Place) -> Place:
+    """Return a place with the names of `path`, as far as that is below the same section."""
+    found: Place = ()
+    for number, part in enumerate(place):
+        found += (path[number] if part == NAME and found == path[:number] and len(path) > number else part,)
+    return found
+
+
+def _is_read(place: Place, key: str) -> bool:
+    """Whether a key has an effect at a place: everywhere outside roles."""
+    if not place or not _is_role(place[0]):
+        return True
+    inside = place[2:] if place[:2] == (TEACHER, NAME) else place[1:]
+    return has_effect((*inside, key)[0], kind_of(place[0]))
+
+
+def _places(path: Place, written: Set[str]) -> Iterator[tuple[Place, Set[str]]]:
+    """Yield (section, its keys) of a configuration with these top-level keys, those of likely places first."""
+    train, infer = (
+        next((names[at] for names in (PURE_ROLES, MIXED_ROLES) if names[at] in written), None) for at in (0, 1)
+    )
+    supervised = next(
+        (one for one in SUPERVISED.values() if one.role in written and infer is None and TEACHER not in written), None
+    )
+    top = supervised or Top
+    roles: dict[Place, type[Section]] = {}
+    if supervised:
+        roles[(supervised.role,)] = SupervisedWorker
+    else:
+        several = path[:1] == (TEACHER,) and len(path) > 1 and path[1] not in keys_of(TeacherWorker)
+        roles[(train or PURE_ROLES[0],)] = roles[(infer or PURE_ROLES[1],)] = Worker
+        roles[(TEACHER, NAME) if several else (TEACHER,)] = TeacherWorker
+        roles[("critic",)] = Worker
+    roles[("reference",)] = Worker
+    yield (), keys_of(top).keys()
+    for root, section in roles.items():
+        yield from _tree(section, root).items()
+        is_megatron = kind_of(root[0]) in MEGATRON
+        own = OF_MEGATRON | OF_VLLM if root[:1] == path[:1] else OF_MEGATRON if is_megatron else OF_VLLM
+        yield (*root, *OPTIONS), own
+    if not supervised:
+        yield from _tree(Reward, ("rewards", NAME)).items()
+    yield from _tree(top, ()).items()
+    if not supervised:
+        yield from _tree(RemoteModelKeys, ("auxiliary_models", NAME)).items()
+
+
+def _tree(section: type[Section], root: Place) -> Mapping[Place, Set[str]]:
+    """Return section -> its keys, for a section and all sections inside it."""
+    found: dict[Place, Set[str]] = {root: keys_of(section).keys()}
+    for key, annotation in keys_of(section).items():
+        for inside, names in _sections(annotation):
+            found.update(_tree(inside, (*root, key, *names)))
+    return found
+
+
+def _sections(annotation: Any) -> Iterator[tuple[type[Section], Place]]:
+    """Yield (section, name or number of it below the key) for the sections of an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation, ()
+    names: Place = (NAME,) if get_origin(annotation) is dict else ("0",) if get_origin(annotation) is tuple else ()
+    for one in get_args(annotation):
+        yield from ((inside, (*names, *below)) for inside, below in _sections(one))
+
+
+@cache
+def _is_of_role(key: str) -> bool:
+    """Whether a section of a role declares a key."""
+    sections = ("", "model_args", "training_args", "data_args", "generating_args")
+    tree = _tree(TeacherWorker, (TEACHER,))
+    return any(key in keys for place, keys in tree.items() if ".".join(place[1:]) in sections)
+
+
+def _is_role(name: str) -> bool:
+    return name in (TEACHER, "reference", "critic") or name.endswith(("_train", "_infer"))
+
+
+def top_level(tell: Diagnostics) -> Set[str]:
+    """Return the top-level keys of the configuration."""
+    return {key.partition(".")[0] for key in tell.origins}
+
+
+def is_worker(data: Any, keys: set[str]) -> bool:
+    """Whether a value is a mapping with keys of a role."""
+    return isinstance(data, dict) and not keys.isdisjoint(data)

@@ -1,0 +1,194 @@
+"""Reads the `rewards` sections: which worker scores which tags, with what arguments and filters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll_opd.algorithms.filters import FILTERS
+from roll_opd.base.frozen import FrozenDict
+from roll_opd.base.hints import nearest
+from roll_opd.base.registry import annotations, arguments, type_problem
+from roll_opd.base.user_modules import FILE, dotted_path
+from roll_opd.config.plan import FilterPlan, RewardPlan, RewardTerm
+from roll_opd.config.roll_keys import DOTTED, REWARD_CLASSES_OF_ROLL, REWARD_KEYS_OF_ROLL
+from roll_opd.config.schema import Filter, Reward, RewardKeys, Term, changed, shared
+from roll_opd.planner.check_files import shared_tags
+from roll_opd.planner.read import LOCAL_JUDGE, SHARED_JUDGE
+from roll_opd.rewards.interface import RewardError
+from roll_opd.rewards.registry import REWARDS, RewardFacts, check, reward_arguments
+from roll_opd.tracking.secrets import is_secret
+
+REWARD_SECONDS = 60.0  # a sample may take, of a reward that does not keep time itself
+MOST_REWARD_CALLS = 256  # under way in a worker
+
+
+def read_rewards(rewards: Mapping[str, Reward | None], mode: str, responses: int) -> tuple[RewardPlan, ...]:
+    """Return the reward workers; each tag may belong to one domain only. `responses` are those of a prompt.
+
+    In pure distillation they only look on, so their filters have no effect.
+    """
+    plans: list[RewardPlan] = []
+    for domain, reward in rewards.items():
+        if reward is None:
+            continue
+        terms = _terms(domain, reward)
+        query, response = _filter(reward.query_filter_config), _filter(reward.response_filter_config)
+        if mode == "pure":
+            filters = {"query_filter_config": query, "response_filter_config": response}
+            reward.tell.ignore(*(key for key, found in filters.items() if found))
+            query = response = None
+        _check_spread(reward, query, response, responses)
+        tags = reward.tag_included or None
+        for other in plans:
+            if both := shared_tags(tags, other.tags):
+                text = f"{both} also belongs to rewards.{other.domain}; give each tag to one of them"
+                reward.tell.problem("tag_included", text)
+        plan = RewardPlan(
+            domain=domain,
+            terms=terms,
+            tags=tags,
+            max_concurrency=reward.max_concurrency or _facts(terms[0].worker).max_concurrency or MOST_REWARD_CALLS,
+            batch_size=reward.infer_batch_size,
+            query_filter=query,
+            response_filter=response,
+            **shared(RewardKeys, reward),
+        )
+        plans.append(plan)
+    return tuple(plans)
+
+
+def _terms(domain: str, reward: Reward) -> tuple[RewardTerm, ...]:
+    """The domain's own reward first, named after its worker, then what is added to it."""
+    problems = reward.tell.problems
+    before = len(problems)
+    if reward.args.get("judge_model_type") == SHARED_JUDGE:
+        reward.tell.block(
+            "judge_model_type",
+            f"{SHARED_JUDGE!r} has the engine of the section reward_model, which one reward alone can have here;"
+            f" write {LOCAL_JUDGE}, with model_args, strategy_args and device_mapping in this section",
+        )
+        args = {key: value for key, value in reward.args.items() if key != "judge_model_type"}
+        reward = changed(reward, {"args": args})
+    main = _term(reward, domain, None)
+    if reward.args.get("judge_model_type") == LOCAL_JUDGE:
+        reward.tell.ignore(*_facts(main.worker).endpoint_arguments & main.args.keys())
+        if main.worker in REWARDS.builtin and main.worker != "llm_judge":
+            text = f"{main.worker} asks no judge, and would have engines for nothing; remove it"
+            reward.tell.problem("judge_model_type", text)
+    if main.name in reward.terms:
+        reward.tell.problem(f"terms.{main.name}", f"the reward itself is named {main.name!r}; give it another name")
+    found: list[tuple[Term, RewardTerm]] = [(reward, main)]
+    for name, section in reward.terms.items():
+        term = _term(section, name, name)
+        if term.args.get("judge_model_type") == LOCAL_JUDGE:
+            section.tell.problem(
+                "judge_model_type",
+                "a term has no engines of the run's own; make the judge the domain's reward, and the others its terms",
+            )
+        found.append((section, term))
+    for section, term in found if len(problems) == before else ():
+        if term.worker.startswith("roll."):
+            section.tell.block(
+                "",
+                f"the reward worker {term.worker!r} is not available yet; use {', '.join(REWARDS.builtin)}, or the"
+                " dotted path of a class of your own",
+            )
+            continue
+        try:  # a user's classes are only instantiated in the run
+            check(term.worker, dict(term.args))
+        except RewardError as error:
+            is_builtin = term.worker in REWARDS.builtin  # whose packages and keys another machine may have
+            (section.tell.block if is_builtin else section.tell.problem)("", str(error))
+    return tuple(term for _, term in found)
+
+
+def _term(section: Term, default: str, name: str | None) -> RewardTerm:
+    worker = _worker(section, section.worker_cls or default)
+    args, timeout = _arguments(section, worker), section.timeout
+    if timeout is None:
+        timeout = None if _facts(worker).keeps_time else REWARD_SECONDS
+    elif worker in REWARDS.builtin and "timeout" in reward_arguments(worker):
+        args, timeout = {**args, "timeout": timeout}, None
+    return RewardTerm(name or worker.rpartition(".")[2], worker, FrozenDict(args), section.weight, timeout)
+
+
+def _facts(worker: str) -> RewardFacts:
+    """Return what is known of a reward; a user's own is not imported for that."""
+    return REWARDS.facts(worker) if worker in REWARDS.builtin else RewardFacts()
+
+
+def _worker(section: Term, name: str) -> str:
+    """Return the worker's built-in name or dotted path.
+
+    Maps a class of ROLL to its counterpart, and `path/to/file.py:name` to a dotted path.
+    """
+    with section.tell.about("worker_cls"):
+        name = dotted_path(name)
+    class_name = name.rpartition(".")[2]
+    known = REWARD_CLASSES_OF_ROLL.get(class_name, name)
+    if known in REWARDS.builtin:
+        return known
+    names = (*REWARD_CLASSES_OF_ROLL, *REWARDS.builtin)
+    near = nearest(class_name, names)
+    if DOTTED.fullmatch(known) and not (known.startswith("roll.") and near):
+        return known
+    if FILE.fullmatch(name):
+        return name  # reported above
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(set(names)))}"
+    own = "Or write your own as module.function or path/to/file.py:function"
+    section.tell.problem("worker_cls", f"no reward worker {name!r}; {hint} {own}")
+    return known
+
+
+def _arguments(section: Term, worker: str) -> dict[str, object]:
+    """Return what the worker is made with: a key of ROLL's that it does not take has no effect, others are wrong."""
+    if worker not in REWARDS.builtin:
+        return dict(section.args)
+    taken, types = reward_arguments(worker), annotations(REWARDS.find(worker))
+    section.tell.ignore(*(key for key in section.args if key not in taken and key in REWARD_KEYS_OF_ROLL))
+    for key in sorted(section.args.keys() - taken.keys() - REWARD_KEYS_OF_ROLL):
+        known = ", ".join(sorted(taken)) or "none"
+        section.tell.problem(key, f"unknown key; {worker} takes these arguments: {known}; remove it")
+    kept = {key: value for key, value in section.args.items() if key in taken}
+    for key, value in kept.items():
+        problem = type_problem(types.get(key, Any), value)
+        if problem:
+            told = problem.partition(", got ")[0] if is_secret(key) else problem  # a message may be shown around
+            section.tell.problem(key, told)
+    return kept
+
+
+def _check_spread(reward: Reward, query: FilterPlan | None, response: FilterPlan | None, responses: int) -> None:
+    """One reward has no spread, so a std_filter that sees only one lets nothing pass."""
+    if response and response.type == "std_filter":
+        reward.tell.problem(
+            "response_filter_config.type",
+            "std_filter sees one reward at a time, whose deviation is 0, and lets nothing pass; use mean_filter, or"
+            " std_filter in query_filter_config",
+        )
+    if query and query.type == "std_filter" and responses == 1:
+        reward.tell.problem(
+            "query_filter_config.type",
+            "std_filter lets nothing pass with one response a prompt; set num_return_sequences_in_group to 2 or more,"
+            " or use mean_filter",
+        )
+
+
+def _filter(section: Filter) -> FilterPlan | None:
+    if section.type == "no_filter":
+        section.tell.ignore(*(["filter_args"] if section.filter_args else []))
+        return None
+    if not section.tell.is_one_of("type", section.type, ("no_filter", *FILTERS)):
+        return None
+    written = {key: value for key, value in section.filter_args.items() if value is not None}
+    wanted = arguments(FILTERS[section.type], given_by_us=1)
+    for key in wanted:
+        if key not in written:
+            section.tell.problem(f"filter_args.{key}", f"is missing; {section.type} needs it, write a number")
+    for key in sorted(written.keys() - wanted.keys()):
+        section.tell.problem(f"filter_args.{key}", f"{section.type} does not take it; remove it")
+    up, down = written.get("threshold_up"), written.get("threshold_down")
+    if section.type == "mean_filter" and up is not None and down is not None and up <= down:
+        section.tell.problem(
+            "filter_args.threshold_up", f"{up:g} is not above threshold_down {down:g}; nothing would be left"
+        )
+    return FilterPlan(section.type, FrozenDict(written))

@@ -1,0 +1,338 @@
+"""Puts together what is known of each role: its section, its model's files, its devices and strategy.
+
+A role is the student's training, the student's rollout, a teacher, the reference policy, the critic, or a judge that
+runs here. What could not be read stays None, and the checks that need it are left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import LoraPlan
+from roll_opd.config.schema import MIXED_ROLES, PURE_ROLES, Dtype, Supervised, TeacherWorker, Top, Worker
+from roll_opd.models.layouts import check_layout, check_tensor_parallel
+from roll_opd.models.model_info import ModelFilesError, ModelInfo, find_model, read_model
+from roll_opd.models.tokenizer_files import has_tokenizer
+from roll_opd.models.weight_files import holds_decoder, weight_problems
+from roll_opd.planner import adapters, check_replay, role_keys
+from roll_opd.planner.read import CRITIC, REFERENCE, Sections
+from roll_opd.planner.strategies import OPTIONS, Strategy, read_megatron, read_vllm
+
+MODEL = "model_args.model_name_or_path"  # of a role's section
+Job = Literal["train", "frozen", "rollout"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role and its section; what could not be read is None."""
+
+    job: Job
+    worker: Worker
+    strategy: Strategy
+    info: ModelInfo | None = None
+    dtype: Dtype = "bf16"
+    lora: LoraPlan | None = None  # of the student
+
+    @property
+    def tell(self) -> Diagnostics:
+        """Where what is wrong with its section is told."""
+        return self.worker.tell
+
+    @property
+    def path(self) -> str:
+        """The dotted key of its section."""
+        return self.tell.path
+
+
+@dataclass
+class Roles:
+    """The roles of a run."""
+
+    mode: str
+    train: Role | None = None
+    infer: Role | None = None
+    teachers: dict[str, Role] = field(default_factory=dict)
+    reference: Role | None = None
+    critic: Role | None = None
+    judges: dict[str, Role] = field(default_factory=dict)  # domain -> the engine that is its judge
+    auxiliaries: dict[str, Role] = field(default_factory=dict)  # name -> an engine that workflows ask
+
+    def placed(self) -> list[Role]:
+        """Return every role that has devices."""
+        return [*self.all(), *self.judges.values(), *self.auxiliaries.values()]
+
+    def all(self) -> list[Role]:
+        """Return every role that reads the run's tokens."""
+        found = (self.train, self.infer, *self.teachers.values(), self.reference, self.critic)
+        return [role for role in found if role is not None]
+
+    @property
+    def shared_vocabulary(self) -> int:
+        """How many token ids the student and all its teachers have; 0 where no model could be read."""
+        models = [role.info for role in (self.train, *self.teachers.values()) if role is not None and role.info]
+        return min((known.vocab for known in models), default=0)
+
+
+def choose_mode(values: Mapping[str, Any], sections: Sections, pure: bool | None, tell: Diagnostics) -> str:
+    """Return the mode. `pure` True: the caller runs pure distillation; None: tell from the configuration."""
+    # the written values, since a wrong value elsewhere at the top must not change the mode
+    is_pure, mixed = values.get("is_pure_opd") is True, values.get("use_opd") is True
+    if mixed and (is_pure or pure):
+        tell.problem("use_opd", "use_opd and pure distillation (is_pure_opd) exclude each other; choose one")
+    if pure is None:
+        said_not = mixed or values.get("is_pure_opd") is False
+        pure = not said_not and any(role in sections.workers for role in PURE_ROLES)
+    if is_pure or pure:
+        return "pure"
+    return "mixed" if mixed else "rl"
+
+
+class RoleReader:
+    """Reads the roles of one configuration; each model directory is read once."""
+
+    def __init__(self, sections: Sections, mode: str, tell: Diagnostics) -> None:
+        self._sections, self._mode, self._tell = sections, mode, tell
+        top = sections.top
+        self._strict = bool(top and top.strict_strategies)
+        self._devices = (
+            (top.num_nodes or 1) * top.num_gpus_per_node if top else 1
+        )  # 1: what is wrong is told of the top
+        self._models: dict[str, ModelInfo | None] = {}
+        self._checked: set[Path] = set()  # models whose weights were held against config.json
+        self._roles = Roles(mode)
+        self._student: str | None = None
+
+    def supervised(self, pipeline: type[Supervised]) -> Roles:
+        """Return the roles of a pipeline that learns from rows."""
+        self._read_student(pipeline.role)
+        reference = self._sections.workers.get(REFERENCE)
+        if reference is not None and self._roles.train is not None:
+            self._roles.reference = self._megatron("frozen", reference, self._student)
+        self._check_sections()
+        self._check_adapters()
+        check_replay.check(self._workers(), None, None)
+        return self._roles
+
+    def rolled_out(self) -> Roles:
+        """Return the roles of a run that rolls out, as its mode has them."""
+        sections, roles, tell = self._sections, self._roles, self._tell
+        train_name, infer_name = self._student_names()
+        self._read_student(train_name)
+        infer = self._section(infer_name)
+        if infer is not None:
+            dtype: Dtype = roles.train.dtype if roles.train else "bf16"
+            roles.infer = self._engine(infer, self._student, dtype, roles.train.strategy if roles.train else Strategy())
+        if self._mode == "rl" and sections.teachers:
+            tell.warn("teacher: is written but not used; set use_opd: true to distil from it")
+        elif self._mode != "rl":
+            if not sections.teachers:
+                tell.problem("teacher", "is missing; write a teacher section with its own model_name_or_path")
+            for name, worker in sections.teachers.items():
+                if worker is not None:
+                    follows = isinstance(worker, TeacherWorker) and worker.follows_student is not None
+                    roles.teachers[name] = self._megatron("frozen", worker, self._student if follows else None)
+        self._read_reference_and_critic()
+        for domain, worker in sections.judges.items():
+            if worker is not None:
+                roles.judges[domain] = self._engine(worker, None, "bf16")
+        for name, model in sections.auxiliaries.items():
+            if isinstance(model, Worker):
+                roles.auxiliaries[name] = self._engine(model, None, "bf16")
+        self._check_sections()
+        self._check_adapters()
+        check_replay.check(self._workers(), roles.train, roles.infer)
+        return roles
+
+    def _read_student(self, name: str) -> None:
+        worker = self._section(name)
+        self._student = self._sections.pretrain
+        if worker is not None:
+            self._student = worker.model_args.model_name_or_path or self._student
+            student = self._megatron("train", worker, self._student)
+            lora = adapters.read_lora(worker.model_args)
+            if lora and student.info and student.info.experts:
+                adapters.check_experts(lora, worker.model_args)
+            self._roles.train = replace(student, lora=lora)
+
+    def _read_reference_and_critic(self) -> None:
+        """Read the roles that rewards may need. Without a model of their own both begin as the student does."""
+        top, written = self._sections.top, self._sections.workers
+        compares, needs_values = "", False
+        if isinstance(top, Top) and self._mode != "pure":
+            compares = "use_kl_loss" if top.use_kl_loss else "add_token_level_kl" if top.add_token_level_kl else ""
+            needs_values = top.adv_estimator == "gae"
+            if compares and REFERENCE not in written:
+                missing = f"write a reference section, or set {compares}: false to do without"
+                top.tell.problem(compares, f"true needs a reference policy; {missing}")
+            if needs_values and CRITIC not in written:
+                top.tell.problem(
+                    "adv_estimator",
+                    "gae (ROLL's default) needs a critic; write a critic section (training_args, strategy_args,"
+                    " device_mapping), or use grpo or reinforce",
+                )
+        if reference := self._used(REFERENCE, bool(compares), "use_kl_loss and add_token_level_kl compare with it"):
+            self._roles.reference = self._megatron("frozen", reference, self._student)
+        if critic := self._used(CRITIC, needs_values, "adv_estimator: gae needs values"):
+            self._roles.critic = self._megatron("train", critic, self._student)
+
+    def _used(self, name: str, is_used: bool, use: str) -> Worker | None:
+        """Return the section of a role that is used, None where it is not written; warn of one that is not used."""
+        if not is_used and name in self._sections.workers:
+            self._tell.warn(f"{name}: is written but not used; only {use}, so it is not loaded")
+        return self._sections.workers.get(name) if is_used else None
+
+    def _student_names(self) -> tuple[str, str]:
+        """Return what the student's roles are called: a file whose mode is changed by a switch keeps its names."""
+        written, mode = self._sections.workers.keys(), self._mode
+        wrong, right = (MIXED_ROLES, PURE_ROLES) if mode == "pure" else (PURE_ROLES, MIXED_ROLES)
+        if not written & set(right):
+            return wrong if written & set(wrong) else right
+        mode_name = "pure distillation" if mode == "pure" else f"mode {mode!r}"
+        for found, expected in zip(wrong, right, strict=True):
+            if found in written:
+                self._tell.problem(found, f"{mode_name} names this role {expected!r}; rename it")
+        return right
+
+    def _section(self, name: str) -> Worker | None:
+        if name not in self._sections.workers:
+            self._tell.problem(name, "is missing; write this role's section")
+        return self._sections.workers.get(name)
+
+    def _engine(self, worker: Worker, model: str | None, dtype: Dtype, student: Strategy | None = None) -> Role:
+        """Return a role of vLLM's; `model`, `dtype` and `student`'s devices are what it has where none is written."""
+        strategy = read_vllm(worker, self._strict, student, every=self._devices if student else 0)
+        info = self._model(worker, model)
+        if info and strategy.layout:
+            tell, tp = worker.tell.below(OPTIONS), strategy.layout.tp
+            check_tensor_parallel(info, tp, "tensor_parallel_size", tell, copies_kv_heads=True)
+        return Role("rollout", worker, strategy, info, worker.model_args.dtype or dtype)
+
+    def _megatron(self, job: Job, worker: Worker, model: str | None) -> Role:
+        """Return a role of Megatron's; `model` is what it has where none is written."""
+        trained = self._roles.train.strategy if self._roles.train else None
+        strategy = read_megatron(worker, job, self._strict, trained, every=self._devices)
+        info = self._model(worker, model)
+        self._check_weights(worker, info)
+        if info and strategy.layout:
+            check_layout(info, strategy.layout, strategy.args, worker.tell.below(OPTIONS))
+        written, from_strategy = worker.model_args.dtype, strategy.dtype
+        if written and from_strategy and written != from_strategy:
+            worker.tell.problem(
+                f"{OPTIONS}.{from_strategy}",
+                f"true contradicts {worker.tell.path}.model_args.dtype {written}; keep one of them",
+            )
+        return Role(job, worker, strategy, info, self._precision(job, worker, written or from_strategy or "bf16"))
+
+    def _precision(self, job: Job, worker: Worker, asked: Dtype) -> Dtype:
+        """Return the precision that is computed in."""
+        if job == "frozen" or asked != "fp16" or self._strict:
+            return asked
+        key = "model_args.dtype" if worker.model_args.dtype else f"{OPTIONS}.fp16"
+        text = "training in fp16 is not available, since its gradients need a scaled loss; bf16, which needs none,"
+        worker.tell.remark(key, f"{text} takes its place (fp32 where the GPU has no bf16: write it)")
+        return "bf16"
+
+    def _check_sections(self) -> None:
+        """Tell of what is written of a role that does not do it; roles that are not used are told as a whole."""
+        top, train, infer = self._sections.top, self._roles.train, self._roles.infer
+        plays = isinstance(top, Top) and top.custom_envs
+        templates = {top.global_template if top else None, train.worker.data_args.template if train else None}
+        for role in self._roles.placed():
+            rows = role.worker.data_args
+            # ROLL's files have the template of the rows in every role
+            repeated = {"template"} if rows.template in templates else set()
+            if role is not train and rows.written - repeated:
+                _tell_unread(role, "data_args", "reads no rows", None if plays else train)
+            if role.job != "train" and role.worker.training_args.written:
+                _tell_unread(role, "training_args", "does not learn", train)
+            if role.job != "rollout" and role.worker.generating_args.written:
+                _tell_unread(role, "generating_args", "generates nothing", infer)
+            for key in role_keys.unread(role.worker, self._kind(role)):
+                if key not in role_keys.OF_TEACHERS:
+                    role.tell.ignore(key)
+                elif teacher := next(iter(self._roles.teachers.values()), None):
+                    at_top = f", or {key} at the top" if isinstance(top, Top) and hasattr(top, key) else ""
+                    where = f"write it at {teacher.tell.at(key)}{at_top}"
+                    role.tell.remark(key, f"has no effect, as this role is no teacher; {where}")
+                else:
+                    _tell_unread(role, key, "is no teacher", None)
+
+    def _kind(self, role: Role) -> str:
+        """Return the kind of a role that is placed."""
+        if role.job == "rollout":
+            return role_keys.ROLLOUT
+        if any(role is teacher for teacher in self._roles.teachers.values()):
+            return role_keys.TEACHER
+        kinds = {role_keys.TRAIN: self._roles.train, role_keys.CRITIC: self._roles.critic}
+        return next((kind for kind, one in kinds.items() if role is one), role_keys.FROZEN)
+
+    def _check_adapters(self) -> None:
+        """Refuse adapters of what does not learn, and what would train something else than was asked for."""
+        student, infer = self._roles.train, self._roles.infer
+        never: dict[str, list[str]] = {}
+        for args in [worker.model_args for worker in self._workers()]:
+            for key in adapters.NEVER:
+                if getattr(args, key):
+                    never.setdefault(key, []).append(args.tell.at(key))
+            asked = adapters.asks_for_adapter(args)
+            if asked is None and args.lora_alpha and args.lora_rank is None:
+                args.tell.remark(
+                    "lora_alpha", "has no effect alone; write lora_rank or lora_target for LoRA, or remove it"
+                )
+            if asked is None or (student and args is student.worker.model_args):
+                continue
+            if infer and student and student.lora and args is infer.worker.model_args:
+                args.tell.ignore(*(key for key in adapters.KEYS if getattr(args, key)))  # it has the student's
+            else:
+                text = (
+                    "only the student has an adapter; remove the key, or give a model that the adapter is merged into"
+                )
+                args.tell.problem(asked, text)
+        for found in never.values():
+            also = f" ({', '.join(found[1:])} too)" if found[1:] else ""
+            text = "is not available yet, and other weights would be trained than are asked for; remove it"
+            self._tell.block(found[0], text + also)
+
+    def _workers(self) -> list[Worker]:
+        written = [*self._sections.workers.values(), *self._sections.teachers.values()]
+        return [worker for worker in written if worker is not None]
+
+    def _check_weights(self, worker: Worker, info: ModelInfo | None) -> None:
+        """Hold weights against config.json, once for all roles of a model; what vLLM alone runs, it checks itself."""
+        if info is None or info.path in self._checked:
+            return
+        self._checked.add(info.path)
+        with worker.tell.about(MODEL, ModelFilesError):
+            for problem in weight_problems(info, needs_head=worker.tell.path != CRITIC):
+                worker.tell.problem(MODEL, problem)
+
+    def _model(self, worker: Worker, model: str | None) -> ModelInfo | None:
+        """Return what the files of a role's own model say, else of `model`; told where that cannot be run."""
+        model = worker.model_args.model_name_or_path or model
+        if model is None:
+            needs = f"{worker.tell.path} needs the path of its own model (no other role's model is put in its place)"
+            worker.tell.problem(MODEL, f"is missing; {needs}")
+            return None
+        if model in self._models:
+            return self._models[model]
+        info: ModelInfo | None = None
+        with worker.tell.about(MODEL, ModelFilesError):
+            info = read_model(find_model(model))
+            lacking = {
+                "tokenizer files (tokenizer.json)": not has_tokenizer(info.path),
+                "weights (model.safetensors or its index)": not info.weight_files,
+                f"weights of a {info.model_type} decoder": bool(info.weight_files) and not holds_decoder(info),
+            }
+            for what in [what for what, absent in lacking.items() if absent]:
+                put = "put the files of the model's release there" if "token" in what else "put the weights there"
+                worker.tell.block(MODEL, f"{info.path} has no {what}, so this can be planned but not run; {put}")
+        self._models[model] = info
+        return info
+
+
+def _tell_unread(role: Role, section: str, why: str, reader: Role | None) -> None:
+    """Tell that a `section` of `role` is not read; the run's `reader` of such a section, if it has one, reads it."""
+    where = f"write it in {reader.path}" if reader else "remove it"
+    role.tell.remark(section, f"has no effect, as this role {why}; {where}")

@@ -1,0 +1,256 @@
+"""Reads a role's `strategy_args`: which engine, spread how over which devices.
+
+A strategy of ROLL's that does not exist here becomes its nearest, said in a warning (or refused, with
+`strict_strategies: true`). What the engine knows passes through untouched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll_opd.base import hardware
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.plan import Layout
+from roll_opd.config.roll_keys import IGNORED_MEGATRON, IGNORED_VLLM, NEAREST_STRATEGY, STRATEGY
+from roll_opd.config.schema import Dtype, TrainingArgs, Worker, keys_of
+from roll_opd.models import megatron_options
+from roll_opd.models.engine_options import no_effect, option_problem
+from roll_opd.planner.device_mapping import parse_device_mapping, short_devices
+from roll_opd.planner.read import ignore
+
+OPTIONS = "strategy_args.strategy_config"  # of a role: what its engine takes
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "expert_tensor_parallel_size": "etp",
+}
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+SWITCHES = ("sequence_parallel", "use_distributed_optimizer", "bf16", "fp16", *OVERLAPS)
+# what recompute_granularity: full alone means in ROLL: each layer by itself (Megatron-core wants it said)
+RECOMPUTED = {"recompute_method": "uniform", "recompute_num_layers": 1}
+SLEEP_LEVELS = (1, 2)  # vLLM's
+# an option of sglang -> vLLM's
+SGLANG = {
+    "mem_fraction_static": "gpu_memory_utilization",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a role is spread over devices, and what its engine takes; what is wrong about it is None."""
+
+    devices: tuple[int, ...] | None = None
+    layout: Layout | None = None  # None too where devices and sizes do not fit together; vLLM's engines are copies
+    args: dict[str, Any] = field(default_factory=dict)
+    dtype: Dtype | None = None  # of Megatron: from bf16/fp16
+    use_distributed_optimizer: bool = True
+    overlaps: tuple[str, ...] = ()  # of `OVERLAPS`, those that are asked for
+    max_model_len: int | None = None  # of vLLM, as it is written
+    sleep_level: int = 2  # of vLLM
+
+
+def read_devices(worker: Worker, student: Strategy | None, every: int) -> tuple[int, ...] | None:
+    """Return the devices that are written for a role, or None with a problem reported.
+
+    A student that leaves them out has all of the run, `every` of them. A role beside the student may leave them out
+    too, as ROLL's documents do for those that score: it then takes turns with `student`.
+    """
+    if worker.device_mapping is not None:
+        with worker.tell.about("device_mapping", ValueError):
+            return parse_device_mapping(worker.device_mapping)
+        return None
+    if student is None and every:
+        return tuple(range(every))
+    if student is None:
+        text = 'is missing; say which devices (CPU slots) the role owns, e.g. "list(range(0,8))"'
+        worker.tell.problem("device_mapping", text)
+        return None
+    if student.devices is not None and len(student.devices) < every:
+        text = f"is not written; it shares the student's {short_devices(student.devices)}"
+        worker.tell.remark("device_mapping", text)
+    return student.devices
+
+
+def read_strategy(worker: Worker, job: str, strict: bool) -> dict[str, Any] | None:
+    """Return the strategy_config of a role that does `job` (train, frozen, rollout), None if it is wrong."""
+    wanted, key = STRATEGY[job], "strategy_args.strategy_name"
+    if worker.strategy_args is None:
+        return {}
+    name, config = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config or {}
+    if not name:
+        worker.tell.problem(key, f"is missing; write {wanted!r}")
+        return None
+    if name == wanted:  # sizes that only other strategies read
+        sizes = {"num_gpus_per_worker": worker.num_gpus_per_worker}
+        sizes["model_args.ulysses_size"] = worker.model_args.ulysses_size
+        worker.tell.ignore(*(unread for unread, size in sizes.items() if size))
+        return config
+    if name in NEAREST_STRATEGY[job]:
+        if strict:
+            worker.tell.problem(key, f"{name!r} does not exist here and strict_strategies is true; write {wanted!r}")
+            return None
+        kept = _carried_over(worker, name, job)
+        rest = sorted(config.keys() - (SGLANG.keys() | {"tensor_parallel_size"} if name == "sglang" else set()))
+        dropped = f" (of its strategy_config is dropped: {', '.join(rest)})" if rest else ""
+        carried = f", with {', '.join(f'{option} {value}' for option, value in kept.items())}" if kept else ""
+        worker.tell.remark(key, f"{name!r} does not exist here; {wanted!r} takes its place{carried}{dropped}")
+        return kept
+    hint = " (a vLLM engine does not return teacher log-probs here)" if job == "frozen" and name == "vllm" else ""
+    worker.tell.problem(key, f"{name!r} cannot do this role's work{hint}; write {wanted!r}")
+    return None
+
+
+def _carried_over(worker: Worker, name: str, job: str) -> dict[str, Any]:
+    """Return what of another engine's settings decides sizes, as options of the one that takes its place.
+
+    Ulysses splits a sequence over devices that hold the rest of the model in shares of it, and so does tensor
+    parallelism with sequence parallelism: both leave devices / size data-parallel ranks. An engine of sglang's, or of
+    Hugging Face's, has num_gpus_per_worker devices.
+    """
+    assert worker.strategy_args is not None
+    config = worker.strategy_args.strategy_config or {}
+    if job != "rollout":
+        size = worker.model_args.ulysses_size or 1
+        sizes = {"tensor_model_parallel_size": size, "sequence_parallel": True}
+        return sizes if name.startswith("fsdp2") and size > 1 else {}
+    found = {}
+    if name == "sglang":
+        found = {SGLANG[key]: value for key, value in config.items() if key in SGLANG and value is not None}
+    size = worker.num_gpus_per_worker or config.get("tensor_parallel_size") or 1
+    return {"tensor_parallel_size": size, **found} if size != 1 else found
+
+
+def read_megatron(
+    worker: Worker, job: str, strict: bool, student: Strategy | None = None, *, every: int = 0
+) -> Strategy:
+    """Return how a Megatron role is spread over its devices; `student` and `every` as for `read_devices`.
+
+    A role that takes turns with the student is in its layout unless it writes one of its own.
+    """
+    devices = read_devices(worker, student, every)
+    if devices is None and worker.device_mapping is None:
+        return Strategy()
+    if worker.device_mapping is None and worker.strategy_args is None and student is not None and student.layout:
+        return Strategy(devices, student.layout)
+    config = read_strategy(worker, job, strict)
+    if config is None:
+        return Strategy()
+    before, layout = len(worker.tell.problems), None
+    sizes, switches, args = _sort_settings(config, worker.tell.below(OPTIONS))
+    if devices is not None and len(worker.tell.problems) == before:
+        layout = _layout(worker, sizes, switches.get("sequence_parallel"), devices)
+    dtype: Dtype | None = "bf16" if switches.get("bf16") else "fp16" if switches.get("fp16") else None
+    distributed = switches.get("use_distributed_optimizer", True)
+    overlaps = tuple(name for name in OVERLAPS if switches.get(name))
+    if OVERLAPS[1] in overlaps and (OVERLAPS[0] not in overlaps or not distributed):
+        needs = "use_distributed_optimizer and overlap_grad_reduce"
+        worker.tell.problem(f"{OPTIONS}.{OVERLAPS[1]}", f"true needs {needs} to be true as well, as in Megatron")
+    return Strategy(devices, layout, args, dtype, distributed, overlaps)
+
+
+def _sort_settings(config: dict[str, Any], tell: Diagnostics) -> tuple[dict[str, int], dict[str, bool], dict[str, Any]]:
+    """Split a Megatron strategy_config into parallel sizes, switches and what passes through."""
+    sizes: dict[str, int] = {}
+    switches: dict[str, bool] = {}
+    args: dict[str, Any] = {}
+    for key, value in config.items():
+        if value is None:
+            continue
+        if key == "recompute_modules" and isinstance(value, str):
+            value = value.split(",")  # as ROLL takes it
+        if key in SIZES:
+            if _is_positive(key, value, tell):
+                sizes[SIZES[key]] = value
+        elif key in SWITCHES:
+            switches[key] = value
+            if not isinstance(value, bool):
+                tell.problem(key, f"should be true or false, got {value!r}")
+        elif key in IGNORED_MEGATRON:
+            ignore(key, value, tell)
+        elif key in keys_of(TrainingArgs):
+            tell.problem(key, "is a key of training_args here; write it there")
+        elif _counts("Megatron", key, value, tell, (*SIZES, *SWITCHES, *IGNORED_MEGATRON)):
+            args[key] = value
+    if args.get("recompute_granularity") == "full" and not RECOMPUTED.keys() & args.keys():
+        args |= RECOMPUTED
+    if sizes.get("vpp") == 1:
+        del sizes["vpp"]  # one virtual stage a rank is no virtual pipeline
+    return sizes, switches, args
+
+
+def _counts(engine: str, key: str, value: Any, tell: Diagnostics, also_known: Sequence[str] = ()) -> bool:
+    """Whether an option goes to the engine; says what is wrong with it, or that it means nothing to the engine."""
+    if remark := no_effect(engine, key):
+        tell.remark(key, remark)
+    elif problem := option_problem(engine, key, value, also_known):
+        tell.problem(key, problem)
+    elif engine == "Megatron":
+        return _is_taken(key, value, tell)
+    return not remark
+
+
+def _is_taken(key: str, value: Any, tell: Diagnostics) -> bool:
+    """Whether an option of Megatron's goes to the engine; says why it does not, or does nothing there."""
+    if refusal := megatron_options.refusal(key, value):
+        tell.block(key, refusal)
+    elif remark := megatron_options.remark(key, has_gpus=hardware.gpu_memory_gb() is not None):
+        tell.remark(key, remark)
+    return refusal is None and key not in megatron_options.WITHOUT_EFFECT
+
+
+def _is_positive(key: str, value: Any, tell: Diagnostics) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return True
+    tell.problem(key, f"should be a whole number from 1, got {value!r}")
+    return False
+
+
+def _layout(
+    worker: Worker, sizes: dict[str, int], sequence_parallel: bool | None, devices: tuple[int, ...]
+) -> Layout | None:
+    tp = sizes.get("tp", 1)
+    one_copy = tp * sizes.get("pp", 1) * sizes.get("cp", 1)
+    if len(devices) % one_copy:
+        shape = " x ".join(f"{name} {sizes[name]}" for name in ("tp", "pp", "cp") if sizes.get(name, 1) > 1)
+        worker.tell.problem(
+            "device_mapping",
+            f"{len(devices)} devices cannot hold whole copies of a model spread over {one_copy} ({shape});"
+            f" give a multiple of {one_copy} devices",
+        )
+        return None
+    return Layout(**sizes, dp=len(devices) // one_copy, sequence_parallel=bool(sequence_parallel and tp > 1))
+
+
+def read_vllm(worker: Worker, strict: bool, student: Strategy | None = None, *, every: int = 0) -> Strategy:
+    """Return how a role's engines are spread over its devices; `student` and `every` as for `read_devices`."""
+    devices = read_devices(worker, student, every)
+    config = read_strategy(worker, "rollout", strict)
+    if config is None:
+        return Strategy()
+    tell = worker.tell.below(OPTIONS)
+    tell.ignore(*IGNORED_VLLM & config.keys())
+    given = {key: value for key, value in config.items() if key not in IGNORED_VLLM and value is not None}
+    tp, length = given.pop("tensor_parallel_size", 1), given.pop("max_model_len", None)
+    level = given.pop("sleep_level", 2)
+    if level not in SLEEP_LEVELS or isinstance(level, bool):
+        tell.problem("sleep_level", f"should be 1 (weights go to the host) or 2 (they are given up), got {level!r}")
+        return Strategy()
+    for key, size in (("tensor_parallel_size", tp), ("max_model_len", length)):
+        if size is not None and not _is_positive(key, size, tell):
+            return Strategy()
+    for key in ("pipeline_parallel_size", "data_parallel_size"):
+        if given.pop(key, 1) != 1:
+            tell.problem(key, "only 1 is possible here; spread the engine with tensor_parallel_size")
+    if devices is not None and len(devices) % tp:
+        worker.tell.problem(
+            "device_mapping",
+            f"{len(devices)} devices cannot hold whole engines of tensor_parallel_size {tp}; give a multiple of {tp}",
+        )
+        devices = None
+    args = {key: value for key, value in given.items() if _counts("vLLM", key, value, tell)}
+    return Strategy(devices, Layout(tp=tp, dp=len(devices or ()) // tp), args, max_model_len=length, sleep_level=level)

@@ -1,0 +1,100 @@
+"""What a teacher reads, and whether its weights follow the student's: read, and held against the rest of the run."""
+
+from roll_opd.config.plan import ContextPlan
+from roll_opd.config.schema import ContextKeys, TeacherWorker, Top, keys_of, shared
+from roll_opd.data.templates import TEMPLATES
+from roll_opd.models.model_info import same_weights
+from roll_opd.planner.check_values import micro_batch
+from roll_opd.planner.roles import Role, Roles
+
+
+def context_of(name: str, role: Role, top: Top, response: int) -> ContextPlan | None:
+    """Return what teacher `name` reads before a response of at most `response` tokens; None: the student's prompt.
+
+    Where nobody says how long it may be, a hint has the room of a response, as far as the model and its micro-batches
+    have it too.
+    """
+    worker = role.worker
+    if not has_context(role) or not isinstance(worker, TeacherWorker):
+        return None
+    limits = [top.prompt_length + 2 * response, *_limits(role).values()]
+    return ContextPlan(
+        **shared(ContextKeys, worker),
+        name=name,
+        key=role.path,
+        prompt_length=worker.prompt_length or min(limits) - response,
+        tokenizer=str(role.info.path) if worker.template and role.info else None,
+        tags=worker.tag_included or None,
+    )
+
+
+def has_context(role: Role) -> bool:
+    """Whether a teacher reads anything else than the student."""
+    return any(getattr(role.worker, key, None) is not None for key in keys_of(ContextKeys))
+
+
+def follows(role: Role) -> bool:
+    """Whether a teacher's weights follow the student's."""
+    return isinstance(role.worker, TeacherWorker) and role.worker.follows_student is not None
+
+
+def check_teachers(roles: Roles, top: Top, response: int) -> None:
+    """Check contexts against templates and lengths, and followers against the student."""
+    for role in roles.teachers.values():
+        worker = role.worker
+        assert isinstance(worker, TeacherWorker)
+        if has_context(role):
+            _check_context(role, worker, top, response)
+        elif worker.prompt_length:
+            role.tell.remark("prompt_length", "has no effect without a system_prompt, a hint or a template")
+        if worker.follows_student:
+            _check_follower(role, worker, roles, top)
+
+
+def _check_context(role: Role, worker: TeacherWorker, top: Top, response: int) -> None:
+    if worker.template is not None:
+        role.tell.is_one_of("template", worker.template, TEMPLATES)
+    if worker.prompt_length is None:
+        return
+    for what, limit in _limits(role).items():
+        if worker.prompt_length + response > limit:
+            role.tell.problem(
+                "prompt_length",
+                f"{worker.prompt_length} and a response of {response} tokens are more than {what} ({limit}); lower it",
+            )
+
+
+def _limits(role: Role) -> dict[str, int]:
+    """Return what bounds a teacher's sequences -> how many tokens."""
+    found = {}
+    if role.info:
+        found["the positions of its model"] = role.info.max_positions
+    if tokens := micro_batch(role.worker, False).tokens:
+        found["the tokens of its micro-batches"] = tokens
+    return found
+
+
+def _check_follower(role: Role, worker: TeacherWorker, roles: Roles, top: Top) -> None:
+    """A follower begins as the student does; what it is to teach, it must see or have kept."""
+    assert worker.follows_student
+    follow = worker.follows_student
+    if roles.train and roles.train.info and role.info and not same_weights(roles.train.info, role.info):
+        role.tell.problem(
+            "follows_student",
+            f"the teacher begins with the student's weights, and {role.info.path} has others; leave"
+            " model_args.model_name_or_path of the teacher out",
+        )
+    if has_context(role):
+        return
+    if follow.every == 1 and not follow.decay:
+        role.tell.problem(
+            "follows_student",
+            "the teacher is the student, and reads what the student reads: every reverse KL is 0; give it a hint or a"
+            " system_prompt, or a decay",
+        )
+    elif roles.mode == "pure" and not top.allow_self_teacher:
+        role.tell.problem(
+            "follows_student",
+            "a teacher that was the student some steps ago, and reads what the student reads, knows nothing that the"
+            " student does not; give it a hint or a system_prompt, or set allow_self_teacher: true",
+        )

@@ -1,0 +1,82 @@
+"""Reads `track_with` and `tracker_kwargs`: which trackers a run has, and what each is given.
+
+ROLL's form is one tracker and its arguments. Several trackers take a mapping of tracker name to arguments.
+"""
+
+from typing import Any
+
+from roll_opd.base.paths import PathError
+from roll_opd.base.registry import argument_problems, arguments
+from roll_opd.base.user_modules import dotted_path
+from roll_opd.config.diagnostics import Diagnostics
+from roll_opd.config.roll_keys import DOTTED
+from roll_opd.config.schema import Run
+from roll_opd.tracking.registry import TRACKERS
+from roll_opd.tracking.secrets import is_secret
+
+TRACKERS_OF_ROLL = ("trackio", "ml_tracker")  # and some of ours
+GIVEN_BY_US = 2  # first arguments of a tracker: the run directory and the step resumed from
+
+
+def read_trackers(top: Run) -> dict[str, dict[str, Any]]:
+    """Return the arguments of each tracker in `track_with`, in its order; tell what is wrong with them."""
+    written = []
+    for name in dict.fromkeys(top.track_with):
+        with top.tell.about("track_with", PathError):
+            written.append(dotted_path(name))
+    named = [name for name in written if _check_name(top, name)]
+    found: dict[str, dict[str, Any]] = {name: {} for name in named}
+    kwargs, tell = top.tracker_kwargs, top.tell.below("tracker_kwargs")
+    if not kwargs or not named:
+        return found
+    taking = [name for name in named if _takes_arguments(name)]
+    if all(_is_name(name) for name in kwargs):
+        for name, args in kwargs.items():
+            if args is not None and not isinstance(args, dict):
+                tell.problem(name, f"expected the arguments of tracker {name}, got {args!r}")
+            elif name in found:
+                found[name] = _checked(name, args or {}, tell.below(name))
+            else:
+                tell.warn(f"{tell.at(name)} has no effect: track_with does not name {name}")
+    elif len(taking) > 1:
+        tell.problem(
+            "",
+            f"with several trackers it maps each to its arguments, such as {taking[0]}: {{...}};"
+            f" {', '.join(map(repr, kwargs))} could be meant for any of {', '.join(taking)}",
+        )
+    elif taking:
+        found[taking[0]] = _checked(taking[0], kwargs, tell)
+    else:
+        tell.warn(f"{tell.path} has no effect: {', '.join(named)} takes no arguments")
+    return found
+
+
+def _is_name(name: str) -> bool:
+    """Whether a text may name a tracker: one of ours, or a class of the user's own."""
+    return name in TRACKERS.builtin or name in TRACKERS.elsewhere or DOTTED.fullmatch(name) is not None
+
+
+def _check_name(top: Run, name: str) -> bool:
+    if not _is_name(name):
+        reason = "is not available here" if name in TRACKERS_OF_ROLL else "is not a known tracker"
+        known = ", ".join((*TRACKERS.builtin, *TRACKERS.elsewhere))
+        top.tell.problem(
+            "track_with", f"{name!r} {reason}; use one or more of {known}, or the dotted path of your own class"
+        )
+    return _is_name(name)
+
+
+def _checked(name: str, written: dict[str, Any], tell: Diagnostics) -> dict[str, Any]:
+    """Return the arguments of a tracker, checked; those of a user's own class are its own business."""
+    args = {argument: value for argument, value in written.items() if value is not None}
+    if name in TRACKERS.builtin:
+        for argument, problem in argument_problems(TRACKERS.find(name), args, GIVEN_BY_US):
+            told = problem.partition(", got ")[0] if is_secret(argument) else problem  # a message may be shown around
+            tell.problem(argument, told.replace("argument;", f"argument of tracker {name};"))
+    for argument in args if name in TRACKERS.elsewhere else ():
+        tell.problem(argument, f"unknown argument; {name} takes none")
+    return args
+
+
+def _takes_arguments(name: str) -> bool:
+    return "." in name or (name in TRACKERS.builtin and bool(arguments(TRACKERS.find(name), GIVEN_BY_US)))

@@ -1,0 +1,169 @@
+"""Roles that share devices take turns: who is asked comes, and whoever is in the way leaves first.
+
+The rules are `roll_opd.models.device_phases`; here they are carried out, by calls of the roles' processes. Where nobody
+shares devices, or nobody is to leave them, there are no members, and every call goes straight to its processes.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from roll_opd.base.run_errors import RunError
+from roll_opd.cluster.group import ActorGroup, WorkerGroup
+from roll_opd.models.device_phases import Machine, Member, Move, Phase, PhaseError, State
+
+
+class Turns:
+    """The turns of a run's roles. A pipeline says which phase begins (`enter`); all else follows from the calls."""
+
+    def __init__(self, members: Sequence[Member] = ()) -> None:
+        """Nobody has started; see `everywhere`."""
+        self._machine, self._state = Machine(members), State()
+        self._groups: dict[str, ActorGroup] = {}
+        self._at_work: Counter[str] = Counter()  # calls under way, by member
+        self._changed = asyncio.Condition()
+
+    def everywhere(self) -> "Turns":
+        """Take all members for started, with all that they have on their devices; return self."""
+        self._state = self._machine.everywhere()
+        return self
+
+    @property
+    def lack_weights(self) -> bool:
+        """Whether there are engines that have to be sent weights before they generate."""
+        return bool(self._state.blank)
+
+    def engines_have_weights(self) -> None:
+        """Take note that all engines have been sent weights."""
+        self._state = self._machine.sent(self._state)
+
+    def share(self, name: str, other: str) -> bool:
+        """Whether two roles take turns on some device."""
+        members = self._machine.members
+        return name in members and other in members and members[name].meets(members[other])
+
+    def join(self, name: str, group: Any) -> Any:
+        """Return a role's processes as one has to ask them: those of a member in its turn, others as they are."""
+        if name not in self._machine.members:
+            return group
+        self._groups[name] = group
+        return InTurn(name, group, self)
+
+    async def enter(self, phase: Phase) -> None:
+        """Begin a phase. RunError where it cannot follow."""
+        if not self._machine.members:
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._at_work.total())
+            await self._make(lambda: self._machine.enter(self._state, phase))
+
+    @asynccontextmanager
+    async def turn(self, name: str, method: str) -> AsyncIterator[None]:
+        """Have a member there inside the block, for one call. RunError where the phase has no such call of it."""
+        async with self._working(name, lambda: self._machine.act(self._state, name, method)):
+            yield
+
+    @asynccontextmanager
+    async def starting(self, name: str) -> AsyncIterator[None]:
+        """Leave a member its devices while its processes load their model, if it is one."""
+        if name not in self._machine.members:
+            yield
+            return
+        async with self._working(name, lambda: self._machine.start(self._state, name)):
+            yield
+
+    @asynccontextmanager
+    async def _working(self, name: str, moves: Callable[[], tuple[list[Move], State]]) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_in_the_way(name))
+            await self._make(moves)
+            self._at_work[name] += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._at_work[name] -= 1
+                self._changed.notify_all()
+
+    def _is_in_the_way(self, name: str) -> bool:
+        phase = self._state.phase
+        return any(count and self._machine.take_turns(name, other, phase) for other, count in self._at_work.items())
+
+    async def _make(self, moves: Callable[[], tuple[list[Move], State]]) -> None:
+        """Make moves one after another: what leaves makes room for what comes."""
+        try:
+            wanted, state = moves()
+        except PhaseError as error:
+            raise RunError(str(error)) from error
+        moving = asyncio.ensure_future(self._carry_out(wanted, state))
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            await asyncio.wait([moving])  # else some would be made, and nobody would know who holds what
+            raise
+
+    async def _carry_out(self, moves: Sequence[Move], state: State) -> None:
+        for move in moves:
+            if move.away:
+                await self._groups[move.member].call("give_back", move.parts, state.phase)
+            else:
+                await self._groups[move.member].call("take_back", move.parts)
+        self._state = state
+
+
+class InTurn:
+    """The processes of a member. Does what its group does, in the member's turn."""
+
+    def __init__(self, name: str, group: WorkerGroup, turns: Turns) -> None:
+        self.name, self.group, self._turns = name, group, turns
+
+    @property
+    def plan(self) -> Any:
+        return self.group.plan
+
+    @property
+    def packing(self) -> Any:
+        return self.group.packing
+
+    @property
+    def actors(self) -> Any:
+        """The processes themselves, for those who ask them in a phase that is the member's from its beginning on."""
+        return self.group.actors
+
+    async def hosts(self) -> list[str]:
+        """Do what `ActorGroup.hosts` does."""
+        return await self.group.hosts()
+
+    async def ask(self, actor: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do what `ActorGroup.ask` does."""
+        async with self._turns.turn(self.name, method):
+            return await self.group.ask(actor, method, *args, **kwargs)
+
+    async def setup(self, **arguments: Any) -> None:
+        """Do what `WorkerGroup.setup` does, with the devices to itself."""
+        async with self._turns.starting(self.name):
+            await self.group.setup(**arguments)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Do what `ActorGroup.call` does."""
+        asked = args[0] if method == "without_adapter" else method
+        async with self._turns.turn(self.name, asked):
+            return await self.group.call(method, *args, **kwargs)
+
+    async def scatter(self, method: str, cut: Any, *args: Any, **kwargs: Any) -> list[tuple[int, Any]]:
+        """Do what `WorkerGroup.scatter` does."""
+        asked = args[0] if method == "share_without_adapter" else method
+        async with self._turns.turn(self.name, asked):
+            return await self.group.scatter(method, cut, *args, **kwargs)
+
+    async def stream(self, actor: int, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        """Do what `ActorGroup.stream` does."""
+        async with self._turns.turn(self.name, method), aclosing(self.group.stream(actor, method, *args)) as values:
+            async for value in values:
+                yield value
+
+    def end(self) -> None:
+        """End every process."""
+        self.group.end()

@@ -1,0 +1,101 @@
+"""The critic as the driver sees it: what it can do for a step's samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_opd.algorithms.aggregation import value_scales
+from roll_opd.base.run_errors import RunError
+from roll_opd.config.plan import CriticPlan
+from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
+from roll_opd.roles.policy_roles import gathered
+from roll_opd.samples.dp_shards import Cut, cut, without_tokens
+from roll_opd.samples.experience import Experience, changed, present
+from roll_opd.samples.training import ValueSample
+from roll_opd.tracking.metrics import statistics
+
+OF_THE_CRITIC = ("critic/grad_norm", "critic/lr", "critic/skipped_updates")
+
+
+@dataclass
+class Critic(Learner):
+    """The model that estimates the value of each state."""
+
+    plan: CriticPlan
+
+    async def compute_values(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """Fill in `values`. RunError when they cannot be a working model's."""
+        values = await gathered(self.group, "values", experiences)
+        wrong = sum(int((~np.isfinite(array)).sum()) for array in values)
+        if wrong:
+            raise RunError(
+                f"{self.plan.name}: {wrong} values are not finite; look at its model, or lower learning_rate"
+            )
+        return [changed(e, values=v) for e, v in zip(experiences, values, strict=True)]
+
+    async def learn(self, experiences: Sequence[Experience]) -> dict[str, float]:
+        """Run all updates of one step on samples with `values` and `returns`; return `critic/*` metrics."""
+        updates = []
+        size = self.plan.mini_batch_sequences
+        self.updates.begin(self.plan.critic_epochs * -(-len(experiences) // size))
+        for _ in range(self.plan.critic_epochs):
+            for start in range(0, len(experiences), size):
+                batch = experiences[start : start + size]
+                update, _ = await self._update("update", self._cut(value_samples(batch)))
+                updates.append(update)
+                self._check_applied(updates[-1], batch)
+        return _update_metrics(updates) | value_metrics(experiences)
+
+    def _cut(self, samples: Sequence[ValueSample]) -> Cut[ValueSample]:
+        """Cut a mini-batch into what each data-parallel rank learns from."""
+        scales = value_scales([int(np.count_nonzero(sample.action_mask)) for sample in samples])
+        return cut(samples, self._assigned(samples), type, without_tokens, scales=scales)
+
+
+def value_samples(experiences: Sequence[Experience]) -> list[ValueSample]:
+    """Return one `ValueSample` an experience; each has its values and returns."""
+    return [
+        ValueSample(
+            tokens=e.tokens,
+            prompt_length=e.prompt_length,
+            action_mask=e.action_mask & e.is_learned_from,
+            old_values=present(e.values),
+            returns=present(e.returns).astype(np.float32),
+        )
+        for e in experiences
+    ]
+
+
+def value_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Return `critic/values` and `critic/returns` of action tokens, and `critic/explained_variance`.
+
+    That is 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean alone, less than 0 for a
+    worse one. It is missing where all returns are the same.
+    """
+    counted = [experience for experience in experiences if experience.is_learned_from]
+    values = _of_actions(counted, [present(e.values) for e in counted])
+    returns = _of_actions(counted, [present(e.returns) for e in counted])
+    kinds = ("mean", "max", "min")
+    metrics = {**statistics("critic/values", values, kinds), **statistics("critic/returns", returns, kinds)}
+    if len(returns) and (variance := float(returns.var())) > 0:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / variance
+    return metrics
+
+
+def _of_actions(experiences: Sequence[Experience], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Join arrays [T-P] each to f64 [K], the values of action tokens."""
+    kept = [array[e.action_mask] for e, array in zip(experiences, arrays, strict=True)]
+    return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)
+
+
+def _update_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """Return metrics of a step's updates: means over tokens or updates."""
+    tokens = total(updates, "tokens") or 1.0
+    return {
+        "critic/loss": total(updates, "weighted_loss") / len(updates),
+        "critic/vpred": total(updates, "values") / tokens,
+        "critic/error": total(updates, "squared_error") / tokens,
+        "critic/clipfrac": total(updates, "clipped") / tokens,
+        **optimizer_metrics(updates, OF_THE_CRITIC),
+    }

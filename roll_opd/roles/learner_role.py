@@ -1,0 +1,83 @@
+"""What every role that learns has, as the driver sees it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_opd.base.run_errors import SkippedUpdates
+from roll_opd.cluster.group import WorkerGroup
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import TrainPlan
+from roll_opd.samples.dp_shards import Assignment, Cut
+from roll_opd.samples.training import TrainResult
+from roll_opd.tracking.progress import Count
+
+SKIPS_ALLOWED = 3  # updates in a row without a finite loss and gradient
+
+OF_THE_ACTOR = ("actor/grad_norm", "actor/lr", "actor/skipped_updates")
+
+Update = Sequence[TrainResult]  # of one optimizer update, by rank
+
+
+@dataclass
+class Learner:
+    """A model that learns. What it learns from is its subclass's."""
+
+    plan: TrainPlan
+    group: WorkerGroup
+    updates: Count = field(init=False)  # of a step
+    _skipped: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.updates = Count(f"updates of {self.plan.name}")
+
+    async def save(self, directory: Path) -> Writing:
+        """Write training state and a Hugging Face model into `directory`, with `async_save` beside what follows."""
+        (directory / "state").mkdir(parents=True, exist_ok=True)
+        await self.group.call("save", directory)
+        return Writing([self.group])
+
+    async def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        await self.group.call("load", directory)
+
+    def end(self) -> None:
+        """End the processes."""
+        self.group.end()
+
+    def _assigned(self, samples: Sequence[Any], group_size: int = 1) -> Assignment:
+        """Return which sample of a mini-batch is in which micro-batch of which data-parallel rank."""
+        sequences = [(sample.tokens, sample.prompt_length) for sample in samples]
+        return self.group.packing.assign(sequences, self.plan.train_limits, group_size)
+
+    async def _update(self, method: str, cut: Cut, *args: Any) -> tuple[list[TrainResult], dict[int, np.ndarray]]:
+        """Make one optimizer update from one mini-batch; return each rank's result, and log-probs by sample."""
+        results: list[tuple[int, TrainResult]] = await self.group.scatter(method, cut, *args)
+        self.updates.one()
+        return [result for _, result in results], cut.merged((rank, result.logprobs) for rank, result in results)
+
+    def _check_applied(self, update: Update, samples: Sequence[Any]) -> None:
+        """Count an update that was skipped. SkippedUpdates, with its `samples`, after `SKIPS_ALLOWED` in a row."""
+        self._skipped = 0 if update[0].applied else self._skipped + 1
+        if self._skipped >= SKIPS_ALLOWED:
+            raise SkippedUpdates(
+                f"{self._skipped} updates in a row of {self.plan.name} had log-probs, a loss or a gradient that were"
+                " not finite, and were skipped; its weights are those before them. Lower its learning_rate, or look"
+                " for what is not finite in the samples of the last one",
+                samples,
+            )
+
+
+def total(updates: Sequence[Update], name: str) -> float:
+    """Return the sum `name` over all ranks and updates; 0 where no rank reports it."""
+    return sum(rank.sums.get(name, 0.0) for update in updates for rank in update)
+
+
+def optimizer_metrics(updates: Sequence[Update], names: tuple[str, str, str] = OF_THE_ACTOR) -> dict[str, float]:
+    """Return, under `names`, the gradient norm (mean over updates), the learning rate and the updates skipped."""
+    grad_norm = float(np.mean([update[0].grad_norm for update in updates]))
+    skipped = float(sum(not update[0].applied for update in updates))
+    return dict(zip(names, (grad_norm, updates[-1][0].learning_rate, skipped), strict=True))

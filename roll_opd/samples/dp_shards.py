@@ -1,0 +1,119 @@
+"""A batch cut into shares, one for each data-parallel rank: who computes what is decided once, and each gets its own.
+
+What a rank must know of the whole batch are numbers, which come along, and which arrays its samples have: that is what
+a witness is for: a sample of no scored token behind a share's own.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from roll_opd.config.plan import MicroBatchLimits
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.packing import assign, neighbours, relatives, singles
+from roll_opd.samples.training import HeldTargets
+
+Item = TypeVar("Item")
+Assignment = list[list[list[int]]]  # of each data-parallel rank, its micro-batches of sample numbers
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How an engine spreads sequences: what `samples.packing` is called with, beside limits."""
+
+    ranks: int  # data-parallel
+    multiple: int = 1  # of which the number of micro-batches is one
+    equal: bool = False  # as many micro-batches on every rank
+    share_prefixes: bool = False
+
+    def assign(
+        self, sequences: Sequence[tuple[np.ndarray, int]], limits: MicroBatchLimits, group_size: int = 1
+    ) -> Assignment:
+        """Return each rank's micro-batches of `sequences`, (tokens int64 [T], prompt length) each.
+
+        `group_size` consecutive ones stay together.
+        """
+        lengths = [len(tokens) for tokens, _ in sequences]
+        if group_size > 1:
+            units = neighbours(lengths, group_size)
+        elif self.share_prefixes:
+            units = relatives(sequences, self.ranks, limits)
+        else:
+            units = singles(lengths)
+        return assign(units, self.ranks, limits, self.multiple, equal=self.equal)
+
+
+@dataclass(frozen=True)
+class Share(Generic[Item]):
+    """What one data-parallel rank computes of a batch. Numbers are those of `samples`: the witnesses, then its own."""
+
+    samples: Sequence[Item]
+    micro_batches: list[list[int]]
+    scales: Sequence[float] = ()  # of each sample, of its tokens' weights in the loss: see `token_scales`
+    policy_weights: Sequence[float | None] = ()  # of each sample, see `sample_weights`; none: all are 1
+    held: Sequence[Mapping[str, HeldTargets]] = ()  # of each sample, what it needs and did not bring; none: nothing
+
+
+@dataclass(frozen=True)
+class Cut(Generic[Item]):
+    """All shares of a batch, and of each the batch's numbers of its samples, -1 of witnesses."""
+
+    shares: list[Share[Item]]
+    numbers: list[list[int]]
+
+    def merged(self, answers: Iterable[tuple[int, Mapping[int, Any] | None]]) -> dict[int, Any]:
+        """Return by the batch's numbers what (data-parallel rank, values by its share's numbers) say."""
+        return {
+            self.numbers[rank][number]: value for rank, values in answers for number, value in (values or {}).items()
+        }
+
+
+def cut(
+    samples: Sequence[Item],
+    assignment: Assignment,
+    kind: Callable[[Item], Hashable],
+    emptied: Callable[[Item], Item],
+    **of_samples: Sequence[Any],
+) -> Cut[Item]:
+    """Cut a batch as `assignment` says.
+
+    Args:
+        kind: which arrays a sample has. Every share has a witness of each kind, in the order in which the batch has
+            them.
+        emptied: makes a witness of a sample.
+        of_samples: fields of `Share`, of each sample; empty ones stay empty.
+    """
+    kinds: dict[Hashable, int] = {}
+    for number, sample in enumerate(samples):
+        kinds.setdefault(kind(sample), number)
+    seen = list(kinds.values())
+    witnesses = [emptied(samples[number]) for number in seen]
+    shares: list[Share[Item]] = []
+    numbers: list[list[int]] = []
+    for micro_batches in assignment:
+        own = [number for part in micro_batches for number in part]
+        place = {number: len(seen) + count for count, number in enumerate(own)}
+        given: dict[str, Any] = {
+            name: [values[n] for n in (*seen, *own)] for name, values in of_samples.items() if len(values)
+        }
+        parts = [[place[number] for number in part] for part in micro_batches]
+        on_the_way: Any = Compact([*witnesses, *(samples[number] for number in own)])
+        shares.append(Share(on_the_way, parts, **given))
+        numbers.append([*(-1 for _ in seen), *own])
+    return Cut(shares, numbers)
+
+
+def without_tokens(sample: Any) -> Any:
+    """Return a dataclass of arrays, all [T-P] but `tokens`, with a prompt of one token and nothing after it."""
+    emptied: dict[str, Any] = {"tokens": sample.tokens[:1], "prompt_length": 1}
+    for one in fields(sample):
+        value = getattr(sample, one.name)
+        if one.name in emptied:
+            continue
+        if isinstance(value, np.ndarray):
+            emptied[one.name] = value[:0]
+        elif isinstance(value, dict) and value and all(isinstance(array, np.ndarray) for array in value.values()):
+            emptied[one.name] = {name: array[:0] for name, array in value.items()}
+    return replace(sample, **emptied)

@@ -1,0 +1,72 @@
+"""Teachers' targets on their way to the student: they stay in the object store of the rank that computed them.
+
+The driver holds references and hands them on. A student's rank opens those of its own share, and they are gone once the
+driver releases them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from roll_opd.samples.buffer_pickle import Compact
+from roll_opd.samples.experience import Experience
+from roll_opd.samples.training import HeldTargets
+
+BUNDLE_BYTES = 2**20  # small samples share an object, for each object has a price; one that is larger is fetched alone
+
+
+def hold(targets: Mapping[int, dict[str, np.ndarray]]) -> dict[int, HeldTargets]:
+    """Put arrays by sample number into the object store of this node."""
+    found = {}
+    for numbers in _bundles(targets):
+        bundle = ray.put(Compact([targets[number] for number in numbers]))
+        for place, number in enumerate(numbers):
+            columns = {name: (array.dtype.str, array.shape[1:]) for name, array in targets[number].items()}
+            found[number] = HeldTargets(bundle, place, columns)
+    return found
+
+
+def opened(
+    held: Sequence[Mapping[str, HeldTargets]], needed: Sequence[Sequence[int]]
+) -> list[dict[str, dict[str, np.ndarray]]]:
+    """Return the arrays, by name, of samples that micro-batches of numbers need; of the others arrays of no token."""
+    numbers = {number for part in needed for number in part}
+    wanted = {id(one): one for number in numbers for one in held[number].values()}.values()
+    references = list({one.bundle: None for one in wanted})
+    bundles = dict(zip(references, ray.get(references), strict=True))
+
+    def arrays(number: int, one: HeldTargets) -> dict[str, np.ndarray]:
+        if number in numbers:
+            return bundles[one.bundle][one.place]
+        return {name: np.zeros((0, *shape), dtype) for name, (dtype, shape) in one.columns.items()}
+
+    return [{name: arrays(number, one) for name, one in by.items()} for number, by in enumerate(held)]
+
+
+def release(experiences: Iterable[Experience]) -> None:
+    """Let go of what is held of samples; nobody reads it any more."""
+    for experience in experiences:
+        for held in experience.teacher_targets.values():
+            held.released()
+
+
+def as_sent(held: Mapping[str, HeldTargets]) -> dict[str, HeldTargets]:
+    """Return what a rank needs, to find the arrays."""
+    return {name: replace(one, hits=None) for name, one in held.items()}
+
+
+def _bundles(targets: Mapping[int, dict[str, Any]]) -> Iterator[list[int]]:
+    bundle: list[int] = []
+    size = 0
+    for number, arrays in targets.items():
+        own = sum(array.nbytes for array in arrays.values())
+        if bundle and size + own > BUNDLE_BYTES:
+            yield bundle
+            bundle, size = [], 0
+        bundle.append(number)
+        size += own
+    if bundle:
+        yield bundle

@@ -1,0 +1,83 @@
+"""Metrics of a step's rewards, by domain. `docs/metrics.md` lists every name."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from roll_opd.samples.experience import Experience, one_a_run
+from roll_opd.tracking.metrics import statistics
+
+MOST_WORDS, OTHERS = 20, "other"  # reasons with a metric of their own, and the name of all the rest
+LONGEST_WORD = 40  # characters of a reason in a metric's name
+
+
+def reward_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Return `reward/<domain>/...` of the samples that a domain scored or failed on; empty where no domain did."""
+    domains = dict.fromkeys(experience.domain for experience in experiences if experience.domain)
+    found: dict[str, float] = {}
+    for domain in domains:
+        found |= _of_domain(domain, [e for e in experiences if e.domain == domain])
+    return found
+
+
+def scoring_metrics(
+    domain: str, errors: Mapping[str, int], latencies: Sequence[float], queued: Sequence[int], restarts: int
+) -> dict[str, float]:
+    """Return `reward/<domain>/{errors,timeouts}`, and under `time/` what depends on the clock: `latency`, `queue` and
+    `restarts`.
+
+    Args:
+        errors: attempts that failed, by kind.
+        latencies: seconds from a sample's end to its score.
+        queued: numbers of samples that wait, one for each change.
+        restarts: workers that were replaced.
+    """
+    by_word: Counter[str] = Counter()
+    for kind, count in errors.items():
+        by_word[_word(kind)] += count
+    return {
+        f"reward/{domain}/errors": float(sum(errors.values())),
+        f"reward/{domain}/timeouts": float(errors.get("timeout", 0)),
+        **{f"reward/{domain}/errors/{word}": float(count) for word, count in sorted(by_word.items())},
+        **statistics(f"time/reward/{domain}/latency", latencies, ("p50", "p95", "max")),
+        **statistics(f"time/reward/{domain}/queue", queued, ("mean", "max")),
+        f"time/reward/{domain}/restarts": float(restarts),
+    }
+
+
+def _word(text: str) -> str:
+    """Return a reason or an error's kind as part of a metric's name."""
+    return re.sub(r"[^\w.-]+", "_", text)[:LONGEST_WORD].strip("_")
+
+
+def _most(counts: Counter[str]) -> dict[str, int]:
+    """Return the most common ones, and the sum of the others: a worker may give any text, and each name is a chart."""
+    common = dict(counts.most_common(MOST_WORDS))
+    others = counts.total() - sum(common.values())
+    return common | ({OTHERS: others + common.get(OTHERS, 0)} if others else {})
+
+
+def _of_domain(domain: str, experiences: Sequence[Experience]) -> dict[str, float]:
+    runs = [experience for experience in one_a_run(experiences) if experience.reward is not None]
+    rewards = [e.reward for e in runs if e.reward is not None]
+    groups: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
+    for experience, reward in zip(runs, rewards, strict=True):
+        groups.setdefault(experience.group_id, []).append(reward)
+    for experience in experiences:
+        for part, value in experience.reward_parts.items():
+            parts.setdefault(part, []).append(value)
+    several = [group for group in groups.values() if len(group) > 1]
+    found = statistics(f"reward/{domain}", rewards, ("mean", "max", "min"))
+    if rewards:
+        found[f"reward/{domain}/std"] = float(np.std(rewards))
+    if several:
+        found[f"reward/{domain}/zero_variance_rate"] = float(np.mean([len(set(group)) == 1 for group in several]))
+    for part, values in parts.items():
+        found |= statistics(f"reward/{domain}/{part}", values, ("mean",))
+    reasons = Counter(_word(experience.reward_reason) for experience in experiences if experience.reward_reason)
+    found |= {f"reward/{domain}/reason/{reason}": float(count) for reason, count in sorted(_most(reasons).items())}
+    excluded = sum(experience.excluded for experience in experiences)
+    return found | ({f"reward/{domain}/excluded": float(excluded)} if excluded else {})

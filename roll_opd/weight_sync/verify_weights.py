@@ -1,0 +1,157 @@
+"""Whether the weights of an update arrived in a model of vLLM's: every layer got all its values, and holds them.
+
+Runs inside vLLM's engine core, and in every tensor-parallel worker. Matrices of linear layers are fused, packed or
+sharded and cannot be compared with what was sent; their values are counted. Norms and embeddings are compared bit for
+bit, through fingerprints.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from roll_opd.samples.weight_bucket import row_checksums, sampled_rows
+
+
+class Arrival:
+    """One update of a model, from before layerwise reload takes it apart."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # it warns, at every update, of layers without weights of their own; `incomplete_layers` checks that instead
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self._model = model
+        self._sent: dict[str, dict[str, Any]] = {}  # tensor name -> its entry (see `weight_bucket.entry_of`)
+        self._version = 0
+        self._tied_heads = tied_heads(model)
+        forget_packed_experts(model)
+
+    def expect(self, entries: Iterable[dict[str, Any]], version: int) -> None:
+        """Note what is sent; ValueError for what was sent before."""
+        found = {entry["name"]: entry for entry in entries}
+        if repeated := sorted(found.keys() & self._sent.keys()):
+            raise ValueError(f"weights sent twice in one update: {_listed(repeated)}")
+        self._sent |= found
+        self._version = version
+
+    def finish(self, finalize: Callable[[], None]) -> int:
+        """Have layerwise reload end with `finalize`, then check the model; return the version that it has now.
+
+        RuntimeError names what did not arrive.
+        """
+        incomplete = incomplete_layers(self._model, set(self._sent), {name for name, _ in self._tied_heads})
+        finalize()
+        for _, head in self._tied_heads:
+            # reload sees only the embedding; on CPU a tied head has a packed copy of its own, now stale
+            head.quant_method.process_weights_after_loading(head)
+        if incomplete:
+            raise RuntimeError(f"weights version {self._version} did not arrive: {_listed(incomplete)}")
+        check_arrival(self._model, self._sent, self._version)
+        return self._version
+
+
+def keep_waiting(model: torch.nn.Module, memory: torch.Tensor) -> None:
+    """Copy what layers that are not complete still need of `memory`, uint8, which is about to be written again."""
+    first = memory.data_ptr()
+    for layer in model.modules():
+        for _, arguments in get_layerwise_info(layer).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if isinstance(value, torch.Tensor) and first <= value.data_ptr() < first + memory.numel():
+                    arguments.arguments[name] = value.clone()
+
+
+def tied_heads(model: torch.nn.Module) -> list[tuple[str, ParallelLMHead]]:
+    """Return the output heads that share their weight with an embedding, with their module names."""
+    embeddings = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    }
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings
+    ]
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Have experts packed for the CPU's kernels again after an update.
+
+    vLLM packs them when it makes a layer's kernel, and makes that once: values that are loaded later would be copied
+    as they are to where packed ones belong.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "unquantized_backend", None) is UnquantizedMoeBackend.CPU:
+            assert method is not None
+            method.moe_kernel = None
+
+
+def incomplete_layers(model: torch.nn.Module, sent: set[str], exempt: set[str]) -> list[str]:
+    """Return layers that lack values, as "name (got of expected values)". Call it before finalising."""
+    missing = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if name in exempt or not info.can_load():  # complete layers have left the waiting state
+            continue
+        if isinstance(layer, VocabParallelEmbedding):  # padded: never full, so ask whether its rows were sent
+            if f"{name}.weight" not in sent:
+                missing.append(f"{name} (not sent)")
+            continue
+        expected = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+        if info.load_numel < expected:
+            missing.append(f"{name} ({info.load_numel} of {expected} values)")
+    return missing
+
+
+def check_arrival(model: torch.nn.Module, sent: dict[str, dict[str, Any]], version: int) -> None:
+    """Compare vectors and embeddings in the model with the fingerprints of what was sent, bit for bit.
+
+    Matrices of linear layers are fused, packed or sharded and cannot be compared. RuntimeError when a value differs, or
+    when nothing could be compared: the update is unproven then.
+    """
+    compared, different = 0, []
+    for layer_name, layer in model.named_modules():
+        for parameter_name, parameter in layer.named_parameters(recurse=False):
+            name = f"{layer_name}.{parameter_name}"
+            if name not in sent:
+                continue
+            same = holds(layer, parameter, sent[name])
+            compared += same is not None
+            if same is False:
+                different.append(name)
+    if different:
+        raise RuntimeError(f"weights version {version}: the model does not hold what was sent: {_listed(different)}")
+    if not compared:
+        raise RuntimeError(
+            f"weights version {version} cannot be proven: of the {len(sent)} tensors sent, none has a "
+            f"counterpart of the same name, shape and dtype in {type(model).__name__}; sent: {_listed(sorted(sent))}"
+        )
+
+
+def holds(layer: torch.nn.Module, parameter: torch.Tensor, entry: dict[str, Any]) -> bool | None:
+    """Whether `parameter` has the fingerprint in `entry`; None where the two cannot be compared."""
+    expected = entry["fingerprint"].get(str(parameter.dtype).removeprefix("torch."))
+    shape = entry["shape"]
+    if expected is None or parameter.ndim != len(shape):
+        return None
+    if parameter.ndim == 1:
+        return None if list(parameter.shape) != shape else row_checksums(parameter[None], [0]) == expected
+    if not isinstance(layer, VocabParallelEmbedding) or list(parameter.shape[1:]) != shape[1:]:
+        return None
+    first = layer.shard_indices.org_vocab_start_index
+    last = layer.shard_indices.org_vocab_end_index  # exclusive
+    here = [
+        (row - first, value) for row, value in zip(sampled_rows(shape[0]), expected, strict=True) if first <= row < last
+    ]
+    if not here:
+        return None
+    return row_checksums(parameter, [row for row, _ in here]) == [value for _, value in here]
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

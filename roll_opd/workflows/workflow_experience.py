@@ -1,0 +1,267 @@
+"""`Experience` as a workflow makes and changes it, with tensors; checked when its run hands it over.
+
+Legend: T tokens in all, P prompt tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll_opd.data.prompt_source import Prompt
+from roll_opd.samples.experience import Experience as Trained
+
+TEACHER = "teacher_logprobs"  # in `info`: the teacher's of the response, f32 [T-P]
+TURN_REWARDS = "roll_opd/turn_rewards"  # key of `info`: a number for each turn of a trajectory, recorded only
+STATE = "state_hash"  # in `info`: a text, the same for steps that began from the same state
+# field of Trinity-RFT's Experience that training does not read -> what to use instead
+UNREAD = {
+    "token_level_reward": "set one number as `reward`",
+    **dict.fromkeys(("advantages", "returns"), "they are computed from `reward` by the algorithm of the configuration"),
+    **dict.fromkeys(("chosen", "rejected", "chosen_messages", "rejected_messages"), "use the dpo pipeline"),
+    "multi_modal_inputs": "only text models are supported",
+    "routed_experts": "set router_replay, with which the engines record routes",
+    "custom_fields": "no loss reads custom fields; put values to log into `metrics`",
+}
+
+
+@dataclass
+class EID:
+    """Which run at a task an experience is of, and which step of it. Batch and task are numbered by the pipeline.
+
+    A workflow that makes experiences of several kinds says in `task` which kind each is of; kinds are not compared.
+    """
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = field(default_factory=lambda: uuid4().hex[:6])
+
+    @property
+    def uid(self) -> str:
+        """Name of the experience."""
+        return f"{self.rid}/{self.step}/{self.suffix}"
+
+    @property
+    def tid(self) -> str:
+        """Name of its task."""
+        return f"{self.batch}/{self.task}"
+
+    @property
+    def rid(self) -> str:
+        """Name of its run at the task."""
+        return f"{self.tid}/{self.run}"
+
+    @property
+    def sid(self) -> str:
+        """Name of its step, over all runs at the task."""
+        return f"{self.tid}/{self.step}"
+
+
+class Experience:
+    """One trajectory, or one step of it. Sequences become tensors; what is not known here is kept in `info`."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Tensor | Sequence[int],
+        prompt_length: int = 1,
+        logprobs: Tensor | Sequence[float] | None = None,
+        reward: float | None = None,
+        action_mask: Tensor | Sequence[bool] | None = None,
+        info: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        eid: EID | None = None,
+        response_text: str | Callable[[], str] | None = None,
+        prompt_text: str | None = None,
+        messages: list[dict] | None = None,
+        tools: list[dict] | None = None,
+        truncate_status: str | None = None,
+        finish_reason: str = "stop",
+        weights_version: int | None = None,
+        **more: Any,
+    ) -> None:
+        """Take what a model answered, or what was made of it.
+
+        Args:
+            tokens: int [T], prompt and response.
+            prompt_length: P, at least 1.
+            logprobs: f32 [T-P], as they were sampled.
+            reward: of the whole trajectory; None: the configuration's rewards score it.
+            action_mask: bool [T-P], tokens that the model wrote; None: all.
+            info: anything; `teacher_logprobs`, f32 [T-P], stand in for the teachers, and steps that began from the same
+                state have the same text as `state_hash`.
+            metrics: numbers to log, as means over experiences.
+            response_text: or a function that makes it when it is asked for.
+        """
+        self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
+        self.tokens = torch.as_tensor(tokens)
+        self.prompt_length = prompt_length
+        self.logprobs = None if logprobs is None else torch.as_tensor(logprobs, dtype=torch.float32)
+        self._action_mask = None if action_mask is None else torch.as_tensor(action_mask).bool()
+        self.reward, self.info, self.metrics = reward, {**(info or {}), **more}, metrics or {}
+        self._response_text, self.prompt_text, self.messages, self.tools = response_text, prompt_text, messages, tools
+        self.truncate_status, self.finish_reason, self.weights_version = truncate_status, finish_reason, weights_version
+
+    @property
+    def action_mask(self) -> Tensor:
+        """Tokens that the model wrote, bool [T-P]."""
+        if self._action_mask is None:
+            self._action_mask = torch.ones(max(len(self.tokens) - self.prompt_length, 0), dtype=torch.bool)
+        return self._action_mask
+
+    @action_mask.setter
+    def action_mask(self, mask: Any) -> None:
+        self._action_mask = mask
+
+    @property
+    def teacher_logprobs(self) -> Any:
+        """Log-probs of a teacher that the workflow has asked itself, f32 [T-P]: those in `info`."""
+        return (self.info or {}).get(TEACHER)
+
+    @teacher_logprobs.setter
+    def teacher_logprobs(self, logprobs: Any) -> None:
+        self.info = {**(self.info or {}), TEACHER: logprobs}
+
+    @property
+    def response_text(self) -> str | None:
+        """What was written, without special tokens."""
+        if callable(self._response_text):
+            self._response_text = self._response_text()
+        return self._response_text
+
+    @response_text.setter
+    def response_text(self, text: str | Callable[[], str] | None) -> None:
+        self._response_text = text
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the student can be trained on."""
+
+    tokens: int  # of an experience, prompt and response
+    vocabulary: int
+
+
+def by_run(made: Sequence[Any], runs: Sequence[int]) -> dict[int, list[tuple[int, Experience]]]:
+    """Return what one call made, of each run in the order of its steps, each with its step's number.
+
+    A run that says no steps has one for each experience of a task. Where a call made several runs, experiences say
+    theirs in `eid.run`; as many as runs that all say 0, as new ones do, are one a run. TypeError and ValueError for
+    others.
+    """
+    found: dict[int, list[tuple[int, Experience]]] = {}
+    for one in made:
+        if not isinstance(one, Experience):
+            raise TypeError(f"a run returned {type(one).__name__} where an Experience was expected")
+    if len({id(one) for one in made}) < len(made):
+        raise ValueError("a run returned one Experience twice; it would be learned from twice")
+    unsaid = len(made) == len(runs) and not any(one.eid.run for one in made)
+    for place, one in enumerate(made):
+        run = runs[0] if len(runs) == 1 else runs[place] if unsaid else one.eid.run
+        if run not in runs:
+            raise ValueError(f"eid.run is {run}; this call made runs {runs[0]} to {runs[-1]}")
+        found.setdefault(run, []).append((one.eid.step, one))
+    for run, steps in found.items():
+        if any(step for step, _ in steps):
+            steps.sort(key=lambda pair: pair[0])
+        else:
+            places: dict[str, Iterator[int]] = {}
+            found[run] = [(next(places.setdefault(str(one.eid.task), count())), one) for _, one in steps]
+    return found
+
+
+def trained(
+    made: Experience, limits: Limits, prompt: Prompt, draw: int, run: int, place: int, step: int | None = None
+) -> Trained:
+    """Return what a run hands over as the pipeline's own experience, number `place` of the run, of its step `step`.
+
+    The row's ground truth and other columns are left out: where it goes, they are known.
+
+    Raises TypeError and ValueError for what nothing could be learned from, or what would be learned wrongly.
+    """
+    info, metrics = made.info or {}, {} if made.metrics is None else made.metrics  # Trinity-RFT's may be None
+    for name, instead in UNREAD.items():
+        if vars(made).get(name, info.get(name)) is not None:
+            raise ValueError(f"Experience.{name} is not used in training; {instead}")
+    tokens = made.tokens.cpu().numpy()
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise TypeError(f"tokens should be whole numbers [T], not {tokens.dtype} {list(tokens.shape)}")
+    length = len(tokens) - made.prompt_length
+    if made.prompt_length < 1 or length < 0:
+        raise ValueError(f"prompt_length {made.prompt_length} of {len(tokens)} tokens: 1 to {len(tokens)} is possible")
+    if len(tokens) > limits.tokens:
+        raise ValueError(f"{len(tokens)} tokens; prompt and response have {limits.tokens} together")
+    if not 0 <= tokens.min() <= tokens.max() < limits.vocabulary:
+        raise ValueError(f"tokens from {tokens.min()} to {tokens.max()}, of a vocabulary of {limits.vocabulary}")
+    logprobs = _column(made.logprobs, "logprobs", length)
+    given = _column(made._action_mask, "action_mask", length)
+    mask = np.ones(length, bool) if given is None else given.astype(bool)
+    teacher = _column(info.get(TEACHER), f"info[{TEACHER!r}]", length)
+    if mask.any() and logprobs is None:
+        raise ValueError("logprobs are missing: those of the tokens that the model wrote, as `chat` returned them")
+    if logprobs is not None and not np.isfinite(logprobs[mask]).all():
+        raise ValueError("logprobs of tokens that the model wrote are not all finite")
+    if teacher is not None and not np.isfinite(teacher[mask]).all():
+        raise ValueError(f"info[{TEACHER!r}] of tokens that the model wrote are not all finite")
+    reward = None if made.reward is None else float(made.reward)
+    if reward is not None and not np.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    state = info.get(STATE)
+    if state is not None and not isinstance(state, str):
+        raise TypeError(f"info[{STATE!r}] should be a text, not {type(state).__name__}")
+    turn_rewards = tuple(float(one) for one in info.get(TURN_REWARDS, ()))
+    suffix = f".{place}" if place else ""
+    group = _group(prompt, draw, made.eid.task)
+    return Trained(
+        id=f"{group}/{run}{suffix}",
+        group_id=group,
+        run=run,
+        step=place if step is None else int(step),
+        state=state,
+        tag=prompt.tag,
+        domain="",
+        tokens=tokens.astype(np.int64),
+        prompt_length=made.prompt_length,
+        action_mask=mask,
+        rollout_logprobs=None if logprobs is None else logprobs.astype(np.float32),
+        finish_reason=made.finish_reason,
+        weights_version=made.weights_version,
+        reward=reward,
+        turn_rewards=turn_rewards,
+        teacher_logprobs={} if teacher is None else {TEACHER: teacher.astype(np.float32)},
+        metrics=_numbers(metrics),
+    )
+
+
+def _group(prompt: Prompt, draw: int, task: Any) -> str:
+    """Return what an experience is compared with: the draw, and the kind where the workflow says one."""
+    kind = "" if task is None or str(task) in ("", str(prompt.id)) else ":" + str(task).replace("#", "%23")
+    return f"{prompt.id}#{draw}{kind}"  # of an id, what stands before the last # is the prompt's
+
+
+def _column(values: Any, name: str, length: int) -> np.ndarray | None:
+    if values is None:
+        return None
+    array = torch.as_tensor(values).cpu().numpy()
+    if array.shape != (length,):
+        raise ValueError(f"{name} has the shape {list(array.shape)}; a response of {length} tokens needs [{length}]")
+    return array
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics should be numbers by name, not {type(metrics).__name__}")
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"metrics[{name!r}] is {str(value)[:40]!r}, expected a number") from None
+    return numbers

@@ -1,0 +1,85 @@
+"""Outputs that wait in the engine core until their request ends: nothing is lost, nothing comes twice."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from roll_opd.inference.coalesce_outputs import sends_whole_outputs
+
+WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+SEARCHED = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=True, stop=["x"])
+STREAMED = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
+
+
+def row(token: int) -> LogprobsLists:
+    return LogprobsLists(np.array([[token]]), np.array([[-token / 10]], np.float32), np.array([token + 1]))
+
+
+def output(name: str, token: int, last: bool = False) -> EngineCoreOutput:
+    reason = FinishReason.LENGTH if last else None
+    return EngineCoreOutput(name, [token], new_logprobs=row(token), finish_reason=reason)
+
+
+class Steps:
+    """A scheduler whose steps are written down: what it would send after each, to client 0."""
+
+    def __init__(self, **params: SamplingParams) -> None:
+        self.requests = {name: SimpleNamespace(sampling_params=value) for name, value in params.items()}
+
+    def update_from_output(self, scheduled: Any, outputs: list[EngineCoreOutput]) -> dict[int, EngineCoreOutputs]:
+        for ended in outputs:
+            if ended.finished:
+                del self.requests[ended.request_id]
+        return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
+
+    def step(self, *outputs: EngineCoreOutput) -> list[tuple[str, list[int], FinishReason | None]]:
+        scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys((o.request_id for o in outputs), 1))
+        self.sent = sends_whole_outputs(Steps.update_from_output)(self, scheduled, list(outputs))
+        return [(o.request_id, o.new_token_ids, o.finish_reason) for step in self.sent.values() for o in step.outputs]
+
+
+def test_a_request_has_one_output_with_everything_in_it() -> None:
+    steps = Steps(a=WHOLE, b=WHOLE)
+    assert steps.step(output("a", 3)) == [] and steps.sent == {}  # not even an empty message
+    assert steps.step(output("a", 5), output("b", 1)) == []
+    assert steps.step(output("a", 7, last=True), output("b", 2)) == [("a", [3, 5, 7], FinishReason.LENGTH)]
+    logprobs = steps.sent[0].outputs[0].new_logprobs
+    assert logprobs.logprob_token_ids.tolist() == [[3], [5], [7]] and logprobs.sampled_token_ranks.tolist() == [4, 6, 8]
+    np.testing.assert_array_equal(logprobs.logprobs, np.array([[-0.3], [-0.5], [-0.7]], np.float32))
+    assert steps.step(output("b", 4, last=True)) == [("b", [1, 2, 4], FinishReason.LENGTH)]
+
+
+def test_one_that_ends_at_once_passes() -> None:
+    assert Steps(a=WHOLE).step(output("a", 3, last=True)) == [("a", [3], FinishReason.LENGTH)]
+
+
+@pytest.mark.parametrize("params", [SEARCHED, STREAMED])
+def test_whoever_reads_token_by_token_has_them_so(params: SamplingParams) -> None:
+    steps = Steps(a=params, b=WHOLE)
+    assert steps.step(output("a", 3), output("b", 1)) == [("a", [3], None)]
+    assert steps.step(output("a", 4, last=True)) == [("a", [4], FinishReason.LENGTH)]
+
+
+def test_what_an_aborted_request_left_is_forgotten() -> None:
+    steps = Steps(a=WHOLE)
+    steps.step(output("a", 3))
+    del steps.requests["a"]
+    assert steps.step() == []
+    steps.requests["a"] = SimpleNamespace(sampling_params=WHOLE)  # another request may have its name
+    assert steps.step(output("a", 9, last=True)) == [("a", [9], FinishReason.LENGTH)]
+
+
+def test_facts_of_the_first_token_are_kept() -> None:
+    steps = Steps(a=WHOLE)
+    first = output("a", 3)
+    first.events, first.new_prompt_logprobs_tensors = ["queued"], "prompt"  # type: ignore[assignment, list-item]
+    steps.step(first)
+    steps.step(output("a", 4, last=True))
+    whole = steps.sent[0].outputs[0]
+    assert whole.events == ["queued"] and whole.new_prompt_logprobs_tensors == "prompt"

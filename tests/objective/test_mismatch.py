@@ -1,0 +1,182 @@
+"""The mismatch of a step is that of its action tokens, of the samples that the training engine has scored."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from roll_opd.actors.megatron_actor import train_samples
+from roll_opd.algorithms.aggregation import token_weights
+from roll_opd.config.plan import (
+    CorrectionPlan,
+    Layout,
+    MegatronPlan,
+    MicroBatchLimits,
+    ModelPlan,
+    ObjectivePlan,
+    TeacherPlan,
+    TokenFilterPlan,
+)
+from roll_opd.objective.mismatch import corrected, train_infer_metrics
+from roll_opd.samples.experience import Experience
+
+
+def experience(rollout: list[float], train: list[float] | None, mask: list[bool]) -> Experience:
+    return Experience(
+        id="a",
+        group_id="a",
+        tag="t",
+        domain="d",
+        tokens=np.arange(2 + len(mask)),
+        prompt_length=2,
+        action_mask=np.array(mask),
+        rollout_logprobs=np.array(rollout, np.float32),
+        finish_reason="stop",
+        weights_version=0,
+        old_logprobs=None if train is None else np.array(train, np.float32),
+    )
+
+
+def test_over_the_samples_of_a_step() -> None:
+    batch = [
+        experience([-1.0, -9.0, -2.0], [-1.5, -math.inf, -2.0], [True, False, True]),
+        experience([-1.0], None, [True]),
+        experience([-3.0], [-2.75], [True]),
+    ]
+    metrics = train_infer_metrics(batch)
+    gaps = [-0.5, 0.0, 0.25]
+    assert metrics["rollout/mismatch/logprob_diff_mean"] == pytest.approx(0.25)
+    assert metrics["rollout/mismatch/k1"] == pytest.approx(-sum(gaps) / 3)
+    assert metrics["rollout/mismatch/ratio_max"] == pytest.approx(math.exp(0.25))
+    assert train_infer_metrics([batch[1]]) == train_infer_metrics([]) == {}
+
+
+OPD = TeacherPlan("t", MegatronPlan("t", ModelPlan("m"), (0,), Layout(), MicroBatchLimits()), 0.7)
+FILTERS = (TokenFilterPlan("ratio", "token", 0.8, 1.3), TokenFilterPlan("difference", "segment", -0.1, None))
+CORRECTIONS = [
+    CorrectionPlan("tis", level, high=high)
+    for level in ("token", "segment", "geometric", "sequence")
+    for high in (1.1, None)
+] + [
+    CorrectionPlan("icepop", low=0.8, high=1.25),
+    CorrectionPlan("icepop", "geometric", low=0.9, high=None),
+    CorrectionPlan(filters=FILTERS),
+    CorrectionPlan(filters=(TokenFilterPlan("ratio", "sequence", None, 1.0),)),
+    CorrectionPlan(negatives_delta=0.05),
+    CorrectionPlan("tis", high=1.1, filters=FILTERS, negatives_delta=0.05),
+]
+
+
+def sampled(seed: int) -> list[Experience]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in (5, 9, 1, 7, 3):
+        mask = rng.random(length) > 0.3
+        infer = -rng.random(length) * 2
+        train = np.minimum(infer + rng.normal(0, 0.4, length), -0.01)
+        one = experience(list(infer), list(train), list(mask))
+        made.append(replace(one, teacher_logprobs={"t": (-rng.random(length) * 2).astype(np.float32)}))
+    return made
+
+
+def naive_correction(e: Experience, plan: CorrectionPlan) -> tuple[list[bool], list[float]]:
+    """(kept, weight) of each token, by loops in float64."""
+    train, infer = e.old_logprobs.astype(float), e.rollout_logprobs.astype(float)
+    actions = [t for t in range(len(train)) if e.action_mask[t]]
+
+    def members(t: int, level: str) -> list[int]:
+        if level == "segment":
+            first = last = t
+            while first - 1 in actions:
+                first -= 1
+            while last + 1 in actions:
+                last += 1
+            return list(range(first, last + 1))
+        return [t] if level == "token" else actions
+
+    def measured(t: int, level: str, measure: str) -> float:
+        among = members(t, level)
+        count = 1 if level == "sequence" else len(among)
+        if measure == "ratio":
+            return math.exp(sum(train[n] - infer[n] for n in among) / count)
+        return sum(math.exp(train[n]) - math.exp(infer[n]) for n in among) / count
+
+    def within(value: float, low: float | None, high: float | None) -> bool:
+        return (low is None or value >= low) and (high is None or value <= high)
+
+    kept, weights = [], []
+    for t in range(len(train)):
+        if t not in actions:
+            kept.append(False)
+            weights.append(1.0)
+            continue
+        far = sum(infer[n] - train[n] for n in actions) / len(actions)
+        negative = 0.7 * (float(e.teacher_logprobs["t"][t]) - train[t]) < 0
+        lost = plan.negatives_delta is not None and negative and far > plan.negatives_delta
+        kept.append(
+            not lost
+            and all(within(measured(t, rule.level, rule.measure), rule.low, rule.high) for rule in plan.filters)
+        )
+        ratio = measured(t, plan.level, "ratio")
+        if plan.weight == "tis":
+            weights.append(ratio if plan.high is None else min(ratio, plan.high))
+        elif plan.weight == "icepop":
+            weights.append(ratio if within(ratio, plan.low, plan.high) else 0.0)
+        else:
+            weights.append(1.0)
+    return kept, weights
+
+
+@pytest.mark.parametrize("plan", CORRECTIONS)
+def test_corrected_samples_and_their_loss(plan: CorrectionPlan) -> None:
+    """Masks, weights and the loss they make, -Σ weight · A / (tokens that are left)."""
+    objective = ObjectivePlan(correction=plan)
+    made = sampled(3)
+    found = corrected(made, [OPD], objective)
+    samples = train_samples(found, [OPD], objective)
+    shares = token_weights([torch.from_numpy(sample.action_mask) for sample in samples], "token-mean")
+    loss = wanted = 0.0
+    left = 0
+    for e, after, sample, share in zip(made, found, samples, shares, strict=True):
+        kept, weights = naive_correction(e, plan)
+        assert after.loss_mask.tolist() == sample.action_mask.tolist() == kept
+        assert after.importance_weights == pytest.approx(weights, rel=1e-6)
+        assert after.action_mask is e.action_mask
+        gains = sample.opd_teacher - sample.opd_coefficients * sample.old_logprobs
+        loss -= float((share.double().numpy() * sample.importance_weights * gains).sum())
+        for t, keeps in enumerate(kept):
+            left += keeps
+            wanted -= keeps * weights[t] * 0.7 * (float(e.teacher_logprobs["t"][t]) - float(e.old_logprobs[t]))
+        alone = corrected([e], [OPD], objective)[0]
+        assert alone.loss_mask.tolist() == after.loss_mask.tolist()  # nobody else's business
+        assert alone.importance_weights.tolist() == after.importance_weights.tolist()
+    assert loss == pytest.approx(wanted / left, rel=1e-5)
+    metrics = train_infer_metrics(found)
+    acted = sum(int(e.action_mask.sum()) for e in made)
+    assert metrics["rollout/correction/masked_rate"] == pytest.approx(1 - left / acted)
+    used = [w for e in found for w, keeps in zip(e.importance_weights, e.loss_mask, strict=True) if keeps]
+    assert metrics["rollout/correction/weight_mean"] == pytest.approx(float(np.mean(used)), rel=1e-6)
+
+
+def test_the_corrections_do_something() -> None:
+    """Guards the test above: every rule of it leaves some tokens out or weighs them, and not all of them alike."""
+    for plan in CORRECTIONS:
+        found = corrected(sampled(3), [OPD], ObjectivePlan(correction=plan))
+        kept = np.concatenate([e.loss_mask[e.action_mask] for e in found])
+        weights = np.concatenate([e.importance_weights[e.action_mask] for e in found])
+        assert kept.any() and (not kept.all() or len(np.unique(weights)) > 2), plan
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])
+def test_what_is_not_finite_is_not_left_out(name: str, value: float) -> None:
+    """The update must be skipped, and would not be if a filter took such a token away."""
+    made = sampled(3)
+    place = int(np.flatnonzero(made[1].action_mask)[0])
+    getattr(made[1], name)[place] = value
+    plan = CorrectionPlan("tis", high=1.2, filters=(TokenFilterPlan("ratio", "token", 0.8, 1.2),))
+    found = corrected(made, [OPD], ObjectivePlan(correction=plan))
+    assert found[1].loss_mask[place] and np.isnan(found[1].importance_weights[place])
+    assert sum(int(np.isnan(e.importance_weights).sum()) for e in found) == 1

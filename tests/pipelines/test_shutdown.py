@@ -1,0 +1,117 @@
+"""SIGTERM ends a run with its step, or after a grace; both endings say how to go on. Without a run."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roll_opd.base.run_errors import Terminated
+from roll_opd.pipelines.shutdown import Ending
+
+
+def ending(newest: tuple[int, str] | None = (4, "runs/a/step_4"), grace: float = 9.0) -> Ending:
+    checkpoints: Any = SimpleNamespace(newest=lambda: newest)
+    return Ending(checkpoints, grace, lambda text: None)
+
+
+def run(it: Ending, steps: Callable[[], Any]) -> None:
+    async def task() -> None:
+        with it.of_the_loop():
+            await steps()
+
+    with it.before_the_loop():
+        asyncio.run(task())
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_step_goes_on() -> None:
+    it, done = ending(), []
+
+    async def steps() -> None:
+        it.is_training = True
+        terminate()
+        await asyncio.sleep(0.05)
+        done.append(it.is_asked_for)
+        raise it.saved(7)
+
+    with pytest.raises(Terminated, match=r"after step 7; go on after step 4 with resume_from_checkpoint=true .*step_4"):
+        run(it, steps)
+    assert done == [True]
+
+
+@pytest.mark.parametrize(("training", "times"), [(True, 1), (True, 2), (False, 1)])
+def test_what_takes_too_long_is_given_up(training: bool, times: int) -> None:
+    it = ending(None, grace=0.05 if times == 1 else 9.0)  # a second signal does not wait
+
+    async def steps() -> None:
+        it.is_training = training
+        for _ in range(times):
+            terminate()
+            await asyncio.sleep(0)
+        await asyncio.sleep(5)
+
+    with pytest.raises(Terminated, match="no checkpoint was written"):
+        run(it, steps)
+
+
+def test_before_the_loop_there_is_nothing_to_save() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), ending(None).before_the_loop():
+        terminate()
+        signal.sigtimedwait([], 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_cancellation_that_is_no_signal_stays_one() -> None:
+    async def steps() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run(ending(), steps)
+
+
+def test_an_interruption_says_how_to_go_on() -> None:
+    assert str(ending().interrupted()) == (
+        "interrupted; go on after step 4 with resume_from_checkpoint=true (runs/a/step_4)"
+    )
+
+
+def test_what_the_handler_raises_inside_of_rays_code_is_raised_as_itself() -> None:
+    """Ray's code gives it as the cause of a SystemError; one of another cause is a bug, and stays what it is."""
+    with pytest.raises(Terminated, match="ended by SIGTERM"), ending().before_the_loop():
+        try:
+            terminate()
+        except Terminated as raised:
+            raise SystemError("returned a result with an exception set") from raised
+    with pytest.raises(SystemError), ending().before_the_loop():
+        raise SystemError("a bug")
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_that_is_swallowed_while_ray_starts_ends_the_run(
+    number: signal.Signals, raised: type[BaseException]
+) -> None:
+    before, it = signal.getsignal(signal.SIGINT), ending(None)
+    with pytest.raises(raised), it.before_the_loop():
+        with suppress(BaseException):
+            os.kill(os.getpid(), number)
+        it.start_up_is_over()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_stays_ignored_where_it_was() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending().before_the_loop():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

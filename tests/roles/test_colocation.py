@@ -1,0 +1,209 @@
+"""Turns on shared devices: the rules against a loop over devices, and calls of several roles at once."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from roll_opd.base.run_errors import RunError
+from roll_opd.cluster.group import WorkerGroup
+from roll_opd.models.device_phases import (
+    ALL,
+    HOLDS,
+    NEEDS,
+    TOGETHER,
+    WEIGHTS,
+    Kind,
+    Machine,
+    Member,
+    Part,
+    Phase,
+    PhaseError,
+    State,
+    at_once,
+)
+from roll_opd.roles.colocation import Turns
+
+EVERYONE = (
+    Member("student", Kind.STUDENT, frozenset({0, 1})),
+    Member("critic", Kind.CRITIC, frozenset({1})),
+    Member("reference", Kind.FROZEN, frozenset({0, 1})),
+    Member("teacher", Kind.FROZEN, frozenset({2, 3})),
+    Member("average", Kind.FOLLOWER, frozenset({2})),
+    Member("engines", Kind.ENGINES, frozenset({0, 1}), keeps_weights=False),
+)
+CALLS = {
+    Kind.STUDENT: ("compute_logprobs", "compute_targets", "update", "save", "load", "weights", "output_head"),
+    Kind.CRITIC: ("values", "update", "save", "load"),
+    Kind.FROZEN: ("compute_logprobs", "output_head"),
+    Kind.FOLLOWER: ("compute_logprobs", "follow", "save", "load"),
+    Kind.ENGINES: ("generate", "load_weights"),
+}
+
+
+def allowed(machine: Machine, state: State, name: str, call: str) -> bool:
+    """By the tables, one by one."""
+    member = machine.members[name]
+    if member.kind not in HOLDS[state.phase]:
+        return False
+    needs = WEIGHTS if member.kind is Kind.FOLLOWER else NEEDS.get(call, WEIGHTS)
+    if any(part not in HOLDS[state.phase][member.kind] for part in needs):
+        return False
+    beside_engines = name != "engines" and member.devices & {0, 1}
+    return not (state.phase is Phase.GENERATE and beside_engines)
+
+
+def assert_devices_are_alone(machine: Machine, state: State, acting: str) -> None:
+    for device in range(4):
+        there = {m.name: state.of(m.name) for m in EVERYONE if device in m.devices and state.of(m.name)}
+        if device not in machine.members[acting].devices:
+            continue
+        if state.phase in TOGETHER:
+            left = {name: HOLDS[state.phase].get(machine.members[name].kind, frozenset()) for name in there}
+            assert all(parts <= left[name] for name, parts in there.items() if name != acting), (state, acting)
+        else:
+            assert set(there) <= {acting}, (state, acting)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_role_that_acts_has_what_it_needs_and_its_devices(seed: int) -> None:
+    machine, state, drawn = Machine(EVERYONE), State(), random.Random(seed)
+    for member in drawn.sample(EVERYONE, len(EVERYONE)):
+        moves, state = machine.start(state, member.name)
+        assert state.of(member.name) == ALL[member.kind]
+        assert_devices_are_alone(machine, state, member.name)
+    holds = dict(state.held)  # what the moves, made one after another, leave
+    for _ in range(60):
+        phase = drawn.choice(list(Phase))
+        if phase is Phase.GENERATE and state.blank:
+            with pytest.raises(PhaseError, match=r"engines cannot generate.*weight_sync before generate"):
+                machine.enter(state, phase)
+            continue
+        steps = [machine.enter(state, phase)]
+        state = steps[0][1]
+        for _ in range(3):
+            name = drawn.choice(EVERYONE).name
+            call = drawn.choice(CALLS[machine.members[name].kind])
+            if not allowed(machine, state, name, call):
+                with pytest.raises(PhaseError, match=rf"{name} was asked for {call} in the phase {phase}"):
+                    machine.act(state, name, call)
+                continue
+            steps.append(machine.act(state, name, call))
+            state = steps[-1][1]
+            if call == "load_weights":
+                state = machine.sent(state)
+            assert NEEDS.get(call, WEIGHTS) <= state.of(name) or machine.members[name].kind is Kind.FOLLOWER
+            assert_devices_are_alone(machine, state, name)
+        for moves, _ in steps:
+            for move in moves:
+                before = holds.get(move.member, frozenset())
+                assert move.parts and (move.parts <= before if move.away else not move.parts & before)
+                holds[move.member] = before - move.parts if move.away else before | move.parts
+        assert holds == dict(state.held)
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "call"),
+    [
+        (Phase.OLD_LOGPROBS, "student", "update"),  # TRAIN was forgotten
+        (Phase.READ, "critic", "values"),
+        (Phase.WEIGHT_SYNC, "student", "save"),
+        (Phase.TRAIN, "engines", "load_weights"),
+        (Phase.GENERATE, "reference", "compute_logprobs"),
+        (Phase.VALUES, "reference", "compute_logprobs"),
+    ],
+)
+def test_a_forgotten_phase_is_a_sentence(phase: Phase, name: str, call: str) -> None:
+    machine = Machine(EVERYONE)
+    _, state = machine.enter(machine.everywhere(), phase)
+    with pytest.raises(PhaseError, match=f"{name} was asked for {call} in the phase {phase}"):
+        machine.act(state, name, call)
+
+
+def test_what_is_there_at_once() -> None:
+    """On one device: learning alone, the cache alone, and both sets of weights as one is sent to the other."""
+    student, engines = EVERYONE[0], EVERYONE[5]
+    found = list(at_once([student, engines]))
+    assert (Phase.WEIGHT_SYNC, {"student": WEIGHTS, "engines": WEIGHTS}) in found
+    assert (Phase.TRAIN, {"student": ALL[Kind.STUDENT]}) in found
+    assert (Phase.GENERATE, {"engines": ALL[Kind.ENGINES]}) in found
+    assert not any(len(held) > 1 for phase, held in found if phase not in TOGETHER)
+
+
+class Processes:
+    """A role's, which say when they are asked for something they do not have."""
+
+    def __init__(self, member: Member, everyone: dict[str, "Processes"]) -> None:
+        self.member, self.parts, self.at_work, self.everyone = member, set(ALL[member.kind]), 0, everyone
+        self.asked: list[str] = []
+        everyone[member.name] = self
+
+    async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
+        if method in ("give_back", "take_back"):
+            assert not self.at_work
+            parts = set(args[0])
+            assert parts <= self.parts if method == "give_back" else not parts & self.parts
+            self.parts = self.parts - parts if method == "give_back" else self.parts | parts
+            return []
+        for other in self.everyone.values():
+            assert not (self.member.meets(other.member) and other.parts), (method, other.member.name, other.parts)
+        self.asked.append(method)
+        self.at_work += 1
+        await asyncio.sleep(0.001)
+        self.at_work -= 1
+        assert NEEDS.get(method, WEIGHTS) <= self.parts
+        return [method]
+
+
+@pytest.fixture
+def opened() -> Iterator[tuple[Turns, dict[str, Processes], dict[str, Any]]]:
+    everyone: dict[str, Processes] = {}
+    turns = Turns(EVERYONE).everywhere()
+    groups = {
+        member.name: turns.join(member.name, cast(WorkerGroup, Processes(member, everyone))) for member in EVERYONE
+    }
+    yield turns, everyone, groups
+
+
+def test_calls_at_once_wait_for_each_other(opened: tuple[Turns, dict[str, Processes], dict[str, Any]]) -> None:
+    turns, everyone, groups = opened
+
+    async def go() -> None:
+        await turns.enter(Phase.READ)
+        readers = ("reference", "student", "teacher", "average") * 5
+        await asyncio.gather(*[groups[name].call("compute_logprobs") for name in readers])
+        await turns.enter(Phase.TRAIN)
+        await asyncio.gather(*[groups[name].call("update") for name in ("student", "critic")])
+
+    asyncio.run(go())
+    assert [len(everyone[name].asked) for name in ("reference", "teacher", "average")] == [5, 5, 5]
+    assert everyone["student"].asked[-1] == everyone["critic"].asked[-1] == "update"
+    assert not everyone["engines"].parts and turns.lack_weights
+
+
+def test_a_call_in_the_wrong_phase_asks_nobody(opened: tuple[Turns, dict[str, Processes], dict[str, Any]]) -> None:
+    turns, everyone, groups = opened
+
+    async def go() -> None:
+        await turns.enter(Phase.OLD_LOGPROBS)
+        with pytest.raises(RunError, match="student was asked for update in the phase old_logprobs"):
+            await groups["student"].call("update")
+        await groups["student"].call("compute_logprobs")
+        with pytest.raises(RunError, match="engines cannot generate"):
+            await turns.enter(Phase.GENERATE)
+        with pytest.raises(RunError, match="student was asked for save"):  # through its adapter's base, too
+            await groups["student"].call("without_adapter", "save")
+
+    asyncio.run(go())
+    assert everyone["student"].asked == ["compute_logprobs"]
+
+
+def test_who_shares_nothing_is_asked_straight_away() -> None:
+    group = Processes(EVERYONE[0], {})
+    turns = Turns()
+    assert turns.join("student", group) is group
+    asyncio.run(turns.enter(Phase.GENERATE))
+    assert not turns.share("student", "engines")
+    assert Part.CACHE == "kv_cache" and Part.WEIGHTS == "weights"  # vLLM's tags

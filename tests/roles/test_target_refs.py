@@ -1,0 +1,51 @@
+"""Teachers' targets go from the rank that computed them to the one that needs them, past the process between."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from roll_opd.samples.dp_shards import Share
+from roll_opd.samples.training import HeldTargets
+from roll_opd.teachers import target_refs
+from roll_opd.teachers.target_refs import as_sent, hold, opened
+
+
+def arrays(number: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(number)
+    tokens = int(rng.integers(0, 40))
+    hidden = rng.integers(-9, 9, (tokens, 5)).astype(np.int16)
+    return {"hidden": hidden, "rest": rng.random(tokens, dtype=np.float32)}
+
+
+@ray.remote(num_cpus=0)
+class Teacher:
+    def compute(self, numbers: list[int], bundle_bytes: int) -> dict[int, HeldTargets]:
+        target_refs.BUNDLE_BYTES = bundle_bytes
+        return hold({number: arrays(number) for number in numbers})
+
+
+@ray.remote(num_cpus=0)
+class Student:
+    def read(self, share: Share) -> list[dict[str, dict[str, np.ndarray]]]:
+        return opened(share.held, share.micro_batches)
+
+
+@pytest.mark.parametrize("bundle_bytes", [1, 1000, 2**20])
+def test_a_rank_opens_what_its_share_needs(cluster: None, bundle_bytes: int) -> None:
+    numbers = list(range(3, 23))
+    teacher: Any = Teacher.remote()
+    student: Any = Student.remote()
+    kept = ray.get(teacher.compute.remote(numbers, bundle_bytes))
+    assert list(kept) == numbers and 1 <= len({one.bundle for one in kept.values()}) <= len(numbers)
+    own = [{"a": kept[number]} for number in numbers[:8]]
+    share = ray.put(Share(samples=[], micro_batches=[[2, 1], [], [7]], held=[as_sent(one) for one in own]))
+    found = ray.get(student.read.remote(share))
+    for place, by_teacher in enumerate(found):
+        wanted = arrays(numbers[place])
+        for name, array in by_teacher["a"].items():
+            whole = wanted[name] if place in (1, 2, 7) else wanted[name][:0]
+            assert array.dtype == whole.dtype and np.array_equal(array, whole) and array.shape == whole.shape
+    ray.kill(teacher)
+    ray.kill(student)

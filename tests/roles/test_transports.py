@@ -1,0 +1,127 @@
+"""Weights on their way from a student to who takes them, over two nodes of Ray's, and which way they take on GPUs."""
+
+import asyncio
+import itertools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from roll_opd.cluster.group import ActorGroup
+from roll_opd.inference.plugin import CUDA_IPC, NCCL, SHARED_MEMORY
+from roll_opd.samples.weight_bucket import BucketMemory, Description, bucketed, map_bucket
+from roll_opd.weight_sync.bucket_writer import OnHost, WritesBuckets, Written
+from roll_opd.weight_sync.transports import stream, way_of
+
+ELSEWHERE = "elsewhere"  # what the second node offers
+LIMIT = 2**20
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    """Of 5 buckets, one of which is larger than the others may be."""
+    generator = torch.Generator().manual_seed(version)
+    sizes = [(300, 300), (7,), (700, 700), (300, 400), (400, 400), (300, 500), (5,)]
+    return {f"layer.{number}": torch.randn(*size, generator=generator) for number, size in enumerate(sizes)}
+
+
+class Student(OnHost, WritesBuckets):
+    """Has other weights each time."""
+
+    _times = 0
+
+    def begin_writing(self, memories: Sequence[BucketMemory], dtype: str) -> Written:
+        self._times += 1
+        return bucketed(tensors(self._times).items() if memories else (), memories, torch.float32, LIMIT)
+
+
+class Taker(OnHost):
+    """Copies what comes, and makes as much fuss about memory as an engine does: nothing of a bucket is read later."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[str, torch.Tensor] = {}
+        self.complete = 0
+
+    def hold_bucket(self, content: Sequence[ray.ObjectRef], bucket: Description) -> Description:
+        return self.hold(ray.get(content[0]), bucket)
+
+    def load_weights(self, bucket: Description, *, last: bool) -> None:
+        _, mapped = map_bucket(bucket["path"], bucket["size"], bucket["tensors"])
+        self.arrived |= {name: tensor.clone() for name, tensor in mapped}
+        self.complete = bucket["version"] if last else 0
+
+    def differs(self, version: int) -> list[str]:
+        wanted = tensors(version)
+        assert self.complete == version and list(self.arrived) == list(wanted) and self._held is None
+        return [name for name, tensor in self.arrived.items() if not torch.equal(tensor, wanted[name])]
+
+
+@pytest.fixture(scope="module")
+def second_node(cluster: None) -> Iterator[None]:
+    """Another raylet with an object store of its own, on this machine."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
+    address = ray.get_runtime_context().gcs_address
+    offers = f'--resources={{"{ELSEWHERE}": 8}}'
+    process = subprocess.Popen(
+        [*command, f"--address={address}", offers], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + 120
+    while ELSEWHERE not in ray.cluster_resources():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    yield
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+
+
+def actors(kind: type, *nodes: bool) -> ActorGroup:
+    """Actors, each on the second node where it says so."""
+    options = [{"resources": {ELSEWHERE: 1}} if second else {"resources": {"roll_opd_slot": 0.01}} for second in nodes]
+    return ActorGroup([ray.remote(kind).options(num_cpus=0, **each).remote() for each in options])
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [([False, False], [False]), ([True, True], []), ([False, True], [True, False])],
+    ids=["here", "there", "both"],
+)
+def test_all_get_the_same_bits(second_node: None, loop: asyncio.AbstractEventLoop, nodes: tuple) -> None:
+    """Engines and a follower; the student's second rank only takes part."""
+    student, groups = actors(Student, False, False), [actors(Taker, *each) for each in nodes]
+    for version in (1, 2):
+        loop.run_until_complete(stream(student, groups, "fp32", version))
+        for group in groups:
+            assert loop.run_until_complete(group.call("differs", version)) == [[]] * len(group.actors)
+    for group in (student, *groups):
+        group.end()
+
+
+@pytest.mark.parametrize(
+    ("student", "engines", "way"),
+    [
+        ((0, 1), (0, 1), CUDA_IPC),
+        ((0, 1, 2, 3), (2, 3), CUDA_IPC),
+        ((0, 1), (2, 3), NCCL),
+        ((0, 1), tuple(range(8, 16)), NCCL),  # over hosts
+        ((0, 1), (1, 2), NCCL),  # its first rank sends, alone on its device
+        ((0, 1), (0, 2), SHARED_MEMORY),
+        ((0,), (0, 1), SHARED_MEMORY),
+    ],
+)
+def test_the_way_follows_from_where_they_are(student: tuple, engines: tuple, way: str) -> None:
+    assert way_of(student, engines, on_gpu=True) == way
+    assert way_of(student, engines, on_gpu=False) == SHARED_MEMORY
+
+
+def test_handles_need_the_student_on_every_device_and_a_broadcast_its_first_rank_apart() -> None:
+    """For all ways to put students and engines on four devices."""
+    groups = [group for size in (1, 2, 3, 4) for group in itertools.combinations(range(4), size)]
+    for student, engines in itertools.product(groups, groups):
+        way = way_of(student, engines, on_gpu=True)
+        assert (way == CUDA_IPC) == all(device in student for device in engines)
+        assert way != NCCL or student[0] not in engines

@@ -1,0 +1,42 @@
+"""How far a worker's call is, as the driver sees it."""
+
+import pytest
+import ray
+
+from roll_opd.cluster import worker_progress
+from roll_opd.cluster.worker_progress import MicroBatches, calls_under_way
+
+
+@ray.remote
+class Worker:
+    """Makes micro-batches when it is told to."""
+
+    def __init__(self, role: str, seconds: float) -> None:
+        worker_progress.EVERY_SECONDS = seconds
+        self.tell = MicroBatches(role)
+
+    def work(self, begun: int, total: int) -> None:
+        for number in range(begun + 1):
+            self.tell(number, total)
+
+
+def test_a_call_that_takes_long_is_seen_until_it_ends(cluster: None) -> None:
+    student, quick = Worker.options(num_cpus=0).remote("student", 0.0), Worker.options(num_cpus=0).remote("quick", 60.0)
+    assert calls_under_way() == {}
+    for begun, seen in ((0, {}), (3, {"student": (3, 8)}), (8, {})):
+        ray.get([worker.work.remote(begun, 8) for worker in (student, quick)])
+        assert calls_under_way() == seen
+
+
+def test_a_ray_that_does_not_answer_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(worker_progress, "_prefix", lambda: "job/")
+    monkeypatch.setattr(worker_progress, "EVERY_SECONDS", 0.0)
+    for name in ("_internal_kv_put", "_internal_kv_del", "_internal_kv_list"):
+        monkeypatch.setattr(worker_progress, name, gone)
+    tell = MicroBatches("student")
+    for begun in range(4):
+        tell(begun, 3)
+    assert calls_under_way() == {}

@@ -1,0 +1,218 @@
+"""When the alarms of a run sound, and when a similar change is learning or noise."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_opd.samples.experience import Experience
+from roll_opd.tracking.divergence_alarm import (
+    AGREEMENT,
+    CUT_OFF,
+    ENTROPY,
+    LENGTH,
+    REWARD,
+    WINDOW,
+    CollapseAlarm,
+    Remedies,
+)
+from roll_opd.tracking.metrics import opd_metrics
+
+FIRST = {ENTROPY: 1.0, AGREEMENT: 0.6, LENGTH: 20.0, REWARD: 0.3}
+RECORDED = Path(__file__).parents[2] / "benchmarks/results/privileged_context.json"
+
+
+def sounded(rows: list[dict], *, is_itself: bool = True, remedies: Remedies | None = None) -> dict[str, str]:
+    """Return the warnings of a run by the metric that they begin with."""
+    alarm = CollapseAlarm(is_itself=is_itself, remedies=remedies)
+    texts = [text for row in rows for text in alarm.after(row)]
+    found = {text.partition(": ")[0]: text for text in texts}
+    assert len(found) == len(texts)  # each sounds once
+    return found
+
+
+def run(first: dict, last: dict, steps: int = 30, noise: float = 0.02, seed: int = 0) -> list[dict]:
+    """Return the rows of a run whose metrics go from one to the other between its thirds, with noise of their size."""
+    rng = np.random.default_rng(seed)
+    shares = np.clip(np.arange(steps) * 3 / steps - 1, 0, 1)
+    return [
+        {name: (first[name] + (last[name] - first[name]) * share) * (1 + noise * rng.normal()) for name in first}
+        for share in shares
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, set()),
+        ({ENTROPY: 0.15}, {ENTROPY}),
+        ({ENTROPY: 0.25}, set()),
+        ({LENGTH: 9.0}, {LENGTH}),
+        ({LENGTH: 43.0}, {LENGTH}),
+        ({AGREEMENT: 0.95}, {AGREEMENT}),
+        ({ENTROPY: 0.01, LENGTH: 1.0, AGREEMENT: 0.99, REWARD: 0.1}, {ENTROPY, LENGTH, AGREEMENT}),
+        ({ENTROPY: 0.01, LENGTH: 1.0, AGREEMENT: 0.99, REWARD: 0.9}, set()),  # it has learned
+    ],
+)
+def test_what_sounds_an_alarm(change: dict, expected: set) -> None:
+    rows = run(FIRST, FIRST | change, noise=0.004)
+    assert set(sounded(rows)) == expected
+    assert set(sounded(rows, is_itself=False)) == expected - {AGREEMENT}  # to become as another teacher is the aim
+
+
+def test_what_is_as_large_and_may_be_noise_sounds_no_alarm() -> None:
+    """Entropies and lengths that are different in every step, by more than any alarm's limit."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        rows = [
+            {ENTROPY: rng.lognormal(0, 1.5), LENGTH: rng.lognormal(3, 1), AGREEMENT: rng.beta(4, 1), REWARD: 0.3}
+            for _ in range(40)
+        ]
+        assert not sounded(rows)
+
+
+def test_what_was_learned_and_is_lost() -> None:
+    """Rewards of 16 x 4 samples; also of a teacher that is another model."""
+    rng = np.random.default_rng(1)
+    up, level = np.linspace(0.2, 0.8, 40), np.full(40, 0.8)
+    for last, sounds in ((0.8, False), (0.3, True), (0.5, True)):
+        for is_itself in (True, False):
+            curve = np.concatenate([up, level, np.linspace(0.8, last, 20), np.full(40, last)])
+            rows = [{REWARD: rng.binomial(64, share) / 64} for share in curve]
+            assert (REWARD in sounded(rows, is_itself=is_itself)) == sounds
+    lost = [{REWARD: value} for value in [0.3] * 10 + [0.9] * 10 + [0.3] * 20]
+    text = sounded(lost)[REWARD]
+    assert "risen from 0.3 to 0.9 and fallen to 0.3" in text and "what was learned is being lost" in text
+
+
+def test_rewards_drawn_at_random_sound_no_alarm() -> None:
+    """Through the alarm itself, step by step, with the reward alone: flat and rising."""
+    rng = np.random.default_rng(2)
+    for gain in (0.0, 0.3):
+        for _ in range(20):
+            chances = 0.25 + gain * np.arange(100) / 100
+            easy = rng.beta(chances[:, None], 1 - chances[:, None], (100, 16))
+            assert not sounded([{REWARD: float(step)} for step in (rng.binomial(4, easy) / 4).mean(1)])
+
+
+def test_the_alarms_of_runs_that_were_recorded() -> None:
+    """Runs of the demo whose validation says which ones have collapsed."""
+    expected = {
+        "frozen": (set(), set()),
+        "frozen, no hint": (set(), set()),
+        "frozen, sampled tokens": (set(), set()),
+        "average, decay 0.99": (set(), set()),
+        "average, decay 0.98": ({REWARD}, {REWARD}),
+        "lagged, every 10 steps": (set(), {REWARD}),
+        "live": ({AGREEMENT, LENGTH}, {AGREEMENT, LENGTH, REWARD}),
+        "live, a hint that is always the same": ({AGREEMENT, LENGTH}, {AGREEMENT, LENGTH, ENTROPY}),
+    }
+    for record in json.loads(RECORDED.read_text()):
+        names = [name for name in FIRST if name in record]
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*(record[name] for name in names), strict=True)]
+        least, most = expected[record["mode"]]
+        assert least <= set(sounded(rows)) <= most, (record["mode"], record["seed"])
+
+
+def cut_off(shares: np.ndarray, lengths: np.ndarray, rewards: np.ndarray, seed: int, samples: int = 64) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    noise = rng.normal(1, 0.03, len(lengths))
+    return [
+        {CUT_OFF: rng.binomial(samples, share) / samples, LENGTH: float(length), REWARD: float(reward)}
+        for share, length, reward in zip(shares, lengths * noise, rewards, strict=True)
+    ]
+
+
+def test_answers_that_grow_and_are_cut_off_ever_more() -> None:
+    """Slowly, suddenly, from any share, whatever the reward does."""
+    t = np.arange(100) / 100
+    rise = np.clip(2 * t - 0.5, 0, 1)
+    curves = [0.02 + 0.4 * t, 0.02 + 0.5 * (t > 0.6), 0.3 + 0.5 * rise, np.where(t < 0.1, 0.3, 0.05 + 0.4 * rise)]
+    for number, shares in enumerate(curves):
+        for reward in (0.5 - 0.3 * t, 0.5 + 0 * t, 0.3 + 0.3 * t):
+            for seed in range(2):
+                found = sounded(cut_off(shares, 300 + 800 * shares, reward, 10 * number + seed), is_itself=False)
+                assert CUT_OFF in found
+    text = sounded(cut_off(curves[1], 300 + 800 * curves[1], 0 * t, 0), is_itself=False)[CUT_OFF]
+    for part in ("of them ended at response_length", "tokens", "raise response_length", "lower learning_rate"):
+        assert part in text
+
+
+def test_answers_that_may_be_longer_sound_no_alarm() -> None:
+    """Growing without being cut off, at a constant or falling share, a rising one of shrinking answers."""
+    t = np.arange(150) / 150
+    longer = 200 + 600 * t
+    runs = [(0.0 * t, longer), (0.01 + 0 * t, longer), (0.3 + 0 * t, longer), (0.5 - 0.4 * t, longer)]
+    runs += [(0.05 + 0.3 * t, longer[::-1]), (0.5 + 0 * t, 0 * t + 300)]
+    for shares, lengths in runs:
+        for seed in range(4):
+            assert CUT_OFF not in sounded(cut_off(shares, lengths, 0.3 + 0.4 * t, seed), is_itself=False)
+
+
+def test_advice_names_only_what_it_was_given() -> None:
+    rows = run(FIRST, FIRST | {ENTROPY: 0.1}, noise=0.004)
+    (plain,) = sounded(rows).values()
+    assert plain.endswith("go on from a checkpoint before it with a lower learning_rate")
+    (text,) = sounded(rows, remedies=Remedies(slower=("a teacher that changes less", "another hint"))).values()
+    assert text.endswith("with a lower learning_rate, a teacher that changes less or another hint")
+
+
+def test_without_a_reward_only_a_self_teacher_is_suspected() -> None:
+    first = {name: value for name, value in FIRST.items() if name != REWARD}
+    rows = run(first, first | {ENTROPY: 0.01, LENGTH: 5.0, AGREEMENT: 0.99}, noise=0.004)
+    assert set(sounded(rows)) == {ENTROPY, LENGTH, AGREEMENT}
+    assert not sounded(rows, is_itself=False)
+
+
+def test_an_alarm_sounds_once_and_names_the_numbers() -> None:
+    alarm = CollapseAlarm(is_itself=True)
+    early = [text for _ in range(2 * WINDOW) for text in alarm.after(FIRST)]
+    later = [text for _ in range(3 * WINDOW) for text in alarm.after(FIRST | {ENTROPY: 0.1})]
+    (text,) = later
+    assert not early
+    for part in ("opd/student_entropy", "from 1 to 0.1", "0.3, now 0.3", "learning_rate"):
+        assert part in text
+
+
+def test_a_step_without_numbers_sounds_no_alarm() -> None:
+    for nothing in (None, float("nan")):
+        rows = [dict(FIRST), dict.fromkeys(FIRST, nothing)] * (4 * WINDOW)
+        assert not sounded(rows)
+
+
+def test_agreement_estimates_what_two_distributions_share() -> None:
+    """Over samples of s, the mean of min(1, t / s) tends to sum of min(s, t) = 1 - total variation."""
+    rng = np.random.default_rng(0)
+    s, t = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
+    tokens = rng.choice(6, size=100_000, p=s)
+    logprobs = [np.log(p)[tokens].astype(np.float32) for p in (s, t)]
+    made = Experience(
+        "0", "0", "", "", np.concatenate([[0], tokens]), 1, np.ones(len(tokens), bool), logprobs[0], "stop", 0,
+        teacher_logprobs={"t": logprobs[1]},
+    )  # fmt: skip
+    found = opd_metrics([made])
+    assert found[AGREEMENT] == pytest.approx(np.minimum(s, t).sum(), abs=5e-3)
+    assert found[ENTROPY] == pytest.approx(-(s * np.log(s)).sum(), abs=1e-2)
+
+
+def test_a_long_run_is_tested_less_often() -> None:
+    """A resumed run gives all of its steps to the alarm before it goes on."""
+    alarm = CollapseAlarm(is_itself=False)
+    rows = [{ENTROPY: 1.0 + step % 3, LENGTH: 9.0, REWARD: 0.5, CUT_OFF: 0.1} for step in range(3000)]
+    began = time.process_time()
+    assert [text for row in rows for text in alarm.after(row)] == []
+    assert time.process_time() - began < 3.0
+
+
+def test_a_collapse_after_many_steps_is_found() -> None:
+    """Of metrics that not every step has, too."""
+    alarm, rng = CollapseAlarm(is_itself=False), np.random.default_rng(0)
+    found = []
+    for step in range(1500):
+        row = {REWARD: 0.5 + 0.01 * rng.standard_normal()}
+        if step % 7 == 0:
+            row[ENTROPY] = (1.0 if step < 900 else 0.02) * (1 + 0.05 * rng.standard_normal())
+        found += alarm.after(row)
+    assert len(found) == 1 and found[0].startswith(ENTROPY)
