@@ -1,0 +1,140 @@
+"""Configurations to plan, and what stands in for the models and rows that they name.
+
+Of our own: all files in `examples/` that are whole configurations, and the fragments of `configs/`, each in the demo.
+Of ROLL: the files of a checkout, of which nothing is kept here.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+
+from config_assets import write_model
+from planner_adapter import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
+DEMO = EXAMPLES / "demo" / "onpolicy_distill.yaml"
+GSM8K = "examples/gsm8k/onpolicy_distill.yaml"  # its rows are downloaded
+ENOUGH = ("num_gpus_per_node=16", "teacher.device_mapping=list(range(8,16))")  # devices for every layout
+# of the multi-teacher example: data file -> tag of its rows
+TAGS = {"dapo_math_17k": "math_dapo", "short_math": "math_short"}
+TARGETS = {  # group of `configs/` -> where the demo takes one of its fragments; it has those of `models/` already
+    "parallel": "parallel@teacher.strategy_args.strategy_config",
+    "rollout": "rollout@student_infer.strategy_args.strategy_config",
+    "trackers": "trackers",
+}
+IS_RUN = re.compile(r"^(?:student_train|actor_train|sft_train|student|mode|defaults)\s*:", re.MULTILINE)
+# models and rows of full size, by the names under which ROLL's files have them
+MODEL = re.compile(r"(?<![\w./-])(?:Qwen|deepseek-ai|virtuoussy|meta-llama|zai-org)/([\w.-]+)")
+ROWS = re.compile(r"(?<![\w/-])(?:data|\./data)/([\w./-]+)\.(jsonl?|parquet)")
+VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
+ROW_COUNT = 256
+DENSE = {  # layers, hidden size, heads, key and value heads, intermediate size
+    "0.5B": (24, 896, 14, 2, 4864),
+    "3B": (36, 2048, 16, 2, 11008),
+    "8B": (36, 4096, 32, 8, 12288),
+    "14B": (40, 5120, 40, 8, 17408),
+    "32B": (64, 5120, 64, 8, 25600),
+}
+USUAL = (28, 3584, 28, 4, 18944)  # of 7B, and of whatever else
+MIXTURES = {"30B-A3B": (48, 2048, 32, 4, 6144), "235B-A22B": (94, 4096, 64, 4, 12288)}
+MIXTURE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration: its name in the records, its file, and overrides."""
+
+    name: str
+    file: Path
+    overrides: tuple[str, ...] = ()
+
+
+def our_sources(root: Path) -> Iterator[Source]:
+    """Yield our own configurations; stand-ins and outputs are written below `root`."""
+    for file in sorted(EXAMPLES.rglob("*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        if not IS_RUN.search(text):
+            continue
+        name = str(file.relative_to(REPOSITORY))
+        if MODEL.search(text) or ROWS.search(text):
+            file = root / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(with_stand_ins(text, root), encoding="utf-8")
+        rows = [f"student_train.data_args.file_name={_write_rows(root, 'gsm8k')}"] if name == GSM8K else []
+        yield Source(name, file, (f"output_dir={root}/output", *rows))
+    for group, target in TARGETS.items():
+        for fragment in sorted((REPOSITORY / "configs" / group).glob("*.yaml")):
+            chosen = f"+{target}={fragment.stem}"
+            yield Source(f"configs/{group}/{fragment.name}", DEMO, (chosen, *ENOUGH, f"output_dir={root}/output"))
+
+
+def roll_sources(checkout: Path, root: Path) -> Iterator[Source]:
+    """Yield the configurations of a checkout of ROLL, bare or not, copied below `root`."""
+    copy = root / "ROLL"
+    copy.mkdir()
+    archive = subprocess.Popen(["git", "-C", checkout, "archive", "HEAD", "examples"], stdout=subprocess.PIPE)
+    subprocess.run(["tar", "-x", "-C", copy], stdin=archive.stdout, check=True)
+    if archive.wait():
+        raise RuntimeError(f"{checkout} is no repository of ROLL: git archive ended with {archive.returncode}")
+    files = sorted(copy.rglob("*.yaml"))
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        file.write_text(with_stand_ins(text, root), encoding="utf-8")
+    for file in files:
+        if IS_RUN.search(file.read_text(encoding="utf-8")):
+            yield Source(f"ROLL/{file.relative_to(copy)}", file, (f"output_dir={root}/output",))
+
+
+def with_stand_ins(text: str, root: Path) -> str:
+    """Return a YAML text in which models, rows and environment variables are ones that exist below `root`."""
+    for name in {found[1] for found in MODEL.finditer(text)}:
+        _write_stand_in(root / "models" / name)
+    for stem in {found[1] for found in ROWS.finditer(text)}:
+        _write_rows(root, stem)
+    text = MODEL.sub(lambda found: f"{root}/models/{found[1]}", text)
+    text = VARIABLE.sub(lambda found: f"${{oc.env:{found[1]},{root}}}", text)
+    return ROWS.sub(lambda found: f"{root}/data/{found[1]}.jsonl", text)
+
+
+def _write_rows(root: Path, stem: str) -> Path:
+    file = root / "data" / f"{stem}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tag = TAGS.get(stem, "math_rule")
+    rows = ({"id": str(n), "messages": "[]", "tag": tag, "ground_truth": "1"} for n in range(ROW_COUNT))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _write_stand_in(path: Path) -> None:
+    """Write a model directory of full size without weights, by what its name says."""
+    if path.exists():
+        return
+    size = next((sizes for part, sizes in (DENSE | MIXTURES).items() if f"-{part}" in path.name), USUAL)
+    layers, hidden, heads, kv_heads, intermediate = size
+    is_mixture = bool(re.search(r"\dB-A\d", path.name))
+    qwen3 = "Qwen3" in path.name
+    write_model(
+        path,
+        seed=len(path.name),
+        weights={"stand_in": (8, 16)},
+        model_type=("qwen3_moe" if is_mixture else "qwen3") if qwen3 else "qwen2",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128 if qwen3 else hidden // heads,
+        intermediate_size=intermediate,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        **(MIXTURE if is_mixture else {}),
+    )
+
+
+def planned_in(source: Source) -> "chdir[Path]":
+    """Return the context of the current directory of a source: the top of ROLL's checkout, or of the repository."""
+    top = next((parent for parent in source.file.parents if parent.name == "ROLL"), REPOSITORY)
+    return chdir(top)

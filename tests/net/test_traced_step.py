@@ -1,0 +1,19 @@
+"""How many files a reader meets who follows one step of pure distillation, in all of its processes."""
+
+import json
+
+import pytest
+from traced_step import COMMITTED, all_files, traced
+
+# 118 at the time of traced_step.json; that of a slow machine may have a few more, which show that it is slow
+MOST_FILES = 122
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_step_executes_few_files() -> None:
+    found = traced()
+    assert found.keys() == json.loads(COMMITTED.read_text()).keys()  # every kind of process was traced
+    files = all_files(found)
+    assert len(files) <= MOST_FILES, "\n".join(files)
