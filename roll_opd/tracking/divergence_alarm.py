@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll_opd.tracking.significance import Shift, is_due, lost_gain, shift, threshold
+from roll_opd.tracking.significance import Shift, is_due, least_evidence, lost_gain, shift, threshold
 
 WINDOW = 5  # steps: the first so many are compared with the last so many
 LONG_WINDOW = 10  # for the noisy share of truncated answers
@@ -130,7 +130,7 @@ class CollapseAlarm:
             return ""
         values = self._rewards.values()
         lost = lost_gain(values, np.array([self._stderr2]))
-        if not lost.errors[0] > threshold(steps):
+        if not lost.evidence[0] > least_evidence(steps):
             return ""
         first, best, last = float(lost.first[0]), float(lost.best[0]), float(lost.last[0])
         return (

@@ -1,11 +1,11 @@
 """Statistical tests on noisy series of one value per training step: lost gains and lasting shifts.
 
-Every function takes many series at once, f64 [R, T], and is pure. Legend: R runs, T steps so far, U first windows,
-S positions of a window.
+Every function takes many series at once, f64 [R, T], and is pure. Legend: R runs, T steps so far, M last windows,
+L best windows, each directly before a last one.
 
-Both tests compare means over windows in units of their standard error and search many windows at many steps of a
-run, so the largest of several hundred correlated statistics decides. `threshold` accounts for that; its constants are
-calibrated on simulated runs (`tests/tracking/test_significance.py`).
+Both tests compare means over windows in units of their standard error, for many windows and at many steps of a run.
+The limits `least_evidence` and `threshold` account for all of them; `benchmarks/reward_alarm.py` derives the former by
+simulation and compares the test with the most powerful one.
 """
 
 import math
@@ -13,33 +13,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SHORTEST = 8  # steps of a window: shorter changes are not sustained
-FIRST_STEP = 3 * SHORTEST  # fits two windows and a baseline
-LONGEST_SHARE, SHORTEST_SHARE = 1 / 3, 1 / 12  # of the steps so far, in one window
-LENGTHS = (5, 8, 12, 18, 27, 40, 60, 90, 135, 200)  # of windows, in steps
-STANDARD_ERRORS = 4.4  # with the two below, 0.3 % of runs without a change reach it, at 30 to 500 steps
+FIRST_STEP = 30
+SHORTEST = 5  # steps of a window: shorter changes are not sustained
+SHARES = (0.17, 0.22, 0.29, 0.37, 0.48, 0.63)  # of the steps so far, in a best or last window
+SHORTEST_START, START_SHARES = 4, (0.04, 0.08, 0.16, 0.3)  # of the steps so far, in the first window
+PRIOR = 0.7  # V / (1 + V) for a fall with a normal prior of variance V, in squared standard errors of the fall
+FREEDOM = 2 / 3  # degrees of freedom per step of the mean squared difference of neighbours
+GAIN_ERRORS = 2.0  # standard errors of a gain: it is significant
+LOST = 0.25  # share of a gain; a window of a run that loses half of it contains steps of the fall
+RECOVERED = 2.0  # times the deepest earlier fall with a recovery
+VALLEY_ERRORS = 3.2  # standard errors of a fall with a recovery that is no noise
+EVIDENCE, EVIDENCE_PER_DOUBLING = 2.5, 0.5  # log likelihood ratio at `FIRST_STEP`, and more per doubling of the steps
+STANDARD_ERRORS = 4.4  # of a shift; with the two below, 0.3 % of runs without a change reach it, at 30 to 500 steps
 FEW_STEPS = 6.0  # the threshold of a short run is larger by this share over T: its noise is estimated from few steps
 MORE_TESTS, TESTS_FROM = 0.06, 100  # larger by this share with every doubling of the steps from here on: more tests
-GAIN_ERRORS = 2.5  # standard errors of a gain: it is significant
-LOST = 0.25  # share of a gain; a run that loses half of it has lost this share for a whole window before
-RECOVERED = 2.0  # times the deepest earlier fall with a recovery
-OWN = 0.6  # weight of the variance inside the best window: chance clusters of rare successes are no level
-LAGS = (5, 10)  # steps at these distances differ more than neighbours if noise is correlated
-STEPS_OF_A_LAG = 10  # times the lag: the steps that a run needs, so that a jump is in less than `1 - KEPT` of the pairs
-KEPT, KEPT_MEAN = (
-    0.75,
-    0.368,
-)  # share of the smallest squares, and their mean, of a chi-squared distribution of 1 degree
-BY_CHANCE = 1.5  # ratio of variances that is within chance
-CORRELATED = 4.0  # times the excess variance: added variance of window means of correlated steps
+BLOCK_SHARE, SHORTEST_BLOCK, LONGEST_BLOCK = 1 / 20, 4, 25  # steps of the blocks that show correlated noise
+BLOCKS = 15  # of a series that is searched for it: shorter ones are mostly turns and jumps
+KEPT, KEPT_MEAN = 0.65, 0.259  # share of the smallest squares, and their mean, of a chi-squared of 1 degree
+BY_CHANCE = 5.0  # times sqrt(block / T): ratio of variances above 1 that 2.5 % of white series exceed
+LONGER_CORRELATION = 1.3  # times the variance found in blocks: correlation reaches beyond a block
 TINY = 1e-18
 
 
 @dataclass(frozen=True)
 class Lost:
-    """For each series, the fall with the largest statistic among falls that lost a share of a significant gain."""
+    """For each series, the evidence that a gain is being lost, and the most significant fall with its means."""
 
-    errors: np.ndarray  # [R] standard errors of the fall, -inf without one
+    evidence: np.ndarray  # [R] log of the mean likelihood ratio of all falls, -inf without one
+    errors: np.ndarray  # [R] standard errors of the most significant fall
     first: np.ndarray  # [R] mean of the first window
     best: np.ndarray  # [R]
     last: np.ndarray  # [R]
@@ -50,8 +51,13 @@ def is_due(steps: int) -> bool:
     return steps >= FIRST_STEP and steps % max(5, 5 * round(steps / 100)) == 0
 
 
+def least_evidence(steps: int) -> float:
+    """Return the `Lost.evidence` above which a run of `steps` steps is losing its gain."""
+    return EVIDENCE + EVIDENCE_PER_DOUBLING * math.log2(max(steps, FIRST_STEP) / FIRST_STEP)
+
+
 def threshold(steps: int) -> float:
-    """Return the significance threshold, in standard errors, for a run of `steps` steps."""
+    """Return the significance threshold of a shift, in standard errors, for a run of `steps` steps."""
     longer = MORE_TESTS * math.log2(max(steps / TESTS_FROM, 1.0))
     return STANDARD_ERRORS * (1 + FEW_STEPS / steps) * (1 + longer)
 
@@ -59,24 +65,24 @@ def threshold(steps: int) -> float:
 def step_variance(values: np.ndarray, stderr2: np.ndarray | None = None) -> np.ndarray:
     """Return [R] the variance of a step's value around its trend, for the mean over a window of such steps.
 
-    Half the mean squared difference of neighbours, at least the mean of `stderr2` [R, T], the squared standard errors
-    on record; more where blocks of steps vary more than independent steps would, as with prompts of which the
-    difficulty drifts.
+    Half the mean squared difference of neighbours (von Neumann 1941), at least the mean of `stderr2` [R, T], the
+    squared standard errors on record. If means over blocks of steps vary significantly more than independent steps
+    imply, as with prompts of which the difficulty drifts, the variance of the blocks (batch means) replaces it.
     """
     steps = values.shape[1]
     white = (np.diff(values, axis=1) ** 2).mean(1) / 2
     if stderr2 is not None:
         white = np.maximum(white, stderr2.mean(1))
-    near = _apart(values, 1)
-    found = white
-    for lag in LAGS:
-        if steps >= STEPS_OF_A_LAG * lag:
-            found = np.maximum(found, white + CORRELATED * (_apart(values, lag) - BY_CHANCE * near))
-    return found
+    block = min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(steps * BLOCK_SHARE)))
+    if steps < BLOCKS * block:
+        return white
+    blocks = block * _apart(_windows(_sums(values), block), block)
+    is_correlated = blocks > white * (1 + BY_CHANCE * math.sqrt(block / steps))
+    return np.where(is_correlated, LONGER_CORRELATION * blocks, white)
 
 
 def _apart(values: np.ndarray, lag: int) -> np.ndarray:
-    """Return [R] the variance between steps `lag` apart, from second differences, which cancel a linear trend."""
+    """Return [R] the variance between values `lag` apart, from second differences, which cancel a linear trend."""
     second = values[:, 2 * lag :] - 2 * values[:, lag:-lag] + values[:, : -2 * lag]
     smaller = np.sort(second**2, axis=1)[:, : int(KEPT * second.shape[1])]  # without a jump or a turn
     return smaller.mean(1) / KEPT_MEAN / 6
@@ -85,39 +91,96 @@ def _apart(values: np.ndarray, lag: int) -> np.ndarray:
 def lost_gain(values: np.ndarray, stderr2: np.ndarray | None = None) -> Lost:
     """Test the series [R, T] for a significant rise of which `LOST` or more has been lost since.
 
-    Compares the last window with every earlier one, and that with the first. Both halves of the last window have to
-    lie below, and the fall has to exceed every earlier one that the run recovered from.
+    A fall is the mean of a best window minus the mean of all steps behind it, level or weighted by 1, 2, ... for a
+    fall that continues. Its expectation is positive for no curve that only rises. The evidence is the mean, over
+    windows and weights, of the likelihood ratio exp(PRIOR z^2 / 2) of a fall of z standard errors with a normal prior
+    of its size (up to a factor: Wakefield 2009). Falls count with a significant gain, if both halves of the last
+    window lie below the best one, and if they exceed every earlier fall that the run recovered from.
     """
-    runs, steps = values.shape
-    sums, variance = _sums(values), step_variance(values, stderr2)
+    steps = values.shape[1]
+    sums, variance_R = _sums(values), step_variance(values, stderr2)
+    windows = _lengths(SHARES, SHORTEST, steps)
+    last_M1, best_1L = windows[:, None], windows[None, :]
+    ends_M = steps - windows  # of best windows
+    starts_ML = np.maximum(ends_M[:, None] - best_1L, 0)
+    best_RML = (sums[:, ends_M, None] - sums[:, starts_ML]) / best_1L
+    variance_RML = np.maximum(variance_R[:, None, None], _later_variance(values, starts_ML)) + TINY
+    gain_RML, gain_errors_RML = _gain(sums, best_RML, variance_RML / best_1L, variance_RML, starts_ML)
+
+    level_RM = (sums[:, -1:] - sums[:, ends_M]) / windows
+    growing_RM = _growing_mean(values, sums, ends_M)
+    half_RM = np.maximum(*_halves(sums, windows))
+    valley_RM = _recovered(sums, windows, variance_R)
+    fits_ML = ends_M[:, None] - best_1L >= SHORTEST_START
+    fall_RML = best_RML - level_RM[..., None]
+    counts_RML = fits_ML & (gain_errors_RML > GAIN_ERRORS) & (fall_RML > LOST * gain_RML)
+    counts_RML &= (best_RML > half_RM[..., None]) & (fall_RML > RECOVERED * valley_RM[..., None])
+
+    squares_M1 = 2 * (2 * last_M1 + 1) / (3 * last_M1 * (last_M1 + 1))  # sum of the squared growing weights
+    falls = ((fall_RML, 1 / last_M1), (best_RML - growing_RM[..., None], squares_M1))
+    z2_RKML = np.stack([_normal(fall, variance_RML * (1 / best_1L + extra), steps) for fall, extra in falls], 1)
+    ratio_RKML = np.where(counts_RML[:, None], np.exp(np.minimum(PRIOR * z2_RKML / 2, 600)), 0.0)
+    with np.errstate(divide="ignore"):
+        evidence = np.log(ratio_RKML.mean((1, 2, 3)))
+    place_R1 = ratio_RKML.sum(1).reshape(len(values), -1).argmax(1)[:, None]
+    found = (np.sqrt(z2_RKML.max(1)), best_RML - gain_RML, best_RML, best_RML - fall_RML)
+    return Lost(evidence, *(np.take_along_axis(array.reshape(len(values), -1), place_R1, 1)[:, 0] for array in found))
+
+
+def _lengths(shares: tuple[float, ...], shortest: int, steps: int) -> np.ndarray:
+    """Return the different lengths, in steps, of windows with these shares of all steps."""
+    return np.unique(np.maximum(shortest, np.round(np.array(shares) * steps)).astype(int))
+
+
+def _later_variance(values: np.ndarray, starts_ML: np.ndarray) -> np.ndarray:
+    """Return [R, M, L] the variance of a step from each start on: rewards near 0 or 1 vary less."""
     squares = _sums(np.diff(values, axis=1) ** 2 / 2)
-    lengths = _lengths(steps)
-    firsts_U = np.array([length for length in LENGTHS if length <= steps / 4] or [3])
-    start_RU = sums[:, firsts_U] / firsts_U
-    result = Lost(*(np.full(runs, value) for value in (-np.inf, np.nan, np.nan, np.nan)))
-    for last_length in lengths:
-        last, later, earlier = _last_window(sums, last_length)
-        deepest_R = _deepest_recovered(_windows(sums, last_length))
-        for length in lengths:
-            places_S = np.arange(firsts_U[0], steps - last_length - length + 1)
-            if not len(places_S):
-                continue
-            best_RS = _windows(sums, length)[:, places_S]
-            between_RS = (squares[:, -1:] - squares[:, places_S]) / (steps - places_S - 1)
-            variance_RS = np.maximum(between_RS, variance[:, None]) + TINY
-            gain_RUS = np.where(firsts_U[:, None] <= places_S, best_RS[:, None] - start_RU[..., None], 0.0)
-            errors_RUS = gain_RUS / np.sqrt(variance_RS[:, None] * (1 / firsts_U[:, None] + 1 / length))
-            surest = errors_RUS.argmax(1)[:, None]
-            gain_RS = np.take_along_axis(gain_RUS, surest, 1)[:, 0]
-            gained = np.take_along_axis(errors_RUS, surest, 1)[:, 0] > GAIN_ERRORS
-            fall_RS = best_RS - last[:, None]
-            least_RS = best_RS - np.maximum(later, earlier)[:, None]
-            counts = gained & (least_RS > LOST * gain_RS) & (fall_RS > RECOVERED * deepest_R[:, None])
-            own_RS = (squares[:, places_S + length - 1] - squares[:, places_S]) / (length - 1)
-            squared_RS = np.maximum(variance_RS, OWN * own_RS) / length + variance_RS / last_length
-            errors_RS = np.where(counts, fall_RS / np.sqrt(squared_RS), -np.inf)
-            result = _larger(result, errors_RS, best_RS - gain_RS, best_RS, last)
-    return result
+    return (squares[:, -1:, None] - squares[:, starts_ML]) / (values.shape[1] - 1 - starts_ML)
+
+
+def _gain(
+    sums: np.ndarray, best_RML: np.ndarray, squared_RML: np.ndarray, variance_RML: np.ndarray, starts_ML: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [R, M, L] the most significant gain of the best windows over a first window, and its standard errors."""
+    gain, errors = np.zeros(best_RML.shape), np.full(best_RML.shape, -np.inf)
+    for length in _lengths(START_SHARES, SHORTEST_START, sums.shape[1] - 1):
+        new = best_RML - (sums[:, length] / length)[:, None, None]
+        new_errors = np.where(length <= starts_ML, new / np.sqrt(squared_RML + variance_RML / length), -np.inf)
+        gain, errors = np.where(new_errors > errors, new, gain), np.maximum(errors, new_errors)
+    return gain, errors
+
+
+def _growing_mean(values: np.ndarray, sums: np.ndarray, ends_M: np.ndarray) -> np.ndarray:
+    """Return [R, M] the means of the last windows with weights 1, 2, ... from their first step on."""
+    steps = values.shape[1]
+    moments = _sums(values * np.arange(1, steps + 1))
+    weighted = moments[:, -1:] - moments[:, ends_M] - ends_M * (sums[:, -1:] - sums[:, ends_M])
+    return 2 * weighted / ((steps - ends_M) * (steps - ends_M + 1))
+
+
+def _normal(fall: np.ndarray, squared: np.ndarray, steps: int) -> np.ndarray:
+    """Return the squared fall in standard errors, as of a normal: the likelihood ratio of Student's t."""
+    freedom = FREEDOM * steps
+    return freedom * np.log1p(np.maximum(fall, 0) ** 2 / squared / freedom)
+
+
+def _halves(sums: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [R, M] the means of the later and of the earlier halves of the last windows."""
+    middles = sums.shape[1] - 1 - windows // 2
+    later = (sums[:, -1:] - sums[:, middles]) / (windows // 2)
+    return later, (sums[:, middles] - sums[:, -1 - windows]) / (windows - windows // 2)
+
+
+def _recovered(sums: np.ndarray, windows: np.ndarray, variance_R: np.ndarray) -> np.ndarray:
+    """Return [R, M] the deepest valley between two peaks of the series, smoothed over each window; 0 for noise."""
+    deepest = []
+    for length in windows:
+        means = _windows(sums, length)
+        before = np.maximum.accumulate(means, axis=1)
+        after = np.maximum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
+        valley = (np.minimum(before, after) - means).max(1)
+        deepest.append(np.where(valley > VALLEY_ERRORS * np.sqrt(2 * variance_R / length), valley, 0.0))
+    return np.stack(deepest, 1)
 
 
 @dataclass(frozen=True)
@@ -145,11 +208,6 @@ def shift(values: np.ndarray, window: int, start: int = 0) -> Shift:
     return Shift(errors, first, last, np.where(last > first, np.minimum(later, earlier), np.maximum(later, earlier)))
 
 
-def _lengths(steps: int) -> list[int]:
-    found = [n for n in LENGTHS if max(SHORTEST, steps * SHORTEST_SHARE) <= n <= steps * LONGEST_SHARE]
-    return found or [SHORTEST]
-
-
 def _sums(values: np.ndarray) -> np.ndarray:
     """Return [R, T + 1] the sums of the first 0, 1, ... T values."""
     return np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
@@ -162,23 +220,5 @@ def _windows(sums: np.ndarray, length: int) -> np.ndarray:
 
 def _last_window(sums: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return [R] the means of the last window, of its later half and of its earlier one."""
-    half = length // 2
-    later = (sums[:, -1] - sums[:, -1 - half]) / half
-    earlier = (sums[:, -1 - half] - sums[:, -1 - length]) / (length - half)
-    return (sums[:, -1] - sums[:, -1 - length]) / length, later, earlier
-
-
-def _deepest_recovered(means: np.ndarray) -> np.ndarray:
-    """Return [R] the deepest valley between two peaks of the smoothed series [R, S]."""
-    before = np.maximum.accumulate(means, axis=1)
-    after = np.maximum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
-    return (np.minimum(before, after) - means).max(1)
-
-
-def _larger(known: Lost, errors_RS: np.ndarray, first_RS: np.ndarray, best_RS: np.ndarray, last: np.ndarray) -> Lost:
-    """Return, for each series, the known fall or the largest of the new ones, by statistic."""
-    place = errors_RS.argmax(1)[:, None]
-    errors, first, best = (np.take_along_axis(array, place, 1)[:, 0] for array in (errors_RS, first_RS, best_RS))
-    new = errors > known.errors
-    pairs = ((errors, known.errors), (first, known.first), (best, known.best), (last, known.last))
-    return Lost(*(np.where(new, found, before) for found, before in pairs))
+    later, earlier = _halves(sums, np.array([length]))
+    return (sums[:, -1] - sums[:, -1 - length]) / length, later[:, 0], earlier[:, 0]
