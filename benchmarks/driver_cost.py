@@ -19,6 +19,7 @@ PARTS = {  # file of roll_opd, or file and function -> part
     "cluster/batched_calls.py": "requests and completions",
     "rollout/workflow.py": "requests and completions",
     "roles/reward_pool.py": "rewards",
+    "roles/resilient_pool.py": "rewards",
     "rollout/batch.py:added_to": "teacher chunks",
     "rollout/batch.py": "requests and completions",
     "roles/policy_roles.py:ask_teacher": "teacher chunks",

@@ -15,8 +15,8 @@ from driver_cost import DriverCost
 from lengths import LONGEST, lengths_of
 
 from roll_opd.actors import megatron_actor
-from roll_opd.actors.reward_actor import Answer
 from roll_opd.actors.sampler import Request
+from roll_opd.cluster.coalesce import Answers
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.inference.completion import Completion
 from roll_opd.pipelines import start
@@ -137,11 +137,11 @@ class Scorer:
     async def alive(self) -> None:
         pass
 
-    async def score(self, experiences: Sequence[Any]) -> AsyncIterator[Compact]:
+    async def run(self, experiences: Sequence[Any]) -> AsyncIterator[Compact]:
         scores: list[tuple[int, Scored]] = [
             (number, Score(float(self._random.integers(2)))) for number in range(len(experiences))
         ]
-        yield Compact(Answer(scores, hung=False))
+        yield Compact(Answers(scores, hung=False))
 
 
 def put_in_place(lengths: str, cost: DriverCost) -> None:

@@ -5,7 +5,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import ray
 
 from roll_opd.actors.local_model import LocalModel
-from roll_opd.cluster.coalesce import coalesced
+from roll_opd.cluster.coalesce import Answers, coalesced
 from roll_opd.config.plan import RewardPlan
 from roll_opd.data.templates import load_tokenizer
 from roll_opd.rewards.interface import RewardSample, Scored
@@ -28,14 +27,6 @@ MOST_THREADS = 10_000
 # would only take turns. After a slower one, or this long, the others go side by side.
 QUICK_SECONDS = 0.02
 ALONE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Some samples' scores."""
-
-    scores: list[tuple[int, Scored]]  # with their places in the batch
-    hung: bool  # calls that cannot be ended still run in this process: it should be replaced
 
 
 # The plan limits the calls, and `alive` must never wait.
@@ -72,12 +63,12 @@ class RewardWorker:
     async def alive(self) -> None:
         """Return: the answer shows that the process still takes part."""
 
-    async def score(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
-        """Yield `Answer`s as the scores come, those that come together in one."""
+    async def run(self, experiences: Sequence[Experience]) -> AsyncIterator[Compact]:
+        """Score samples; yield `Answers` of scores, those that finish together in one."""
         async with aclosing(coalesced(self._calls(self._samples(experiences)))) as answers:
             async for burst in answers:
                 scores = [scored for call in burst for scored in call]
-                yield Compact(Answer(scores, hung=any(caller.hung for caller in self._callers.values())))
+                yield Compact(Answers(scores, hung=any(caller.hung for caller in self._callers.values())))
 
     async def _calls(self, samples: Sequence[RewardSample]) -> AsyncGenerator[list[tuple[int, Scored]], None]:
         """Call the rewards with all samples; yield each call's scores.

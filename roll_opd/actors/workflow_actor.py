@@ -21,7 +21,7 @@ import ray
 
 from roll_opd.actors.sampler import Request, Sampler, Session
 from roll_opd.base.frozen import thaw
-from roll_opd.cluster.coalesce import coalesced
+from roll_opd.cluster.coalesce import Answers, coalesced
 from roll_opd.cluster.group import ActorGroup
 from roll_opd.config.plan import ContextPlan, RolloutPlan, SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
@@ -50,6 +50,7 @@ class Job:
     seed: int
     sampling: SamplingPlan
     is_eval: bool
+    jobs: int = 1  # that make all runs at the prompt
 
 
 @dataclass
@@ -204,12 +205,12 @@ class WorkflowWorker:
         threading.Thread(target=self._watch_memory, daemon=True).start()
 
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Compact]:
-        """Have all jobs done side by side; yield lists of (place, `Outcome`) as they are."""
+        """Have all jobs done side by side; yield `Answers` of `Outcome`s as they finish."""
         runs = max(len(job.runs) for job in jobs)
         chunk = self._chunk and max(1, self._chunk // runs)
         async with aclosing(coalesced(self._outcomes(jobs), chunk=chunk)) as outcomes:
             async for done in outcomes:
-                yield Compact(done)
+                yield Compact(Answers(done, hung=any(outcome.hung for _, outcome in done)))
 
     async def _outcomes(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Outcome], None]:
         async def one(place: int, job: Job) -> tuple[int, Outcome]:

@@ -3,11 +3,20 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 BURST_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to some jobs of a call, in one message from the process that ran them."""
+
+    results: list[tuple[int, Any]]  # (place in the call, answer)
+    hung: bool  # code that nothing can end still runs in that process: it should be replaced
 
 
 async def coalesced(

@@ -137,9 +137,9 @@ def kill_in_a_batch(experiment: Path, pool: RewardPool) -> None:
     metrics = experiment / "latest" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         time.sleep(0.01)
-    (worker,) = pool._workers
-    process = ray.get(worker.actor.__ray_call__.remote(lambda _: os.getpid()))
+    (member,) = pool._pool.members.values()
+    process = ray.get(member.worker.actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(process, signal.SIGSTOP)
-    while not any(worker.in_hand for worker in pool._workers):
+    while not any(member.in_hand for member in pool._pool.members.values()):
         time.sleep(0.01)
     os.kill(process, signal.SIGKILL)

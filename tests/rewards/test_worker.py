@@ -57,8 +57,8 @@ def size(samples):
 async def scored(worker: RewardWorker, experiences: list[Experience]) -> dict[int, float]:
     """As over Ray."""
     batch = pickle.loads(pickle.dumps(Compact(experiences)))
-    answers = [pickle.loads(pickle.dumps(answer)) async for answer in worker.score(batch)]
-    return {number: score.value for answer in answers for number, score in answer.scores}
+    answers = [pickle.loads(pickle.dumps(answer)) async for answer in worker.run(batch)]
+    return {number: score.value for answer in answers for number, score in answer.results}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roll_opd.actors.sampler import Sampler
-from roll_opd.actors.workflow_actor import WorkflowWorker
+from roll_opd.actors.workflow_actor import Job, WorkflowWorker
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.base.run_errors import RunError
 from roll_opd.cluster.group import ActorGroup
@@ -26,7 +26,7 @@ from roll_opd.config.plan import (
     WorkflowPlan,
 )
 from roll_opd.data.dataset import Prompt
-from roll_opd.roles.workflow_pool import WorkflowPool, _Worker
+from roll_opd.roles.workflow_pool import WorkflowPool, near_engines
 from roll_opd.rollout.workflow import Task
 from roll_opd.samples.experience import Experience
 from roll_opd.workflows.interface import Workflow
@@ -96,27 +96,23 @@ def test_a_run_makes_none_one_or_many(start: Start, loop) -> None:
 
 
 @pytest.mark.parametrize(("engines", "workers"), [(2, 2), (2, 3), (4, 2), (1, 2)])
-def test_runs_for_an_engine_come_from_one_process_while_that_is_fair(
-    loop: asyncio.AbstractEventLoop, engines: int, workers: int
-) -> None:
-    plan = WorkflowPlan(workflow="any", workflow_workers=workers, workflow_concurrency=40)
-    rollout = RolloutPlan("infer", ModelPlan(MODEL), (0,), 1, 1, SAMPLING, 64)
-    pool = WorkflowPool(plan, lambda: None, rollout, (), 7, repeats=False)
-    pool._sampler = Sampler(ActorGroup([None] * engines))
-    pool._workers = [_Worker(None, number) for number in range(workers)]
+def test_runs_for_an_engine_come_from_one_process_while_that_is_fair(engines: int, workers: int) -> None:
+    loads = dict.fromkeys(range(workers), 0)
 
-    async def placed(groups: int, runs: int) -> list[tuple[int, int]]:
+    def placed(groups: int, runs: int) -> list[tuple[int, int]]:
         """The engine of each run, and the process that has it."""
-        order = [group for group in range(groups) for _ in range(runs)]
-        return [(g % engines, (await pool._free_worker(g, runs, alone=False)).number) for g in order]
+        jobs = [Job(None, 0, (run,), group, 0, SAMPLING, False, runs) for group in range(groups) for run in range(runs)]
+        numbers = list(near_engines(jobs, loads, 40, engines, workers))
+        for number in numbers:
+            loads[number] += 1
+        return [(job.group % engines, number) for job, number in zip(jobs, numbers, strict=True)]
 
-    places = loop.run_until_complete(placed(16, 4))
-    loads = [worker.under_way for worker in pool._workers]
-    assert max(loads) - min(loads) <= 8
+    places = placed(16, 4)
+    assert max(loads.values()) - min(loads.values()) <= 8
     if engines == workers:
         assert all(engine == number for engine, number in places)
-    loop.run_until_complete(asyncio.wait_for(placed(1, 40 * workers - sum(loads)), 5))  # to the last place
-    assert {worker.under_way for worker in pool._workers} == {40}
+    placed(1, 40 * workers - sum(loads.values()))  # to the last place
+    assert set(loads.values()) == {40}
 
 
 def test_coroutines_run_side_by_side(start: Start, loop) -> None:

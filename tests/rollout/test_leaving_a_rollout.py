@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from roll_opd.actors.workflow_actor import Outcome
+from roll_opd.actors.workflow_actor import Job, Outcome
 from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import SamplingPlan, WorkflowPlan
 from roll_opd.data.dataset import Prompt
@@ -44,26 +43,18 @@ class Engines:
         yield None
 
 
-class Worker:
-    """Has its jobs answered when the test says so."""
-
-    retiring = isolated = False
-    under_way = 0
-
-
 @pytest.mark.parametrize("gap", range(16))
 def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch, gap: int) -> None:
     async def main() -> None:
         asked: list[asyncio.Future[Outcome]] = []
         plan = WorkflowPlan(workflow="any", on_workflow_error="stop")
         pool = WorkflowPool(plan, lambda: None, SimpleNamespace(), (), 0, repeats=False)
-        monkeypatch.setattr(pool, "_free_worker", free_worker)
 
-        def ask(worker: Any, job: Any) -> asyncio.Future[Outcome]:
+        def submit(job: Job) -> asyncio.Future[Outcome]:
             asked.append(asyncio.get_running_loop().create_future())
             return asked[-1]
 
-        monkeypatch.setattr(pool._calls, "ask", ask)
+        monkeypatch.setattr(pool._pool, "submit", submit)
         rollout = Rollout(Engines(), SamplingPlan(n=4), (), 0, 1000, PhaseClock(), workflow=pool)
 
         async def consumed() -> None:
@@ -85,8 +76,5 @@ def test_a_failure_that_ends_the_run_is_not_lost(monkeypatch: pytest.MonkeyPatch
                 answer.set_result(GOOD)
         done, _ = await asyncio.wait([consuming], timeout=5)
         assert done and isinstance(consuming.exception(), RunError)
-
-    async def free_worker(group: int, jobs: int, alone: bool) -> Worker:
-        return Worker()
 
     asyncio.run(main())

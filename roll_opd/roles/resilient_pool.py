@@ -1,0 +1,276 @@
+"""A pool of processes that outlives them: the jobs of a process that died or is stuck run again in another process.
+
+A process gets no more jobs than it may run together; the others wait in the driver, so they go to the process that has
+room first. A job with which two processes were lost runs alone. If the third is lost too, the job itself ends its
+processes, and its result is that of a `WorkerLost`.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from roll_opd.base.run_errors import RunError
+from roll_opd.base.terminal import warn
+from roll_opd.cluster.coalesce import Answers
+
+MAX_DEATHS = 3  # of workers that ran a job
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# (waiting items, jobs by number of each worker that accepts more, most jobs of a worker) -> a worker's number for each
+# of the first items; the rest wait
+Assign = Callable[[Sequence[Any], Mapping[int, int], int], Iterable[int]]
+
+
+class WorkerLost(Exception):
+    """A worker died or is stuck; `kind` is the name of the failure in metrics."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Worker(Protocol):
+    """One process of a pool."""
+
+    async def setup(self) -> None:
+        """Prepare the process. WorkerLost if it ends; RunError if the setup fails."""
+
+    def run(self, items: Sequence[Any]) -> AsyncGenerator[Answers, None]:
+        """Run jobs together; yield their answers as they finish. WorkerLost if the process is lost."""
+
+    def kill(self) -> None:
+        """End the process."""
+
+
+@dataclass(eq=False)
+class _Job(Generic[Item, Result]):
+    item: Item
+    result: "asyncio.Future[Result]"
+    submitted: float
+    deaths: int = 0
+
+    def fail(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+            self.result.exception()  # marks it as retrieved: asyncio logs one that is never awaited
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker and its load."""
+
+    worker: Worker
+    number: int  # its replacement has the same
+    in_hand: int = 0  # jobs
+    retiring: bool = False  # accepts no more jobs and is replaced after its last one
+    isolated: bool = False  # runs a job that may kill it, and accepts no other meanwhile
+
+
+def in_equal_shares(items: Sequence[Any], loads: Mapping[int, int], capacity: int) -> Iterator[int]:
+    """Assign contiguous shares of the items to the workers, as equal as their room permits."""
+    left = len(items)
+    for place, number in enumerate(sorted(loads, key=lambda number: -loads[number])):
+        share = min(left // (len(loads) - place), capacity - loads[number])
+        yield from [number] * share
+        left -= share
+
+
+class ResilientPool(Generic[Item, Result]):
+    """Runs jobs in `size` workers. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[int], Worker],
+        settle: Callable[[Item, Any, float], Result],
+        size: int,
+        capacity: int,
+        assign: Assign = in_equal_shares,
+        *,
+        independent: bool = False,
+    ) -> None:
+        """Args:
+        name: of the pool in messages.
+        spawn: starts the worker with a number from 0 to `size` - 1.
+        settle: computes a job's result from its item, its answer or a `WorkerLost`, and the seconds since `submit`.
+            Its exception becomes the future's.
+        capacity: most jobs of a worker.
+        assign: selects the worker of each job.
+        independent: jobs sent together do not depend on each other: a worker gets a new job for each finished one
+            (otherwise after the last one), and cancelled futures cancel their jobs.
+        """
+        self.name, self._spawn, self._settle_job = name, spawn, settle
+        self._size, self._capacity, self._assign, self._independent = size, capacity, assign, independent
+        self.members: dict[int, Member] = {}
+        self._waiting: list[_Job[Item, Result]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dispatch_is_due = False
+        self._broken: BaseException | None = None
+        self._queued: list[int] = []
+        self._restarts = 0
+
+    async def start(self) -> None:
+        """Start the workers and wait until they are ready."""
+        await asyncio.gather(*[self._add(number) for number in range(self._size)])
+
+    def submit(self, item: Item) -> "asyncio.Future[Result]":
+        """Return the future result of a job. RunError if it cannot run. Cancel the future if it is not needed."""
+        loop = asyncio.get_running_loop()
+        job: _Job[Item, Result] = _Job(item, loop.create_future(), time.monotonic())
+        if self._broken:
+            job.fail(self._broken)
+            return job.result
+        self._waiting.append(job)
+        if not self._dispatch_is_due:  # jobs that are submitted together are sent together
+            self._dispatch_is_due = True
+            loop.call_soon(self._dispatch)
+        return job.result
+
+    def drain_counts(self) -> tuple[list[int], int]:
+        """Return the lengths of the queue after each dispatch and the number of restarts since the last call."""
+        counts = self._queued, self._restarts
+        self._queued, self._restarts = [], 0
+        return counts
+
+    async def end(self) -> None:
+        """Kill the workers."""
+        members, self.members = self.members, {}
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for member in members.values():
+            member.worker.kill()
+
+    def _dispatch(self) -> None:
+        """Send waiting jobs to workers that have room; each suspected one to an idle worker."""
+        self._dispatch_is_due = False
+        waiting = [job for job in self._waiting if not job.result.done()]
+        suspects = [job for job in waiting if job.deaths == MAX_DEATHS - 1]
+        others = [job for job in waiting if job.deaths < MAX_DEATHS - 1]
+        accepting = [member for member in self.members.values() if not member.retiring and not member.isolated]
+        accepting.sort(key=lambda member: member.in_hand, reverse=True)
+        while suspects and accepting:
+            member = accepting.pop()
+            if member.in_hand:
+                break  # it gets no more jobs until it is idle
+            member.isolated = True
+            self._send(member, [suspects.pop(0)])
+        loads = {member.number: member.in_hand for member in accepting}
+        numbers = list(self._assign([job.item for job in others], loads, self._capacity))
+        batches: defaultdict[int, list[_Job[Item, Result]]] = defaultdict(list)
+        for number, job in zip(numbers, others, strict=False):
+            batches[number].append(job)
+        for number, jobs in batches.items():
+            self._send(self.members[number], jobs)
+        self._waiting = suspects + others[len(numbers) :]
+        self._queued.append(len(self._waiting))
+
+    def _send(self, member: Member, jobs: list[_Job[Item, Result]]) -> None:
+        left = dict(enumerate(jobs))
+        member.in_hand += len(left)
+        task = self._background(self._follow(member, left))
+
+        def ended(_: object) -> None:
+            member.in_hand -= len(left)
+            self._advance(member)
+
+        def cancel_unneeded(result: "asyncio.Future[Result]") -> None:
+            if result.cancelled() and all(job.result.done() for job in jobs):
+                task.cancel()
+
+        task.add_done_callback(ended)
+        for job in jobs if self._independent else ():
+            job.result.add_done_callback(cancel_unneeded)
+
+    async def _follow(self, member: Member, left: dict[int, _Job[Item, Result]]) -> None:
+        """Settle jobs as the worker answers, and remove them from `left`; queue the others again if it is lost."""
+        stream = member.worker.run([job.item for job in left.values()])
+        try:
+            async for answers in stream:
+                member.retiring |= answers.hung
+                for place, answer in answers.results:
+                    member.in_hand -= 1
+                    self._settle(left.pop(place), answer)
+                if self._independent:
+                    self._advance(member)
+            if left:
+                raise RunError(f"{self.name}: a worker left {len(left)} jobs unanswered")
+        except WorkerLost as lost:
+            self._retire(member, f"{lost}, and its {len(left)} unfinished jobs run again")
+            self._requeue(list(left.values()), lost.kind)
+        except Exception as error:
+            for job in left.values():
+                job.fail(error if isinstance(error, RunError) else RunError(f"{self.name}: {error}"))
+        finally:
+            await stream.aclose()
+
+    def _advance(self, member: Member) -> None:
+        if not member.in_hand:
+            member.isolated = False
+            if member.retiring:
+                self._retire(member, "has calls that ran out of time")
+        self._dispatch()
+
+    def _settle(self, job: _Job[Item, Result], answer: Any) -> None:
+        try:
+            result = self._settle_job(job.item, answer, time.monotonic() - job.submitted)
+        except Exception as error:
+            job.fail(error)
+        else:
+            if not job.result.done():
+                job.result.set_result(result)
+
+    def _requeue(self, jobs: Sequence[_Job[Item, Result]], kind: str) -> None:
+        for job in jobs:
+            job.deaths += 1
+            if self._broken:
+                job.fail(self._broken)
+            elif job.deaths == MAX_DEATHS:
+                message = f"{MAX_DEATHS} workers were lost ({kind}) while they ran it, the last one with no other job"
+                self._settle(job, WorkerLost(kind, message))
+        self._waiting = [job for job in jobs if not job.result.done()] + self._waiting
+
+    def _retire(self, member: Member, problem: str) -> None:
+        if self.members.get(member.number) is not member:
+            return  # replaced already, after another batch of it
+        del self.members[member.number]
+        member.worker.kill()
+        self._restarts += 1
+        warn(f"a worker of {self.name} {problem}; a new one replaces it")
+        self._background(self._replace(member.number))
+
+    async def _replace(self, number: int) -> None:
+        await self._add(number)
+        self._dispatch()
+
+    async def _add(self, number: int) -> None:
+        for _ in range(MAX_DEATHS):
+            worker = self._spawn(number)
+            try:
+                await worker.setup()
+            except WorkerLost as lost:
+                problem = lost
+            else:
+                self.members[number] = Member(worker, number)
+                return
+        raise RunError(
+            f"{self.name}: a worker does not start, its process ended {MAX_DEATHS} times: {problem}"
+        ) from problem
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._broken = error  # a worker cannot be replaced
+            for job in self._waiting:
+                job.fail(error)
