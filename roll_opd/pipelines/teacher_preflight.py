@@ -16,13 +16,17 @@ from roll_opd.base.run_errors import RunError
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.special_tokens import token_ids
 from roll_opd.data.templates import load_tokenizer
-from roll_opd.models.model_info import read_model
+from roll_opd.models.json_files import read_json
+from roll_opd.models.lost_layers import WINDOW_LAYERS, lost_layer_hints
+from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.pipelines.run_logger import RunLogger
 from roll_opd.pipelines.start import RunWorkers
 from roll_opd.roles.policy_roles import FrozenModel, Student, Teacher, gathered
 from roll_opd.samples.experience import Experience, as_read_by
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks
+from roll_opd.teachers.teacher_preference import preference_check
+from roll_opd.teachers.teacher_reach import changes, difference, reach, reach_check
 
 PREFLIGHT_SAMPLES = 64  # read by student and teacher; and of the rows' own answers, as many
 RESPONSE_TOKENS, ALL_TOKENS = 256, 4096  # action tokens of each response, and tokens of all samples together
@@ -49,11 +53,12 @@ class TeacherPreflight:
         RunError where one fails, unless the plan only warns.
         """
         for teacher in list(self._left):
-            chosen = _chosen([e for e in experiences if teacher.plan.name in e.teacher_logprobs])
+            taught = [e for e in experiences if teacher.plan.name in e.teacher_logprobs]
+            chosen = _chosen(taught)
             if not chosen:
                 continue
             self._left.remove(teacher)
-            rows = await self._check(teacher, chosen, temperature)
+            rows = [*await self._check(teacher, chosen, temperature), *_preference(taught, teacher.plan.name)]
             self._logger.teacher_preflight(teacher.plan.name, rows)
             failed = next((row for row in rows if row.verdict == "failed"), None)
             if failed and self._plan.teacher_preflight != "warn":
@@ -64,7 +69,8 @@ class TeacherPreflight:
 
     async def _check(self, teacher: Teacher, chosen: Sequence[Experience], temperature: float) -> list[Check]:
         own, theirs = (Path(plan.model.path) for plan in (self._student.plan, teacher.plan.worker))
-        sizes = [read_model(path).vocab for path in (own, theirs)]
+        models = [read_model(path) for path in (own, theirs)]
+        sizes = [model.vocab for model in models]
         shared = min(sizes)
         answers = _chosen(self._demonstrations) or _answers(chosen, own)
         texts = [*chosen, *answers]
@@ -82,7 +88,12 @@ class TeacherPreflight:
 
         by_student = await read(read_by_student, self._student)
         by_teacher = await read(read_by_teacher, teacher, plain=True)
-        again = await read(read_by_teacher[:REPEATED], teacher)
+        repeated = read_by_teacher[:REPEATED]
+        again = await read(repeated, teacher)
+        altered = changes([e.tokens for e in repeated])
+        read_altered = await read(
+            [replace(e, tokens=c.tokens) for e, c in zip(repeated, altered, strict=True)], teacher
+        )
         readings = Readings(
             student_logprobs=_column(by_student, "logprobs"),
             student_ids=_column(by_student, "topk_ids"),
@@ -97,7 +108,15 @@ class TeacherPreflight:
         ).without(_observed(texts, first))
         exact = teacher.plan.worker.model.dtype == "fp32"
         settings = Settings(temperature, exact, shared, reads_more=teacher.plan.context is not None)
-        return [*checks(readings, settings), *_tokens(own, theirs, sizes)]
+        rows = [_size_of(*models), *checks(readings, settings)]
+        reaches = [
+            reach(difference(before, after), text.prompt_length, change.end)
+            for text, change, before, after in zip(repeated, altered, again, read_altered, strict=True)
+            if change.differs
+        ]
+        if reaches and not np.isnan(readings.teacher_topk).any():
+            rows.append(reach_check(reaches))
+        return [*rows, *_tokens(own, theirs, sizes)]
 
 
 def _chosen(experiences: Sequence[Experience]) -> list[Experience]:
@@ -159,6 +178,31 @@ def _answers(chosen: Sequence[Experience], model: Path) -> list[Experience]:
 def _scored_from(first: int | None, text: Experience) -> Experience:
     """Return `text` as one whose tokens are scored from number `first` on; None: those of its response."""
     return text if first is None else replace(text, prompt_length=first)
+
+
+def _preference(samples: Sequence[Experience], teacher: str) -> list[Check]:
+    """Compare the teacher's preference with the rewards of those samples of the step that have one already."""
+    rewarded = [
+        e
+        for e in samples
+        if e.reward is not None and not e.excluded and e.action_tokens and e.rollout_logprobs is not None
+    ]
+    if not rewarded:
+        return []
+    gaps = [float(e.acted(e.teacher_logprobs[teacher] - e.student_logprobs).mean(dtype=np.float64)) for e in rewarded]
+    rewards = np.array([e.reward for e in rewarded], dtype=np.float64)
+    return [preference_check(np.array(gaps), rewards, [e.group_id for e in rewarded])]
+
+
+def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
+    """State what the teacher is by its files, with hints that it was once larger."""
+    window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
+    hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
+    sizes = [f"{one.layers} layers, {one.parameters / 1e6:,.4g} M" for one in (teacher, student)]
+    meaning = "layers and parameters; a model that has lost its last layers is a whole model, and a weaker teacher"
+    if hints:
+        meaning = f"{'; '.join(hints)}: if it has lost layers, get the whole model"
+    return Check("size", f"{sizes[0]}, student {sizes[1]}", "warning" if hints else "ok", meaning)
 
 
 def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:

@@ -173,7 +173,7 @@ def test_the_preflight_of_a_teacher(
     """A sound one passes and learns the same bits as without; one at another temperature ends before a step."""
     checked, unchecked = pure(stage), pure(stage, "teacher_preflight=false")
     rows = json.loads((checked.path / "summary.json").read_text())["teacher_preflight"]["teacher"]
-    assert len(rows) == 10 and {row["verdict"] for row in rows} == {"ok"}, rows
+    assert len(rows) == 12 and {row["verdict"] for row in rows} == {"ok"}, rows
     assert "teacher_preflight" not in json.loads((unchecked.path / "summary.json").read_text())
     weights = [load_file(last_weights(run)) for run in (checked, unchecked)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

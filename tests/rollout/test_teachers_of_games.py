@@ -59,12 +59,13 @@ def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> l
             ).input_ids
 
         tokens = asked(observation)
-        prompt, mask = len(tokens), []
+        prompt, mask, total = len(tokens), [], 0.0
         for turn in range(MOST_TURNS):
             whole = student.generate(torch.tensor([tokens]), do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS)
             action = whole[0, len(tokens) :].tolist()
             tokens, mask = tokens + action, mask + [True] * len(action)
-            observation, _, ended, truncated, _ = game.step(tokenizer.decode(action, skip_special_tokens=True))
+            observation, reward, ended, truncated, _ = game.step(tokenizer.decode(action, skip_special_tokens=True))
+            total += float(reward)
             if ended or truncated or turn == MOST_TURNS - 1:
                 break
             said = asked(observation)
@@ -82,6 +83,7 @@ def played(name: str, student: PreTrainedModel, path: Any, games: int = 10) -> l
                 rollout_logprobs=None,
                 finish_reason="stop" if stopped else "length",
                 weights_version=0,
+                reward=total,
             )
         )
     return found
@@ -104,6 +106,31 @@ def shifted(model: PreTrainedModel) -> None:
 
 def truncated(model: PreTrainedModel) -> None:
     del model.model.layers[0]
+
+
+def cut_context(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[PreTrainedModel], None]:
+    """Return a fault: a token at place i attends to one at place j only if `visible(i, j)`."""
+
+    def change(model: PreTrainedModel) -> None:
+        whole = model.forward
+
+        def forward(ids: torch.Tensor) -> Any:
+            places = torch.arange(ids.shape[1])
+            i, j = places[:, None], places[None]
+            mask = torch.where((j <= i) & visible(i, j), 0.0, torch.finfo(torch.float32).min)
+            return whole(ids, attention_mask=mask[None, None])
+
+        model.forward = forward
+
+    return change
+
+
+CONTEXT = 16  # tokens
+CUTS = {
+    "a window": cut_context(lambda i, j: i - j < CONTEXT),  # of each layer: the context is four times as long
+    "blocks": cut_context(lambda i, j: i // CONTEXT == j // CONTEXT),
+    "the first tokens": cut_context(lambda i, j: (j < CONTEXT) | (i - j < 2)),
+}
 
 
 @dataclass
@@ -138,7 +165,8 @@ def game(request: pytest.FixtureRequest) -> Played:
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student_path, teacher_path)
     )
-    return Played(student, teacher, played(request.param, student, student_path), (student_path, teacher_path))
+    samples = [replace(e, rollout_logprobs=read(student, e)) for e in played(request.param, student, student_path)]
+    return Played(student, teacher, samples, (student_path, teacher_path))
 
 
 def test_a_sound_teacher_passes(game: Played) -> None:
@@ -158,6 +186,31 @@ def test_other_ids_end_the_run(game: Played, change: Callable[[PreTrainedModel],
 
 def test_a_lost_layer_is_noticed(game: Played) -> None:
     assert game.check(truncated)["mean log-prob, samples"].verdict != "ok"
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_truncated_context_ends_the_run(game: Played, cut: str) -> None:
+    row = game.check(CUTS[cut])["reach of its context"]
+    assert row.verdict == "failed" and "its context is truncated" in row.meaning
+
+
+def test_a_sound_teacher_reads_the_whole_text(game: Played) -> None:
+    row = game.check()["reach of its context"]
+    seen, tested = map(int, row.value.removesuffix(" tokens back").split(" of "))
+    assert row.verdict == "ok" and seen == tested > 4 * CONTEXT
+
+
+def test_the_size_of_the_teacher_is_stated(game: Played) -> None:
+    layers = (len(game.teacher.model.layers), len(game.student.model.layers))
+    row = game.check()["size"]
+    assert row.verdict == "ok" and row.value.startswith(f"{layers[0]} layers, ")
+    assert f"student {layers[1]} layers, " in row.value
+
+
+def test_rewards_of_games_are_compared_with_the_teacher(game: Played) -> None:
+    row = game.check()["agrees with the reward"]
+    assert row.verdict == "ok"
+    assert (row.value == "all rewards are 0") == ("number_sum" in game.samples[0].id)
 
 
 def test_short_turns_take_more_samples(game: Played) -> None:

@@ -1,0 +1,91 @@
+"""How far back a teacher reads: a change of early text has to change the log-probs of all later tokens.
+
+A teacher whose context is truncated computes plausible log-probs. It gives itself away by log-probs that stay the same,
+to the last bit, when text beyond its context changes. Both readings have the same lengths, so that they are computed
+in the same micro-batches and shapes: rounding makes no difference between them, and noise could only hide a fault.
+
+Legend: T tokens of a text, N scored tokens of it, K tokens of a top-k.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_opd.teachers.teacher_checks import Check, Verdict
+
+PARTS = 8  # of a text, one of which is changed
+SMALLEST = 1e-6  # nats: a smaller difference is no difference
+SHORT = 16  # tokens: texts that go on for fewer after the change say nothing about a context
+FAR = 0.8  # share of the distance: a change that is not seen so far on was not read
+
+
+@dataclass(frozen=True)
+class Change:
+    """A text with a part in reverse order."""
+
+    tokens: np.ndarray  # int64 [T]
+    end: int  # the first token after the part
+    differs: bool = True  # the part reads otherwise in reverse
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far after a changed part, in tokens, the log-probs change, and how far the text goes on."""
+
+    seen: int
+    tested: int
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether the change has no effect on the end of the text after it."""
+        return self.tested >= SHORT and self.seen < FAR * self.tested
+
+
+def changes(texts: Sequence[np.ndarray]) -> list[Change]:
+    """Return each text with one of its `PARTS` parts reversed: of the first text the first part, and so on.
+
+    The last part is never changed: nothing follows it.
+    """
+    found = []
+    for number, tokens in enumerate(texts):
+        part = number % (PARTS - 1)
+        start, end = (len(tokens) * place // PARTS for place in (part, part + 1))
+        changed = tokens.copy()
+        changed[start:end] = tokens[start:end][::-1]
+        found.append(Change(changed, end, not np.array_equal(changed, tokens)))
+    return found
+
+
+def difference(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return f64 [N], the largest difference of two computations in a token's log-prob and its sorted top-k."""
+    columns = [
+        np.column_stack([values["logprobs"], values["topk_logprobs"]]).astype(np.float64) for values in (one, other)
+    ]
+    return np.abs(columns[0] - columns[1]).max(1)
+
+
+def reach(differences: np.ndarray, first: int, end: int) -> Reach:
+    """Return how far after `end` a change shows in `differences` [N], of the tokens from number `first` on."""
+    distances = first + np.arange(len(differences)) - end
+    seen = distances[~(differences <= SMALLEST) & (distances >= 0)]
+    return Reach(int(seen.max(initial=0)), int(distances.max(initial=0)))
+
+
+def reach_check(found: Sequence[Reach]) -> Check:
+    """Return the verdict on the changes of several texts; failed if two of them fall short, or the farthest does."""
+    farthest = max(found, key=lambda one: one.tested)
+    short = [one for one in found if one.falls_short]
+    verdict: Verdict = "warning" if short else "ok"
+    if len(short) > 1 or farthest.falls_short:
+        verdict = "failed"
+    value = f"{max(one.seen for one in found)} of {farthest.tested} tokens back"
+    if not short:
+        return Check("reach of its context", value, verdict, "distance at which a change of the text changes log-probs")
+    return Check(
+        "reach of its context",
+        f"{value}; {len(short)} of {len(found)} changes not seen",
+        verdict,
+        "changes of earlier text leave the teacher's log-probs the same to the last bit: its context is truncated, by a"
+        " window of attention, a limit on its length, or a prompt that is cut before it reads it",
+    )
