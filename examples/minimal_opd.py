@@ -26,9 +26,11 @@ Data, advantage, loss and reward are the package's own functions. Everything els
     the reward is only measured                           docs/mixed.md: teachers and rewards together
     constants below, constant learning rate, no saving    examples/demo/onpolicy_distill.yaml
 
-Legend: B sequences, P prompt tokens, A answer tokens, T = P + A, V vocabulary. The package's losses read all answers
-end to end: M = B * A tokens.
+Legend: B sequences, P prompt tokens, A answer tokens, T = P + A, V vocabulary; M = B * A, all answers end to end.
 """
+
+if __name__ == "__main__":
+    __import__("project_environment").use_project_environment(("roll_opd", "torch", "transformers"))
 
 import argparse
 import time
@@ -72,8 +74,7 @@ def load_model(name: str) -> CausalLM:
 
 
 def load_prompts(file: str, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    prompts, _ = open_prompts(DataPlan(files=(str(DEMO / "data" / file),), prompt_length=32), tokenizer)
-    return prompts
+    return open_prompts(DataPlan(files=(str(DEMO / "data" / file),), prompt_length=32), tokenizer)[0]
 
 
 def sample(model: CausalLM, prompts: list[Prompt], top_k: int = 0) -> Rollout:
@@ -83,8 +84,7 @@ def sample(model: CausalLM, prompts: list[Prompt], top_k: int = 0) -> Rollout:
     answers_BA = tokens_BT[:, prompts_BP.shape[1] :]
     # `generate` pads a row behind its end token: the model chose the tokens that have no end token before them
     end_BA = answers_BA == model.config.eos_token_id
-    ends_before_BA = end_BA.cumsum(dim=1) - end_BA.long()
-    return Rollout(prompts_BP, answers_BA, mask_BA=ends_before_BA == 0)
+    return Rollout(prompts_BP, answers_BA, mask_BA=end_BA.cumsum(dim=1) == end_BA)
 
 
 def compute_logprobs(model: CausalLM, rollout: Rollout) -> Tensor:

