@@ -3,8 +3,11 @@
 from roll_opd.workflows import WORKFLOWS, Experience, Task, Workflow
 """
 
+import dis
 import importlib
 import logging
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,9 +119,14 @@ def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    if instead := _NOT_HERE.get(name):
-        # `from ... import` would replace the message of an AttributeError
-        raise ImportError(f"{name} of Trinity-RFT does not exist here: {instead}")
-    if place := importlib.import_module(f"{__name__}.compat_advice").place_of_class(name):
-        raise ImportError(place)
-    raise AttributeError(f"module {__name__} has no attribute {name!r}")
+    instead = _NOT_HERE.get(name)
+    advice = f"{name} of Trinity-RFT does not exist here: {instead}" if instead else None
+    advice = advice or importlib.import_module(f"{__name__}.compat_advice").place_of_class(name)
+    if advice and _is_from_import(sys._getframe(1)):
+        raise ImportError(advice)  # Python would replace the message of an AttributeError
+    raise AttributeError(advice or f"module {__name__} has no attribute {name!r}")
+
+
+def _is_from_import(caller: FrameType) -> bool:
+    """Say whether a frame is at `from ... import ...`; `hasattr` and `getattr` get an AttributeError instead."""
+    return dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM"

@@ -10,6 +10,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from roll_opd import workflows
 from roll_opd.data.dataset import Prompt
 from roll_opd.workflows import (
     AsyncSimpleWorkflow,
@@ -408,6 +409,15 @@ def test_plugins_that_cannot_work(tmp_path: Path, source: str, message: str, mon
         load_plugins(str(tmp_path))
         find_workflow(f"{name}.W", None)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Status", "WorkflowBase", "MathRULERWorkflow", "nothing_at_all"])
+def test_looking_for_what_does_not_exist_raises_no_import_error(name: str) -> None:
+    """`hasattr` and a default of `getattr` work; only `from ... import ...` raises, with the advice."""
+    assert not hasattr(workflows, name)
+    assert getattr(workflows, name, None) is None
+    with pytest.raises(ImportError, match="Status of Trinity-RFT does not exist here: return experiences"):
+        from roll_opd.workflows import Status  # noqa: F401
 
 
 class Recorded(WorkflowWithRecording):
