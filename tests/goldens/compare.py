@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="runs; all where none is given")
     parser.add_argument("--renamed", type=Path, metavar="FILE", help="names of A and their new names in B")
     parser.add_argument("--lines", type=int, default=12, help="lines shown of a run that differs (12)")
-    parsed = parser.parse_args()
+    parsed = parser.parse_intermixed_args()
     one, other = (json.loads((place / MACHINE).read_text()) for place in (parsed.one, parsed.other))
     if gaps := differences(one, other):
         print(

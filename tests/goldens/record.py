@@ -141,7 +141,7 @@ def main() -> int:
     source.add_argument("--tree", type=Path, help="another checkout, in place of this tree")
     parser.add_argument("--fixture", action="store_true", help="record every run into the repository, without OUT")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (2)")
-    parsed = parser.parse_args()
+    parsed = parser.parse_intermixed_args()
     if parsed.fixture == bool(parsed.out):
         parser.error("write either OUT or --fixture")
     out = parsed.out or fixtures()
