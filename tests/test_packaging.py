@@ -261,7 +261,7 @@ from roll_opd.commands import main
 from roll_opd.planner.build import load_plan
 assert Path(roll_opd.__file__).is_relative_to(sys.argv[1]), roll_opd.__file__
 sys.path[:] = [place for place in sys.path if Path(place) != Path(sys.argv[2])]
-assert cli.main(["demo", "d"]) == 0
+assert main.main(["demo", "d"]) == 0
 for name in sorted(path.stem for path in Path("d").glob("*.yaml")):
     plan = load_plan("d", name)
     assert Path(plan.student.model.path).is_relative_to(Path("d").resolve())
