@@ -3,9 +3,9 @@
     python tests/net/collected.py record LIST
     python tests/net/collected.py compare EARLIER LATER
 
-A test has moved where its name, parameters included, is that of exactly one new test in another file. The table
-`moved_tests.csv` has the columns old, new, reason: ids in which `*` stands for any text, the same in `new` as in `old`.
-A row with an empty `new` says why a test is gone.
+The table `moved_tests.csv` has the columns old, new, reason: ids in which `*` stands for any text, the same in `new` as
+in `old`. A row with an empty `new` says why a test is gone. A test that no row covers has moved where its name,
+parameters included, is that of exactly one new test in another file.
 """
 
 import argparse
@@ -72,10 +72,10 @@ def compared(earlier: Sequence[str], later: Sequence[str], table: Sequence[Row])
     for test in earlier:
         if test in there:
             same += 1
-        elif len(added[_name(test)]) == 1:
-            (moved[test],) = added[_name(test)]
         elif row := next((row for row in table if row.renamed(test) == "" or row.renamed(test) in there), None):
             explained[row] += 1
+        elif len(added[_name(test)]) == 1:
+            (moved[test],) = added[_name(test)]
         else:
             missing.append(test)
     return Comparison(same, moved, explained, missing, [row for row in table if row not in explained])
