@@ -149,11 +149,12 @@ def _read_rewards(value: Any, shared: Any, sections: Sections, tell: Diagnostics
     A judge has its engine in its own section; the first that asks for it has the one of `reward_model`, `shared`.
     """
     for domain, data in _mapping(value, "rewards", tell).items():
-        place, judge, engine = tell.below(f"rewards.{domain}"), _judge_type(data), data
+        place, judge = tell.below(f"rewards.{domain}"), _judge_type(data)
         if judge == SHARED_JUDGE and isinstance(shared, dict):
-            judge, engine, shared = LOCAL_JUDGE, shared, None
-        if judge == LOCAL_JUDGE:
-            of_engine = {key: value for key, value in engine.items() if key in ENGINE_KEYS}
+            sections.judges[domain] = read_section(Worker, shared, tell.below("reward_model"))
+            data, shared = data | {"judge_model_type": LOCAL_JUDGE}, None
+        elif judge == LOCAL_JUDGE:
+            of_engine = {key: value for key, value in data.items() if key in ENGINE_KEYS}
             sections.judges[domain] = read_section(Worker, of_engine, place)
             data = {key: value for key, value in data.items() if key not in ENGINE_KEYS} | {"judge_model_type": judge}
         sections.rewards[domain] = read_section(Reward, _with_free_keys(data, place), place)

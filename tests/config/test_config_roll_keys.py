@@ -222,6 +222,19 @@ def test_a_judge_of_the_shared_reward_model(rl: dict[str, Any], plan: Plan, prob
     assert "'cluster' has the engine of the section reward_model" in problems({"reward_model": ...}, pure=False)[0]
 
 
+def test_keys_of_the_shared_reward_model_are_checked(
+    rl: dict[str, Any], plan: Plan, problems: Problems, root: Any
+) -> None:
+    model = {"model_name_or_path": str(root / "student"), "dtype": "fp32"}
+    rl["rewards"] = {"llm_judge": {"judge_model_type": "cluster"}}
+    rl["reward_model"] = {"model_args": model, "device_mapping": "[2, 3]", "strategy_args": {"strategy_name": "vllm"}}
+    rl["rewards"]["llm_judge"]["model_args"] = model  # ROLL's files have it; it is of no effect here
+    plan({}, pure=False)
+    texts = problems({"reward_model.bogus": 1, "reward_model.device_maping": "[0]"}, pure=False)
+    assert any(text.startswith("reward_model.bogus: ") for text in texts), texts
+    assert any("did you mean 'device_mapping'" in text for text in texts), texts
+
+
 def test_arguments_of_rewards_are_checked_by_the_plan(rl: dict[str, Any], plan: Plan, problems: Problems) -> None:
     changes = {"rewards.math_rule": {"worker_cls": "llm_judge", "judge_prompt": "no such", "judge_api_url": "http://x"}}
     assert any(
