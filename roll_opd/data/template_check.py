@@ -79,6 +79,25 @@ def omission(tokenizer: Any, messages: Messages) -> str | None:
     return None
 
 
+def omission_of_shape(
+    write: Write, source: str, variant: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return the message of `TemplateOmission` for a conversation of a running program; None for a complete rendering.
+
+    Each conversation shape is probed once; texts are not searched. None also for contents that are no text, and where
+    the template raises.
+    """
+    contents = [message.get("content") for message in messages]
+    if not all(isinstance(content, str | None) for content in contents):
+        return None
+    given = [{**message, "content": content or ""} for message, content in zip(messages, contents, strict=True)]
+    try:
+        lost = _shape(write, (source, variant), given, [dict(tool) for tool in tools]).lost
+    except Exception:  # a message or tool of another form; rendering the conversation reports the error
+        return None
+    return f"leaves out {lost[0]}; use another template, or remove it from the conversation" if lost else None
+
+
 def check_answer(answer: Mapping[str, Any], text: str) -> None:
     """Raise `TemplateOmission` if the rendered `text` of an answer lacks its text, its thoughts or a tool call."""
     found = _Found(text)

@@ -18,6 +18,7 @@ from torch import Tensor
 from roll_opd.config.plan import SamplingPlan
 from roll_opd.data.order import derived_seed
 from roll_opd.data.special_tokens import token_ids
+from roll_opd.data.template_check import omission_of_shape
 from roll_opd.inference.completion import Completion
 from roll_opd.workflows.call_tree import Call, Turns, experience
 from roll_opd.workflows.model_facts import NOT_HERE, ModelFacts, generate_kwargs
@@ -183,7 +184,8 @@ class ModelWrapper:
 
         `options` are vLLM's and OpenAI's words for sampling (n, temperature, top_p, top_k, max_tokens, stop,
         repetition_penalty); what is not given is as the configuration has it. `tools` and `chat_template_kwargs` go to
-        the template. NoRoomError for a conversation that leaves no room for a response.
+        the template. NoRoomError for a conversation that leaves no room for a response, ValueError for one of which the
+        template drops a message, a tool or a call.
         """
         return self._wait(self.chat_async(messages, **options))
 
@@ -450,22 +452,33 @@ class ModelWrapper:
         goes_on: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return a conversation as the chat template writes it, earlier answers as they were sampled."""
+        """Return a conversation as the chat template writes it, earlier answers as they were sampled.
+
+        ValueError if the template drops a message, a tool or a call.
+        """
+        given_tools = [dict(tool) for tool in tools or ()]
         write = partial(
             self.tokenizer.apply_chat_template,
-            tools=[dict(tool) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=goes_on,
             **(variables or {}),
         )
+
+        def rendered(conversation: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+            return str(write(conversation, tools=list(tools) or None))
+
         restored = turns.restored(messages)
         try:
-            return str(write(restored))
+            text = rendered(restored, given_tools)
         except TemplateError:  # some want to see the call that a tool's message answers
             if restored == messages:
                 raise
-            return str(write(messages))
+            text = rendered(messages, given_tools)
+        variant = repr((variables, goes_on, add_generation_prompt))
+        if left := omission_of_shape(rendered, str(self.tokenizer.chat_template), variant, messages, given_tools):
+            raise ValueError(f"the chat template {left}")
+        return text
 
     def _client(self, kind: Any, key: Callable, http: Any) -> Any:
         # one context for all clients: to make it takes 50 ms, and this address is none of TLS, nor behind a proxy

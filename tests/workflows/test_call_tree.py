@@ -170,6 +170,7 @@ def test_seeds_differ_by_run_and_call_and_begin_as_those_of_a_single_turn() -> N
 
 def test_a_teacher_reads_its_own_words_around_what_was_asked_first(tokenizer: Any) -> None:
     """Whatever a run returns begins with a prompt of its own; what it did not ask, no teacher can be asked about."""
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
     hint = ContextPlan(hint="{prompt} ({ground_truth}, {n})", name="t", key="teacher", prompt_length=60)
     row = Prompt("p", 0, "tag", np.array([1]), "8", FrozenDict({"n": 5}))
 

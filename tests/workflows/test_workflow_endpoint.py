@@ -249,6 +249,36 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(
+    ("what", "messages", "tools"),
+    [
+        ("the message of role 'system'", [{"role": "system", "content": "Be brief."}, *ASKED], None),
+        ("the tool 'add'", ASKED, [ADD]),
+        (None, [*ASKED, {"role": "assistant", "content": "3"}, *ASKED], None),
+    ],
+)
+def test_what_a_template_drops_is_refused(tokenizer: Any, what: str | None, messages: list, tools: list | None) -> None:
+    """As in files; at the endpoint and in `chat`."""
+    kept = "{% for message in messages if message.role in ('user', 'assistant') %}"
+    tokenizer.chat_template = kept + "<|user|>{{ message.content }}{% endfor %}"
+
+    async def script(served: Served) -> None:
+        served.run()
+        asked = {"messages": messages, **({"tools": tools} if tools else {})}
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {served.model.api_key}"}) as http:
+            answer = await http.post(f"{served.model.base_url}/chat/completions", json=asked)
+        if what is None:
+            assert answer.status_code == 200
+            assert len(await served.model.chat_async(messages)) == 1
+            return
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"the chat template leaves out {what}; ")
+        with pytest.raises(ValueError, match=f"the chat template leaves out {what}"):
+            await served.model.chat_async(messages, tools=tools)
+
+    served(script, tokenizer, "1", "2")
+
+
 def test_what_is_asked_wrongly_is_told_and_disturbs_nobody(tokenizer: Any) -> None:
     async def script(served: Served) -> None:
         served.run()
