@@ -1,6 +1,10 @@
 """One stage for all tests that play on it, one warm server for all launchers that may be forks."""
 
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import runs
@@ -19,3 +23,20 @@ def forks() -> Iterator[None]:
     """Launchers that a test starts are forks of one warm server."""
     with runs.forks():
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Make file systems of so many MiB; the test is skipped where they cannot be mounted."""
+    with ExitStack() as mounts:
+        yield lambda mebibytes: mounts.enter_context(_mounted(tmp_path / f"disk_{mebibytes}", mebibytes))
+
+
+@contextmanager
+def _mounted(place: Path, mebibytes: int) -> Iterator[Path]:
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command).returncode:
+        pytest.skip("needs the right to mount a small tmpfs (root)")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)

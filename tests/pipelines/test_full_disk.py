@@ -2,10 +2,9 @@
 
 import asyncio
 import errno
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +25,9 @@ BYTES = 8 * 2**20  # more than there is room for
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(small_disk: Callable[[int], Path]) -> Path:
     """A file system of 2 MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", mount]).returncode:
-        pytest.skip("needs the right to mount a small tmpfs (root)")
-    yield mount
-    subprocess.run(["umount", "-l", mount], check=True)
+    return small_disk(2)
 
 
 def _numbers() -> torch.Tensor:
