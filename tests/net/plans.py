@@ -33,6 +33,7 @@ from plan_records import Record, message, paths_of_difference, recording, withou
 from plan_sources import Source, our_sources, planned_in, roll_sources  # noqa: E402
 from planner_adapter import REPOSITORY, replace_planner  # noqa: E402
 
+TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/tmp\w{8}")  # directories that tests make by themselves
 PROBLEM = re.compile(r"^  \d+\. ", re.MULTILINE)
 SHOWN = 40  # lines of differences that are printed
 
@@ -89,7 +90,7 @@ def read(directory: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
-            made = json.loads(line)
+            made = json.loads(TEMPORARY.sub("{temporary}", line))
             found[re.sub(r"^tests/[\w/]*?(?=\w+\.py::)", "", made["name"])] = made
     return found
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from traced_step import COMMITTED, all_files, traced
 
-# 118 at the time of traced_step.json; that of a slow machine may have a few more, which show that it is slow
+# 121 at the time of traced_step.json; a slow machine may have one more, which shows that it is slow
 MOST_FILES = 122
 
 
