@@ -198,11 +198,15 @@ def _size_of(student: ModelInfo, teacher: ModelInfo) -> Check:
     """State what the teacher is by its files, with hints that it was once larger."""
     window_layers = read_json(teacher.path / "config.json").get(WINDOW_LAYERS)
     hints = list(lost_layer_hints(teacher.path, teacher.layers, teacher.parameters, window_layers))
-    sizes = [f"{one.layers} layers, {one.parameters / 1e6:,.4g} M" for one in (teacher, student)]
+    sizes = [f"{one.layers} layers {_counted(one.parameters)}" for one in (teacher, student)]
     meaning = "layers and parameters; a model that has lost its last layers is a whole model, and a weaker teacher"
     if hints:
         meaning = f"{'; '.join(hints)}: if it has lost layers, get the whole model"
-    return Check("size", f"{sizes[0]}, student {sizes[1]}", "warning" if hints else "ok", meaning)
+    return Check("size", f"{sizes[0]}; student {sizes[1]}", "warning" if hints else "ok", meaning)
+
+
+def _counted(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
 def _in_run(text: Experience, teacher: str, first: int | None) -> np.ndarray:

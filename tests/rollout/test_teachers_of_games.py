@@ -203,8 +203,8 @@ def test_a_sound_teacher_reads_the_whole_text(game: Played) -> None:
 def test_the_size_of_the_teacher_is_stated(game: Played) -> None:
     layers = (len(game.teacher.model.layers), len(game.student.model.layers))
     row = game.check()["size"]
-    assert row.verdict == "ok" and row.value.startswith(f"{layers[0]} layers, ")
-    assert f"student {layers[1]} layers, " in row.value
+    assert row.verdict == "ok" and row.value.startswith(f"{layers[0]} layers ")
+    assert f"; student {layers[1]} layers " in row.value
 
 
 def test_rewards_of_games_are_compared_with_the_teacher(game: Played) -> None:
