@@ -15,6 +15,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from roll_opd.base.failures import DEBUG
+from roll_opd.base.run_errors import RunError
 from roll_opd.cluster.forkserver.lean_ray import lean
 from roll_opd.cluster.multihost.host_facts import count_gpus
 from roll_opd.cluster.multihost.hosts import Hosts
@@ -115,9 +116,18 @@ def _gpus_of_a_host(devices_per_node: int) -> dict[str, Any]:
 
 
 def _init(*args: Any, **options: Any) -> Any:
-    """Start Ray, or join it; return what Ray says of it. ClusterError where it does not start."""
+    """Start Ray, or join it; return what Ray says of it. ClusterError where it does not start.
+
+    SIGTERM stays with the run: Ray's own handler would end this process with exit code 15.
+    """
+    handler = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda _: None
     try:
         return ray.init(*args, **options)
+    except RunError:  # of a signal
+        raise
     except Exception as error:  # Ray raises plain ones, too
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ClusterError(f"Ray does not start: {type(error).__name__}: {' '.join(lines[:3])}") from error
+    finally:
+        ray._private.utils.set_sigterm_handler = handler

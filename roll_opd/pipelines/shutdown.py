@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from roll_opd.base.command_line import FAILED
+from roll_opd.base.command_line import FAILED, TERMINATED
 from roll_opd.base.run_errors import Interrupted, RunError, Terminated
 from roll_opd.base.terminal import tell
 from roll_opd.pipelines.checkpoints import Checkpoints
 
 LOST_SECONDS = 15.0  # for a run to end that has lost a part of its cluster
+START_UP_SECONDS = (
+    5.0  # for a start-up to end after SIGTERM: Ray's C code may wait longer for processes that have ended
+)
 SAME_SECONDS = 10.0  # in which the same SIGTERM comes from every host of a run
 
 
@@ -32,6 +35,7 @@ class Ending:
         self._lost: str | None = None  # why the run cannot go on, although nothing in it has failed yet
         self._is_over = False
         self._is_interrupted = False
+        self._is_starting = False
 
     @contextmanager
     def before_the_loop(self) -> Iterator[None]:
@@ -46,18 +50,23 @@ class Ending:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
             signal.signal(signal.SIGINT, self._interrupt)
         self.listen()
+        self._is_starting = True
         try:
-            yield
-        except SystemError as error:
-            if error.__cause__ is None:
-                raise
-            raise error.__cause__ from None  # the handler has raised it inside Ray's C code
+            with self._ends_in_time():
+                yield
+        except Exception as error:
+            if isinstance(error, SystemError) and error.__cause__ is not None:
+                raise error.__cause__ from None  # the handler has raised it inside Ray's C code
+            if self._is_starting and self.is_asked_for and not isinstance(error, RunError):
+                raise self._terminated() from error  # a part of Ray has got the signal, too
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
             self._leave_interrupts_to_python()
 
     def start_up_is_over(self) -> None:
         """Listen again after Ray has started; raise what a signal raised meanwhile, if Ray's code swallowed it."""
+        self._is_starting = False
         self._leave_interrupts_to_python()  # asyncio replaces only Python's own handler
         self.listen()
         if self._is_interrupted:
@@ -120,6 +129,37 @@ class Ending:
 
     def _without_a_part(self) -> RunError:
         return RunError(f"{self._lost}{self.how_to_go_on()}")
+
+    @contextmanager
+    def _ends_in_time(self) -> Iterator[None]:
+        """Inside the block, end the process `START_UP_SECONDS` after a SIGTERM during the start-up.
+
+        Python's handlers run in the main thread alone, and not while that is in C code. The number of a signal is
+        written to a pipe in any case.
+        """
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        over = threading.Event()
+
+        def watch() -> None:
+            while number := os.read(reading, 1):
+                if number[0] == signal.SIGTERM and self._is_starting:
+                    if not over.wait(START_UP_SECONDS):
+                        tell(f"roll-opd: {self._terminated()}", sys.stderr)
+                        os._exit(TERMINATED)
+                    return
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            signal.set_wakeup_fd(before)
+            os.close(writing)
+            watcher.join()
+            os.close(reading)
 
     def _give_up(self) -> None:
         tell(f"roll-opd: {self._without_a_part()}", sys.stderr)

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from roll_opd.base.command_line import TERMINATED
 from roll_opd.base.run_errors import Terminated
 from roll_opd.pipelines.shutdown import Ending
 
@@ -105,6 +108,47 @@ def test_a_signal_that_is_swallowed_while_ray_starts_ends_the_run(
             os.kill(os.getpid(), number)
         it.start_up_is_over()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+IN_C_CODE = """
+import hashlib, sys, threading, time
+from types import SimpleNamespace
+from roll_opd.pipelines import shutdown
+shutdown.START_UP_SECONDS = 0.2
+it = shutdown.Ending(SimpleNamespace(newest=lambda: None), 9.0, print)
+sys.setswitchinterval(1000)  # another thread runs only while the C code has given the lock away
+with it.before_the_loop():
+    threading.Thread(target=lambda: (time.sleep(0.2), print("begun", flush=True)), daemon=True).start()
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes without the interpreter's lock
+"""
+
+
+@pytest.mark.slow  # imports the package in a process of its own
+def test_a_signal_ends_a_start_up_that_is_in_c_code() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_C_CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        try:
+            assert process.wait(20) == TERMINATED
+        finally:
+            process.kill()
+        assert process.stderr.read().startswith("roll-opd: ended by SIGTERM; no checkpoint was written")
+
+
+def test_an_error_of_ray_after_the_signal_is_the_signal() -> None:
+    """A SIGTERM to the process group ends Ray's processes, too; after the start-up, errors stay what they are."""
+    for over, raised in ((False, Terminated), (True, RuntimeError)):
+        it = ending()
+        with pytest.raises(raised), it.before_the_loop():
+            if over:
+                it.start_up_is_over()
+            with suppress(Terminated):
+                terminate()
+            raise RuntimeError("Ray does not start")
 
 
 def test_ctrl_c_stays_ignored_where_it_was() -> None:
