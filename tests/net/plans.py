@@ -33,7 +33,11 @@ from plan_records import Record, message, paths_of_difference, recording, withou
 from plan_sources import Source, our_sources, planned_in, roll_sources  # noqa: E402
 from planner_adapter import REPOSITORY, replace_planner  # noqa: E402
 
-TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/tmp\w{8}")  # directories that tests make by themselves
+PASSING = {  # what differs from run to run and from machine to machine: its pattern, and what stands for it
+    re.escape(tempfile.gettempdir()) + r"/tmp\w{8}": "{temporary}",  # directories that tests make by themselves
+    r"20\d{6}[-_]\d{6}": "{time}",
+    r"[\d.]+ GiB free": "{space} free",
+}
 PROBLEM = re.compile(r"^  \d+\. ", re.MULTILINE)
 SHOWN = 40  # lines of differences that are printed
 
@@ -78,7 +82,9 @@ def _commanded(source: Source) -> Record:
 
 def _record_tests(file: Path, root: Path) -> None:
     file.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "PLAN_RECORDS": str(file.resolve()), "PLAN_ROOT": str(root)}
+    names = {"PYTHONPATH": HERE, "PLAN_RECORDS": file.resolve(), "PLAN_ROOT": root}
+    # tests that loop over a set plan in the same order every time
+    environment = {**os.environ, "PYTHONHASHSEED": "0", **{name: str(value) for name, value in names.items()}}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plan_recorder", f"--basetemp={root}", "tests/config"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -90,7 +96,9 @@ def read(directory: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for file in sorted(directory.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
-            made = json.loads(TEMPORARY.sub("{temporary}", line))
+            for pattern, meaning in PASSING.items():
+                line = re.sub(pattern, meaning, line)
+            made = json.loads(line)
             found[re.sub(r"^tests/[\w/]*?(?=\w+\.py::)", "", made["name"])] = made
     return found
 
