@@ -29,7 +29,8 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.cluster.runtime import ray_cluster
 from roll_opd.config.plan import RunPlan
 from roll_opd.models.model_info import read_model
-from roll_opd.pipelines.start import RunWorkers, start_unconfigured
+from roll_opd.pipelines.run_workers import RunWorkers
+from roll_opd.pipelines.start import start_workers
 from roll_opd.planner.build import load_plan
 from roll_opd.samples.weight_bucket import BUCKET_BYTES
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def measure(plan: RunPlan, times: int) -> dict[str, Any]:
     """Start the roles; return seconds of each transfer, and bytes by which processes grew at the most."""
-    workers = await start_unconfigured(
+    workers = await start_workers(
         replace(plan, teachers=()), Placement(plan.num_nodes, plan.devices_per_node, deterministic=plan.deterministic)
     )
     seconds = []

@@ -245,10 +245,6 @@ class TrainWorker(_LearningRank, WritesBuckets):
         """Take in what a teacher's `output_head` returned."""
         self._engine.load_teacher_head(name, ray.get(head[0]))
 
-    def update_supervised(self, share: Share[TrainSample], objective: ObjectivePlan) -> Compact:
-        """Make one optimizer update from rows that brought their answers; return what `MegatronTrainer.update` does."""
-        return Compact(self._engine.update(share.samples, objective, temperature=1.0, **_assigned(share)))
-
     def without_adapter(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return what a method of a frozen model's rank does of the weights that a LoRA student began with."""
         with self._engine.adapters.disabled():

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from roll_opd.algorithms.registry import AlgorithmError
 from roll_opd.base.command_line import (
@@ -51,6 +52,9 @@ from roll_opd.tracking.registry import TrackerError
 from roll_opd.tracking.stdout_tee import recorded
 from roll_opd.workflows.workflow_errors import WorkflowError
 
+if TYPE_CHECKING:  # imports Ray
+    from roll_opd.pipelines.backend import Backend
+
 # what the user can put right
 REFUSALS = (
     AlgorithmError,
@@ -65,20 +69,33 @@ REFUSALS = (
 
 
 def main(
-    description: str, *, pure: bool | None = None, pipeline: str | None = None, arguments: Sequence[str] | None = None
+    description: str,
+    *,
+    pure: bool | None = None,
+    pipeline: str | None = None,
+    arguments: Sequence[str] | None = None,
+    backend: "Backend | None" = None,
 ) -> int:
     """Run what the command line asks for and return the exit code; `pure` and `pipeline` are those of `load_plan`.
 
-    Where both are None, the first word may name the pipeline, as in `roll-opd run`.
+    Where both are None, the first word may name the pipeline, as in `roll-opd run`. `backend` has the run's processes;
+    None starts them.
     """
     parser = argparse.ArgumentParser(description=description)
     is_open = pure is None and pipeline is None
     add_config_arguments(parser, takes_pipeline=is_open)
     parsed = parser.parse_intermixed_args(arguments)
-    return launch(parsed, **(asked_pipeline(parsed) if is_open else {"pure": pure, "pipeline": pipeline}))
+    asked = asked_pipeline(parsed) if is_open else {"pure": pure, "pipeline": pipeline}
+    return launch(parsed, **asked, backend=backend)
 
 
-def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: str | None = None) -> int:
+def launch(
+    parsed: argparse.Namespace,
+    *,
+    pure: bool | None = None,
+    pipeline: str | None = None,
+    backend: "Backend | None" = None,
+) -> int:
     """Run the configuration that `add_config_arguments` parsed and return the exit code."""
     safe_output()
     use_cache_of_compilers(os.environ)
@@ -94,7 +111,7 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
         forget(os.environ)
         return serve(host, lambda text: tell(text, sys.stderr))
     with recorded(), without_collections():
-        done = _launch(parsed, pure, pipeline, host)
+        done = _launch(parsed, pure, pipeline, host, backend)
     if isinstance(done, int):
         return done
     code = restarted(done.max_restarts)
@@ -103,12 +120,14 @@ def launch(parsed: argparse.Namespace, *, pure: bool | None = None, pipeline: st
     return code
 
 
-def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None) -> int | RunPlan:
+def _launch(
+    parsed: argparse.Namespace, pure: bool | None, pipeline: str | None, host: Host | None, backend: "Backend | None"
+) -> int | RunPlan:
     """Return the exit code, or the plan where the command is to run in a process of its own: it may be started again,
     or torchrun would signal all that has started, Ray's processes with the driver.
     """
     is_here = host is None or is_attempt()  # else what this process imports is imported for nothing
-    with warm_server() if is_here else nullcontext(WarmServer()) as server:
+    with warm_server() if is_here and backend is None else nullcontext(WarmServer()) as server:
         try:
             plan = load_plan(*configuration(parsed), pure=pure, pipeline=pipeline, say=tell)
             _check_number(plan, host)
@@ -120,7 +139,7 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
         if (host or plan.max_restarts) and not is_attempt():
             return plan
         if host is None:
-            return _served(plan, server, None)
+            return _served(plan, server, None, backend)
         try:
             hosts = Hosts(host, again=plan.host_seconds if restarts_left() else 0.0)
         except LaunchError as error:
@@ -128,7 +147,7 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
         signal.signal(signal.SIGTERM, _terminated)  # until the run takes it over
         code = FAILED
         try:
-            code = _served(plan, server, hosts)
+            code = _served(plan, server, hosts, backend)
         except Terminated as error:  # between the run and its end
             code = exit_code(error)
         finally:
@@ -138,7 +157,7 @@ def _launch(parsed: argparse.Namespace, pure: bool | None, pipeline: str | None,
         return code
 
 
-def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None) -> int:
+def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None, backend: "Backend | None") -> int:
     if hosts:
         forget(os.environ)
         try:
@@ -152,7 +171,7 @@ def _served(plan: RunPlan, server: WarmServer, hosts: Hosts | None) -> int:
         hosts.warm = wanted_by(plan)
     server.serve(plan, tell)
     os.environ |= {name: str(value) for name, value in plan.env.items()}  # torch and workers read them
-    return _run(plan, hosts)
+    return _run(plan, hosts, backend)
 
 
 def _terminated(*_: object) -> None:
@@ -174,7 +193,7 @@ def _check_number(plan: RunPlan, host: Host | None) -> None:
     raise LaunchError([f"num_nodes is {plan.num_nodes}, and the run was launched on {size}: {wanted}"])
 
 
-def _run(plan: RunPlan, hosts: Hosts | None) -> int:
+def _run(plan: RunPlan, hosts: Hosts | None, backend: "Backend | None") -> int:
     try:
         # imports torch: a wrong configuration is refused without waiting for that
         from roll_opd.pipelines.preflight import preflight
@@ -190,7 +209,7 @@ def _run(plan: RunPlan, hosts: Hosts | None) -> int:
     try:
         from roll_opd.pipelines.loop import run  # imports Ray
 
-        run(plan, inputs, hosts)
+        run(plan, inputs, hosts, backend)
     except (Exception, KeyboardInterrupt) as error:
         return exit_code(error, refusals=(CheckpointError, ConfigError, DiskFull))
     return DONE

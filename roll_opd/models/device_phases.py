@@ -83,7 +83,6 @@ AT_ONCE: Mapping[Phase, tuple[Kind, ...]] = {
 # what a call needs besides weights; what is not named needs these alone
 NEEDS: Mapping[str, Parts] = {
     "update": LEARNING,
-    "update_supervised": LEARNING,
     "save": STATE,
     "load": STATE,
     "generate": SERVING,

@@ -4,36 +4,29 @@ How much likelier, each against the frozen reference policy, is the implicit rew
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from roll_opd.algorithms.registry import POLICY_LOSSES
-from roll_opd.cluster.rank_files import Writing
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
 from roll_opd.models.device_phases import Phase
-from roll_opd.pipelines.loop import Run
-from roll_opd.pipelines.start import start_supervised
+from roll_opd.pipelines.run_context import Run
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.supervised_eval import supervised_loss
-from roll_opd.roles.policy_roles import FrozenModel
-from roll_opd.roles.supervised_student import SupervisedStudent
-from roll_opd.samples.experience import present
-from roll_opd.samples.training import TrainSample, supervised_samples
+from roll_opd.roles.policy_roles import FrozenModel, Student
+from roll_opd.samples.experience import Experience, changed, present, supervised_samples
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
 OF_TRAINING = ("dpo/accuracy", "dpo/margin", "dpo/chosen_reward", "dpo/rejected_reward")
 OF_VALIDATION = ("val/dpo/accuracy", "val/dpo/margin", "val/dpo/chosen_reward", "val/dpo/rejected_reward")
 
 
-async def train(run: Run) -> None:
+async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
     plan, source = run.plan, run.source
-    run.logger.note("Starting student and reference policy ...")
-    student, reference = await start_supervised(plan, run.placement)
+    student, reference, turns = workers.student, workers.frozen_models.reference, workers.turns
     assert reference is not None
-    turns = student.turns
     await turns.enter(Phase.READ)
     held_out = await _with_reference(run.held_out, reference)
 
@@ -41,15 +34,7 @@ async def train(run: Run) -> None:
         await turns.enter(Phase.READ)
         return await _validate(student, held_out, plan)
 
-    async def save(directory: Path) -> Writing:
-        await turns.enter(Phase.CHECKPOINT)
-        return await student.save(directory)
-
-    async def load(directory: Path) -> None:
-        await turns.enter(Phase.RESTORE)
-        await student.load(directory)
-
-    await run.restore(load)
+    await run.restore(workers.load)
     await run.log_start(validate)
 
     for step in run.steps:
@@ -57,34 +42,31 @@ async def train(run: Run) -> None:
         await turns.enter(Phase.READ)
         with run.clock.phase("teacher"):
             samples = await _with_reference(rows, reference)
-        await turns.enter(Phase.TRAIN)
         with run.clock.phase("train"), run.progress.showing(student.updates):
-            logprobs, loss, metrics = await student.learn(samples, plan.objective)
+            logprobs, loss, metrics = await workers.learn_supervised(plan, samples, step)
         metrics |= {"dpo/loss": loss, **_preferences(samples, logprobs, plan, OF_TRAINING)}
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics[LEARNED_TOKENS] = float(sum(sample.action_mask.sum() for sample in samples))
         metrics |= await run.validation(step, validate)
-        async with run.checkpoint(step, save):
+        async with run.checkpoint(step, workers.save):
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
-    student.end()
-    reference.group.end()
 
 
-async def _with_reference(rows: Sequence[Prompt], reference: FrozenModel) -> list[TrainSample]:
+async def _with_reference(rows: Sequence[Prompt], reference: FrozenModel) -> list[Experience]:
     """Return two samples a row, chosen and rejected, with the reference policy's log-probs."""
     samples = supervised_samples((row.tokens, row.answers) for row in rows)
     computed = await reference.compute_logprobs(samples, temperature=1.0)
-    return [replace(sample, ref_logprobs=logprobs) for sample, logprobs in zip(samples, computed, strict=True)]
+    return [changed(sample, ref_logprobs=logprobs) for sample, logprobs in zip(samples, computed, strict=True)]
 
 
-async def _validate(student: SupervisedStudent, samples: Sequence[TrainSample], plan: RunPlan) -> dict[str, float]:
+async def _validate(student: Student, samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
     logprobs = await student.compute_logprobs(samples)
     loss = supervised_loss(samples, logprobs, plan.objective)
     return {"val/loss": loss, **_preferences(samples, logprobs, plan, OF_VALIDATION)}
 
 
 def _preferences(
-    samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
+    samples: Sequence[Experience], logprobs: Sequence[np.ndarray], plan: RunPlan, names: Sequence[str]
 ) -> dict[str, float]:
     """Return means over pairs, under `names`: whether the chosen answer's reward is larger, by how much, and both."""
     beta = float({**POLICY_LOSSES.defaults("dpo"), **plan.objective.policy_loss_args}["beta"])

@@ -15,9 +15,10 @@ from roll_opd.objective.group_filters import group_filter, without_rejected
 from roll_opd.objective.masks import mask_metrics, masked
 from roll_opd.objective.mismatch import corrected, train_infer_metrics
 from roll_opd.objective.reference_kl import first_kl_coef, kl_coefs
-from roll_opd.pipelines.loop import Run
+from roll_opd.pipelines import validation_runs
+from roll_opd.pipelines.run_context import Run
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.start import chunk_samples, reads_beside_generation, start_workflow
-from roll_opd.pipelines.startup import begin
 from roll_opd.pipelines.teacher_preflight import PREFLIGHT_SAMPLES, TeacherPreflight
 from roll_opd.roles.policy_roles import FrozenModels
 from roll_opd.roles.reward_pool import RewardPool
@@ -30,29 +31,30 @@ from roll_opd.tracking.reward_metrics import reward_metrics
 from roll_opd.tracking.summary import LEARNED_TOKENS
 
 
-async def train(run: Run) -> None:
+async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
     plan, objective, source, clock = run.plan, run.plan.objective, run.source, run.clock
-    assert plan.rollout is not None
+    teachers_measured = workers.teachers_measured
+    assert plan.rollout is not None and teachers_measured is not None
     temperature = plan.rollout.sampling.temperature
-    begun = await begin(run)
-    reward_pools, workers, measuring = begun.reward_pools, begun.workers, begun.measuring
     await run.restore(workers.load)
     await workers.send_weights(version=run.steps_done, has_learned=False)
     workflow_pool = await start_workflow(plan, workers.sampler, run.placement)
     workflow = workflow_pool or SingleTurn()
-    frozen_models, turns = workers.frozen_models, workers.turns
+    frozen_models, turns, reward_pools = workers.frozen_models, workers.turns, workers.reward_pools
     pools: list[RewardPool | WorkflowPool] = [*reward_pools, *([workflow_pool] if workflow_pool else [])]
 
     async def measure(step: int) -> dict[str, float]:
         await workers.begin_generation(step)
-        return await measuring.measure(workers.sampler, step, readers=frozen_models, workflow=workflow, turns=turns)
+        return await validation_runs.measure(
+            run, reward_pools, workers.sampler, step, readers=frozen_models, workflow=workflow, turns=turns
+        )
 
-    async def measured_first() -> dict[str, float]:
-        of_student, _ = await asyncio.gather(measure(0), begun.teachers_measured)
+    async def measure_first() -> dict[str, float]:
+        of_student, _ = await asyncio.gather(measure(0), teachers_measured)
         return of_student | _counted(pools)
 
-    await run.log_start(measured_first)
+    await run.log_start(measure_first)
 
     reads_beside = reads_beside_generation(plan, turns)
     rollout = Rollout(
@@ -144,9 +146,8 @@ async def train(run: Run) -> None:
         async with run.checkpoint(step, workers.save, kl_coef):
             run.logger.step(step, batch, experiences, metrics)
         del batch, experiences, sampled  # before the next ones come
-    await workers.end()
-    for pool in pools:
-        await pool.end()
+    if workflow_pool:
+        await workflow_pool.end()
 
 
 def _counted(pools: Sequence[RewardPool | WorkflowPool]) -> dict[str, float]:

@@ -27,7 +27,6 @@ from roll_opd.report.games import before_and_after
 from roll_opd.report.page import write_report
 from roll_opd.rollout.batch import Batch
 from roll_opd.samples.experience import Experience
-from roll_opd.samples.training import TrainSample
 from roll_opd.teachers.teacher_checks import Check, table
 from roll_opd.tracking.clock import PhaseClock, time_metrics
 from roll_opd.tracking.console import Console, validation
@@ -187,11 +186,11 @@ class RunLogger:
         else:
             self._console.count(row)
 
-    def skipped(self, samples: Sequence[Experience | TrainSample]) -> Path:
+    def skipped(self, samples: Sequence[Experience]) -> Path:
         """Write the whole mini-batch of an update that was skipped; return the file."""
         step = self._done + 1
-        rows = self._samples(step, [sample for sample in samples if isinstance(sample, Experience)])
-        rows += [self._supervised_sample(step, sample) for sample in samples if isinstance(sample, TrainSample)]
+        is_sampled = self._plan.rollout is not None
+        rows = self._samples(step, samples) if is_sampled else [self._supervised_sample(step, one) for one in samples]
         self._run.append_jsonl(SKIPPED_SAMPLES, [{**row, "not_finite": not_finite(row)} for row in rows])
         return self._run.path / SKIPPED_SAMPLES
 
@@ -245,7 +244,7 @@ class RunLogger:
             why = full_disk(error, self._run.path) or f"{type(error).__name__}: {error}"
             self.note(f"The report could not be written ({why}).")
 
-    def _supervised_sample(self, step: int, sample: TrainSample) -> dict:
+    def _supervised_sample(self, step: int, sample: Experience) -> dict:
         return {
             "step": step,
             "prompt": self._tokenizer.decode(sample.tokens[: sample.prompt_length]),

@@ -6,46 +6,43 @@ import numpy as np
 
 from roll_opd.config.plan import RunPlan
 from roll_opd.data.dataset import Prompt
-from roll_opd.pipelines.loop import Run
-from roll_opd.pipelines.start import start_supervised
+from roll_opd.pipelines.run_context import Run
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.pipelines.supervised_eval import supervised_loss
-from roll_opd.roles.supervised_student import SupervisedStudent
-from roll_opd.samples.training import TrainSample, supervised_samples
+from roll_opd.roles.policy_roles import Student
+from roll_opd.samples.experience import Experience, supervised_samples
 from roll_opd.tracking.summary import LEARNED_TOKENS, STEP_TOKENS
 
 
-async def train(run: Run) -> None:
+async def train(run: Run, workers: RunWorkers) -> None:
     """Train from the first step, or from the one after a checkpoint, to `plan.max_steps`."""
-    plan, source = run.plan, run.source
-    run.logger.note("Starting the student ...")
-    student, _ = await start_supervised(plan, run.placement)
+    plan, source, student = run.plan, run.source, workers.student
     held_out = _samples(run.held_out)
 
     async def validate() -> dict[str, float]:
         return await _validate(student, held_out, plan)
 
-    await run.restore(student.load)
+    await run.restore(workers.load)
     await run.log_start(validate)
 
     for step in run.steps:
         rows = source.take(plan.rollout_batch_size)
         samples = _samples(rows)
         with run.clock.phase("train"), run.progress.showing(student.updates):
-            _, loss, metrics = await student.learn(samples, plan.objective)
+            _, loss, metrics = await workers.learn_supervised(plan, samples, step)
         learned = float(sum(sample.action_mask.sum() for sample in samples))
         metrics |= {"sft/loss": loss, "sft/tokens": learned, LEARNED_TOKENS: learned}
         metrics[STEP_TOKENS] = float(sum(len(sample.tokens) for sample in samples))
         metrics |= await run.validation(step, validate)
-        async with run.checkpoint(step, student.save):
+        async with run.checkpoint(step, workers.save):
             run.logger.log(step, {"ids": [row.id for row in rows]}, metrics)
-    student.end()
 
 
-def _samples(rows: Sequence[Prompt]) -> list[TrainSample]:
+def _samples(rows: Sequence[Prompt]) -> list[Experience]:
     return supervised_samples((row.tokens, row.answers) for row in rows)
 
 
-async def _validate(student: SupervisedStudent, samples: Sequence[TrainSample], plan: RunPlan) -> dict[str, float]:
+async def _validate(student: Student, samples: Sequence[Experience], plan: RunPlan) -> dict[str, float]:
     """Return the loss on held-out rows, and their perplexity: exp of the mean over all answer tokens."""
     logprobs = await student.compute_logprobs(samples)
     perplexity = float(np.exp(-np.concatenate(logprobs).mean(dtype=np.float64)))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from roll_opd.cluster.forkserver import forkserver_start
 from roll_opd.cluster.forkserver.forkserver_main import ENGINES, MEGATRON
 from roll_opd.cluster.group import ActorGroup, FrozenGroup, WithoutAdapter, WorkerGroup
 from roll_opd.cluster.placement import Placement
-from roll_opd.cluster.rank_files import Writing
 from roll_opd.config.plan import (
     AuxiliaryPlan,
     FollowingPlan,
@@ -30,18 +29,15 @@ from roll_opd.config.plan import (
 from roll_opd.data import run_date
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.inference.tool_calls import HERMES
-from roll_opd.models.device_phases import Member, Phase, members_of
+from roll_opd.models.device_phases import Member, members_of
 from roll_opd.models.model_info import read_model
-from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import Turns
 from roll_opd.roles.critic_role import Critic
 from roll_opd.roles.policy_roles import Follower, FrozenModel, FrozenModels, Student, Teacher
 from roll_opd.roles.reward_pool import RewardPool
-from roll_opd.roles.supervised_student import SupervisedStudent
 from roll_opd.roles.workflow_pool import WorkflowPool
-from roll_opd.samples.experience import Experience
-from roll_opd.tracking.progress import Count
-from roll_opd.weight_sync.transports import stream, sync_of, way_of
+from roll_opd.weight_sync.transports import sync_of, way_of
 from roll_opd.workflows.interface import flag
 from roll_opd.workflows.plugins import find_workflow
 
@@ -49,113 +45,12 @@ REQUESTS_OF_AN_ENGINE = 256  # that it answers at once, where its max_num_seqs s
 SMALL = 100_000_000  # parameters of a model that may be on a host twice
 
 
-@dataclass(frozen=True)
-class RunWorkers:
-    """The roles of a run that rolls out, except its rewards."""
-
-    student: Student
-    sampler: Sampler
-    frozen_models: FrozenModels
-    critic: Critic | None
-    followers: Sequence[Follower] = ()
-    turns: Turns = field(default_factory=Turns)  # of roles that share devices
-
-    async def learn(
-        self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
-    ) -> tuple[list[Experience], dict[str, float]]:
-        """Update the student and, beside it, the critic; return what `Student.learn` does, with the critic's metrics.
-
-        Where `student_learns` is False, the critic learns alone.
-        """
-        if self.critic and not student_learns:
-            await self.turns.enter(Phase.TRAIN)
-            return experiences, await self.critic.learn(experiences)
-        assert plan.rollout is not None
-        temperature = plan.rollout.sampling.temperature
-        await self.turns.enter(Phase.TRAIN)
-        student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
-        if self.critic is None:
-            return await student
-        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # or each update would move both
-            learned, metrics = await student
-            return learned, metrics | await self.critic.learn(experiences)
-        (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
-        return learned, metrics | of_critic
-
-    @property
-    def updates(self) -> list[Count]:
-        """Those of the step, of each role that learns."""
-        return [learner.updates for learner in (self.student, self.critic) if learner]
-
-    async def send_weights(self, version: int, *, has_learned: bool = True) -> None:
-        """Give the student's weights to the inference engines, as `version`, and to teachers that follow it.
-
-        `has_learned` False: these have them already, as a run begins.
-        """
-        await self.turns.enter(Phase.WEIGHT_SYNC)
-        due = [follower for follower in self.followers if has_learned and follower.is_due(version)]
-        assert self.sampler.sync
-        await self.sampler.sync.push(version, [follower.group for follower in due])
-        self.turns.engines_have_weights()
-        await self._send_heads(due)
-
-    async def begin_generation(self, version: int) -> None:
-        """Have the engines there, with the student's weights of `version`, which they may have given up since."""
-        if self.turns.lack_weights:
-            await self.send_weights(version, has_learned=False)
-        await self.turns.enter(Phase.GENERATE)
-
-    async def save(self, directory: Path) -> Writing:
-        """Write the state of student and critic, and the weights of teachers that follow the student."""
-        await self.turns.enter(Phase.CHECKPOINT)
-        parts = [await self.student.save(directory)]
-        if self.critic:
-            parts.append(await self.critic.save(directory / CRITIC))
-        parts += [await follower.save(directory / FOLLOWERS) for follower in self.followers]
-        return Writing([group for part in parts for group in part.groups])
-
-    async def load(self, directory: Path) -> None:
-        """Put back what `save` wrote."""
-        await self.turns.enter(Phase.RESTORE)
-        await self.student.load(directory)
-        if self.critic:
-            await self.critic.load(directory / CRITIC)
-        for follower in self.followers:
-            await follower.load(directory / FOLLOWERS)
-        if live := [follower for follower in self.followers if follower.plan.is_live]:
-            await self.turns.enter(Phase.WEIGHT_SYNC)
-            dtype = self.student.plan.model.dtype
-            await stream(self.student.group, [follower.group for follower in live], dtype, version=0)
-        await self._send_heads(self.followers)
-
-    async def _send_heads(self, followers: Sequence[Follower]) -> None:
-        """Give the student the output heads of teachers that have changed, where it has such heads."""
-        objective = self.frozen_models.targets_for
-        if objective and objective.opd_objective == "full":
-            for teacher in self.frozen_models.teachers:
-                if teacher.group in [follower.group for follower in followers]:
-                    await self.student.load_teacher_head(teacher)
-
-    async def end(self) -> None:
-        """End the processes."""
-        await self.sampler.end()
-        roles = (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers)
-        for group in {role.group for role in roles if role}:
-            group.end()
-
-
 async def start_workers(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start every role but the rewards, all at once, and wait until all are up and ready for the plan's objective."""
-    return await configure_objective(await start_unconfigured(plan, placement), plan)
-
-
-async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
-    """Start every role but the rewards, all at once, and wait until all are up."""
-    assert plan.rollout is not None
-    rollout, turns = plan.rollout, _turns(plan, placement)
+    """Start every role but the rewards, all together, and wait until they are ready for the plan's objective."""
+    turns, rollout = _turns(plan, placement), plan.rollout
     over_gpus = placement.on_gpu and plan.weight_sync == "auto"
-    way = way_of(plan.student.devices, rollout.devices, on_gpu=over_gpus)
-    sampler = asyncio.ensure_future(start_sampler(plan, rollout, placement, way, turns))
+    way = way_of(plan.student.devices, rollout.devices, on_gpu=over_gpus) if rollout else ""
+    starting = [asyncio.ensure_future(start_sampler(plan, rollout, placement, way, turns))] if rollout else []
     await asyncio.sleep(0)  # its engines start first: they take longest
     student = Student(plan.student, _group(TrainWorker, plan, plan.student, placement, turns))
     own = {worker.name: _frozen(plan, worker, placement, turns) for worker in _served(plan)}
@@ -171,36 +66,14 @@ async def start_unconfigured(plan: RunPlan, placement: Placement) -> RunWorkers:
     if plan.critic:
         critic = Critic(plan.critic, _group(CriticWorker, plan, plan.critic, placement, turns))
     learners = [role.group for role in (student, critic) if role]
-    await asyncio.gather(sampler, *_setups(plan, placement, *learners, *own.values()))
+    await asyncio.gather(*starting, *_setups(plan, placement, *learners, *own.values()))
     followers = [Follower(worker, own[worker.name]) for worker in _served(plan) if isinstance(worker, FollowingPlan)]
-    engines = sampler.result().engines
-    synced = Sampler(engines, sync_of(way, student.group, engines, rollout.model.dtype, rollout.tp))
-    return RunWorkers(student, synced, FrozenModels(teachers, reference=reference), critic, followers, turns)
-
-
-async def configure_objective(workers: RunWorkers, plan: RunPlan) -> RunWorkers:
-    """Give the roles what the plan's objective needs of them beyond sampled log-probs."""
-    objective, student, frozen_models = plan.objective, workers.student, workers.frozen_models
-    if objective.opd_objective == "full":
-        for teacher in frozen_models.teachers:
-            await student.load_teacher_head(teacher)
-    if objective.opd_objective != "sampled":
-        proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
-        frozen_models = replace(frozen_models, targets_for=objective, student=student if proposes else None)
-    return replace(workers, frozen_models=frozen_models)
-
-
-async def start_supervised(plan: RunPlan, placement: Placement) -> tuple[SupervisedStudent, FrozenModel | None]:
-    """Start the student that learns from rows, and the reference policy where there is one."""
-    turns = _turns(plan, placement)
-    student = SupervisedStudent(plan.student, _group(TrainWorker, plan, plan.student, placement, turns), turns)
-    reference = None
-    own = [_frozen(plan, worker, placement, turns) for worker in _served(plan)]
-    if plan.reference:
-        group = own[0] if own else WithoutAdapter(student.group)
-        reference = FrozenModel(plan.reference.name, group, _vocab_size(plan.reference))
-    await asyncio.gather(*_setups(plan, placement, student.group, *own))
-    return student, reference
+    workers = RunWorkers(student, Sampler(ActorGroup([])), FrozenModels(teachers, reference), critic, followers, turns)
+    if rollout:
+        engines = starting[0].result().engines
+        sync = sync_of(way, student.group, engines, rollout.model.dtype, rollout.tp)
+        workers = replace(workers, sampler=Sampler(engines, sync))
+    return await workers.for_objective(plan.objective)
 
 
 async def start_sampler(

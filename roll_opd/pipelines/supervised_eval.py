@@ -9,10 +9,10 @@ from roll_opd.algorithms.aggregation import token_weights
 from roll_opd.algorithms.losses.batch import LossBatch
 from roll_opd.algorithms.registry import policy_loss
 from roll_opd.config.plan import ObjectivePlan
-from roll_opd.samples.training import TrainSample
+from roll_opd.samples.experience import Experience
 
 
-def supervised_loss(samples: Sequence[TrainSample], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
+def supervised_loss(samples: Sequence[Experience], logprobs: Sequence[np.ndarray], objective: ObjectivePlan) -> float:
     """Return the loss of `samples`, whose answers have `logprobs` (f32 [T-P] each)."""
     masks = [torch.from_numpy(sample.action_mask) for sample in samples]
     weights = token_weights(masks, objective.loss_agg_mode, objective.loss_normaliser)

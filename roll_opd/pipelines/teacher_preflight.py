@@ -21,7 +21,7 @@ from roll_opd.models.lost_layers import WINDOW_LAYERS, lost_layer_hints
 from roll_opd.models.model_info import ModelInfo, read_model
 from roll_opd.models.tokenizer_files import added_ids, compare_tokenizers
 from roll_opd.pipelines.run_logger import RunLogger
-from roll_opd.pipelines.start import RunWorkers
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.policy_roles import FrozenModel, Student, Teacher, gathered
 from roll_opd.samples.experience import Experience, as_read_by
 from roll_opd.teachers.teacher_checks import Check, Readings, Settings, checks

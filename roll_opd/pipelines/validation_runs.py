@@ -1,11 +1,10 @@
 """How well a model does in validation: the student on its way, and each teacher before the start."""
 
-import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
 
 from roll_opd.actors.sampler import Sampler
 from roll_opd.models.device_phases import Phase
-from roll_opd.pipelines.loop import Run
+from roll_opd.pipelines.run_context import Run
 from roll_opd.pipelines.run_logger import STUDENT
 from roll_opd.pipelines.start import chunk_samples, teacher_as_student
 from roll_opd.roles.colocation import Turns
@@ -16,62 +15,57 @@ from roll_opd.rollout.validation import first_answers, read_answers, validate
 from roll_opd.rollout.workflow import SingleTurn, Workflow
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """Has validation prompts answered, scores the answers and logs some of them."""
+async def measure(
+    run: Run,
+    pools: Sequence[RewardPool],
+    sampler: Sampler,
+    step: int = 0,
+    by: str = STUDENT,
+    readers: FrozenModels | None = None,
+    workflow: Workflow | None = None,
+    turns: Turns | None = None,
+) -> dict[str, float]:
+    """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged.
 
-    run: Run
-    reward_pools: "asyncio.Task[tuple[RewardPool, ...]]"  # they may still be starting
+    Of `turns`, it is the engines'.
+    """
+    plan = run.plan
+    assert plan.validation is not None and plan.rollout is not None
+    sampling = plan.validation.sampling
+    rollout = Rollout(
+        sampler,
+        sampling,
+        pools,
+        plan.seed,
+        chunk_samples(plan),
+        run.clock,
+        workflow=workflow or SingleTurn(),
+        is_eval=True,
+        progress=run.progress,
+    )
+    metrics, answers = await validate(rollout, run.held_out)
+    shown = first_answers(answers, sampling.n, plan.samples_per_step)
+    if turns:
+        await turns.enter(Phase.READ)
+    if readers:
+        shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
+    run.logger.answers(step, by, shown)
+    return metrics
 
-    async def measure(
-        self,
-        sampler: Sampler,
-        step: int = 0,
-        by: str = STUDENT,
-        readers: FrozenModels | None = None,
-        workflow: Workflow | None = None,
-        turns: Turns | None = None,
-    ) -> dict[str, float]:
-        """Return the validation metrics of the model in `sampler`; `readers` read the answers that are logged.
 
-        Of `turns`, it is the engines'.
-        """
-        plan, run = self.run.plan, self.run
-        assert plan.validation is not None and plan.rollout is not None
-        sampling, chunk = plan.validation.sampling, chunk_samples(plan)
-        pools = await self.reward_pools
-        rollout = Rollout(
-            sampler,
-            sampling,
-            pools,
-            plan.seed,
-            chunk,
-            run.clock,
-            workflow=workflow or SingleTurn(),
-            is_eval=True,
-            progress=run.progress,
-        )
-        metrics, answers = await validate(rollout, run.held_out)
-        shown = first_answers(answers, sampling.n, plan.samples_per_step)
-        if turns:
-            await turns.enter(Phase.READ)
-        if readers:
-            shown = await read_answers(readers, shown, sampling, plan.rollout.sampling.max_new_tokens)
-        run.logger.answers(step, by, shown)
-        return metrics
-
-    async def measure_teachers(self) -> None:
-        """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
-        plan, run = self.run.plan, self.run
-        asked = plan.validation if plan.validation and plan.validation.measure_teacher else None
-        if run.resumed or not (asked and run.held_out and plan.teachers):
-            return
-        if any(reward.engine for reward in plan.rewards):
-            await self.reward_pools  # on engines, which may share a device with these
-        run.logger.note("Measuring the teacher in validation ...")
-        requests = len(run.held_out) * asked.sampling.n
-        for teacher in plan.teachers:
-            async with teacher_as_student(plan, teacher, run.placement, requests) as (sampler, workflow):
-                with run.clock.phase("validate"):
-                    measured = await self.measure(sampler, by=f"teacher/{teacher.name}", workflow=workflow)
-                run.logger.teacher_accuracy(teacher.name, measured)
+async def measure_teachers(run: Run, starting_rewards: Awaitable[Sequence[RewardPool]]) -> None:
+    """Log how well each teacher answers, where the run is a new one whose plan wants to know."""
+    plan = run.plan
+    asked = plan.validation if plan.validation and plan.validation.measure_teacher else None
+    if run.resumed or not (asked and run.held_out and plan.teachers):
+        return
+    if any(reward.engine for reward in plan.rewards):
+        await starting_rewards  # on engines, which may share a device with these
+    run.logger.note("Measuring the teacher in validation ...")
+    requests = len(run.held_out) * asked.sampling.n
+    for teacher in plan.teachers:
+        async with teacher_as_student(plan, teacher, run.placement, requests) as (sampler, workflow):
+            with run.clock.phase("validate"):
+                by = f"teacher/{teacher.name}"
+                measured = await measure(run, await starting_rewards, sampler, by=by, workflow=workflow)
+            run.logger.teacher_accuracy(teacher.name, measured)

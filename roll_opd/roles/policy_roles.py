@@ -18,14 +18,14 @@ from roll_opd.config.plan import FollowingPlan, ObjectivePlan, TeacherPlan
 from roll_opd.roles.learner_role import Learner, Update, optimizer_metrics, total
 from roll_opd.samples.dp_shards import Cut, cut, without_tokens
 from roll_opd.samples.experience import Experience, as_read_by, changed
-from roll_opd.samples.training import ROUTER_LOSSES, HeldTargets, TrainSample
+from roll_opd.samples.training import ROUTER_LOSSES, HeldTargets
 from roll_opd.teachers.target_refs import as_sent
 
 
 async def gathered(
     group: FrozenGroup,
     method: str,
-    samples: Sequence[Experience | TrainSample],
+    samples: Sequence[Experience],
     *args: Any,
     routed: bool = False,
     **kwargs: Any,
@@ -84,9 +84,7 @@ class FrozenModel:
     group: FrozenGroup
     vocab_size: int
 
-    async def compute_logprobs(
-        self, samples: Sequence[Experience | TrainSample], temperature: float
-    ) -> list[np.ndarray]:
+    async def compute_logprobs(self, samples: Sequence[Experience], temperature: float) -> list[np.ndarray]:
         """Return log-probs, f32 [T-P] each. Where one is not finite, the update that was to learn from it is skipped.
 
         RunError for tokens that the model does not have.
@@ -94,7 +92,7 @@ class FrozenModel:
         self._check_tokens(samples)
         return await gathered(self.group, "compute_logprobs", samples, temperature)
 
-    def _check_tokens(self, samples: Sequence[Experience | TrainSample]) -> None:
+    def _check_tokens(self, samples: Sequence[Experience]) -> None:
         largest = max((int(sample.tokens.max()) for sample in samples), default=0)
         if largest >= self.vocab_size:
             raise RunError(
@@ -162,9 +160,13 @@ class Follower:
 class Student(Learner):
     """The model that learns."""
 
+    async def compute_logprobs(self, experiences: Sequence[Experience], temperature: float = 1.0) -> list[np.ndarray]:
+        """Return the log-probs of every response, f32 [T-P] each, under the current weights."""
+        return await gathered(self.group, "compute_logprobs", experiences, temperature, routed=True)
+
     async def compute_old_logprobs(self, experiences: Sequence[Experience], temperature: float) -> list[Experience]:
         """Fill in `old_logprobs` from the training engine."""
-        values = await gathered(self.group, "compute_logprobs", experiences, temperature, routed=True)
+        values = await self.compute_logprobs(experiences, temperature)
         return [changed(e, old_logprobs=v) for e, v in zip(experiences, values, strict=True)]
 
     async def topk_ids(

@@ -3,7 +3,7 @@
 Legend: T tokens in all, P prompt tokens. Position t of every [T-P] array speaks of token `tokens[P+t]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,26 @@ class Experience:
     def student_logprobs(self) -> np.ndarray:
         """f32 [T-P], from the training engine, or from the inference engine where that has not computed them."""
         return present(self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs)
+
+
+def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[Experience]:
+    """Return one sample for each answer of (prompt, answers) in tokens; the loss covers every token of the answer."""
+    return [
+        Experience(
+            id=f"{row}/{number}",
+            group_id=str(row),
+            tag="",
+            domain="",
+            tokens=np.concatenate([prompt, answer]),
+            prompt_length=len(prompt),
+            action_mask=np.ones(len(answer), dtype=bool),
+            rollout_logprobs=None,
+            finish_reason="stop",
+            weights_version=None,
+        )
+        for row, (prompt, answers) in enumerate(rows)
+        for number, answer in enumerate(answers)
+    ]
 
 
 def changed(experience: Experience, **news: Any) -> Experience:

@@ -1,6 +1,6 @@
 """What goes into a train step and what comes out: plain numpy, so that the driver need not import an engine."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,18 +65,6 @@ class ValueSample:
     action_mask: np.ndarray  # bool
     old_values: np.ndarray  # f32, before the step's updates
     returns: np.ndarray  # f32, what the values are to become
-
-
-def supervised_samples(rows: Iterable[tuple[np.ndarray, tuple[np.ndarray, ...]]]) -> list[TrainSample]:
-    """Return one sample for each answer of (prompt, answers) in tokens; the loss covers every token of the answer."""
-    samples = []
-    for prompt, answers in rows:
-        for answer in answers:
-            zeros = np.zeros(len(answer), np.float32)
-            mask = np.ones(len(answer), dtype=bool)
-            whole = np.concatenate([prompt, answer])
-            samples.append(TrainSample(whole, len(prompt), mask, zeros, zeros, zeros, old_logprobs=None))
-    return samples
 
 
 @dataclass(frozen=True)

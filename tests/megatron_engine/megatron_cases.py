@@ -19,7 +19,6 @@ from roll_opd.algorithms.registry import POLICY_LOSSES
 from roll_opd.base.frozen import FrozenDict
 from roll_opd.config.plan import Layout, ObjectivePlan, OptimizerPlan
 from roll_opd.samples.training import TeacherTargets, TrainSample, ValueSample
-from roll_opd.samples.training import supervised_samples as samples_of_rows
 
 VOCABULARY = 101  # odd: padded wherever the vocabulary is split
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "models"
@@ -430,6 +429,11 @@ def looks_at(teacher: str, sample: int) -> bool:
     return sample % 3 != list(TEACHERS).index(teacher)
 
 
+def answered(prompt: np.ndarray, answer: np.ndarray) -> TrainSample:
+    mask, zeros = np.ones(len(answer), dtype=bool), np.zeros(len(answer), np.float32)
+    return TrainSample(np.concatenate([prompt, answer]), len(prompt), mask, zeros, zeros, zeros, old_logprobs=None)
+
+
 def supervised_samples(schema: str) -> list[TrainSample]:
     """Answers to learn, every token of them; of schema dpo in pairs, with a reference policy's log-probs.
 
@@ -441,7 +445,7 @@ def supervised_samples(schema: str) -> list[TrainSample]:
         prompt = rng.integers(0, VOCABULARY, size=int(rng.integers(1, 9)))
         answers = [rng.integers(0, VOCABULARY, size=int(rng.integers(3, 30))) for _ in range(1 + (schema == "dpo"))]
         rows.append((prompt, tuple(answers)))
-    samples = samples_of_rows(rows)
+    samples = [answered(prompt, answer) for prompt, answers in rows for answer in answers]
     if schema == "sft":
         return samples
     if schema == "mix_chord":

@@ -6,8 +6,8 @@ already. Each begins with the weights and the optimizer state with which the rol
 
 import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from runs import REPOSITORY, SPREAD, Run
 
-from roll_opd.cluster import placement, runtime
+from roll_opd.cluster import runtime
 from roll_opd.cluster.forkserver.forkserver_start import warm_server
 from roll_opd.cluster.placement import Placement
 from roll_opd.commands import run as launch
 from roll_opd.config.plan import RunPlan, TeacherPlan
-from roll_opd.pipelines import loop, start, startup
-from roll_opd.pipelines.start import RunWorkers
+from roll_opd.pipelines import start
+from roll_opd.pipelines.backend import Backend
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.planner.build import load_plan
 from roll_opd.roles.policy_roles import Teacher
 from roll_opd.roles.reward_pool import RewardPool
@@ -62,15 +63,15 @@ REFERENCE = frozen("reference", "student", "[1]", 1)
 CRITIC_SCHEDULE = "critic.training_args.lr_scheduler_type=constant"
 
 
-class Stage:
-    """All roles of `plan`; a run's own plan says which of them take part."""
+class Stage(Backend):
+    """All roles of `plan`; a run's own plan says which of them take part. They stay for the next run."""
 
     def __init__(self, plan: RunPlan, place: Path, events: asyncio.AbstractEventLoop) -> None:
-        self._plan, self.place = plan, place
+        self._plan, self.place, self._events = plan, place, events
         self.placement = Placement(plan.num_nodes, plan.devices_per_node)
         self.started: dict[str, tuple[RewardPool, ...]] = {}
         events.run_until_complete(self.reward_pools(plan, self.placement))
-        self._workers = events.run_until_complete(start.start_unconfigured(plan, self.placement))
+        self._workers = events.run_until_complete(start.start_workers(plan, self.placement))
         events.run_until_complete(self._workers.save(place / "start"))
 
     def run(
@@ -84,7 +85,7 @@ class Stage:
         place = place or self.place
         spread = SPREAD if config == PURE else ()
         command = ["--config_path", config[0], "--config_name", config[1], f"output_dir={place}", *spread, *overrides]
-        code = launch.main("a run on a stage", arguments=[*command, f"exp_name={name}"])
+        code = launch.main("a run on a stage", arguments=[*command, f"exp_name={name}"], backend=self)
         return Run(code, "", (place / name / "latest").resolve())
 
     @property
@@ -118,7 +119,19 @@ class Stage:
             ),
             critic=replace(there.critic, plan=plan.critic) if plan.critic else None,
         )
-        return await start.configure_objective(taking_part, plan)
+        return await taking_part.for_objective(plan.objective)
+
+    def cluster(self, *_: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def devices(self, *_: object) -> Placement:
+        return self.placement
+
+    def complete(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._events.run_until_complete(work)
+
+    async def end(self, workers: RunWorkers) -> None:
+        pass
 
     def _teacher(self, plan: TeacherPlan) -> Teacher:
         """The frozen role that was started as this teacher is to be; the reference policy may be one."""
@@ -154,15 +167,5 @@ def open_stage(place: Path) -> Iterator[Stage]:
         plan = load_plan(*WITH_CRITIC, [*SHORT, longest, *optimizer_of("actor_train"), *everyone], pure=False)
         with warm_server() as server, runtime.ray_cluster(plan.devices_per_node):
             server.serve(plan)
-            stage = Stage(plan, place, events)
-            patch.setattr(launch, "warm_server", lambda: nullcontext(server))
-            patch.setattr(server, "serve", lambda *_: None)
-            patch.setattr(runtime, "ray_cluster", lambda *_: nullcontext())
-            patch.setattr(loop.asyncio, "run", events.run_until_complete)
-            patch.setattr(placement, "Placement", lambda *_, **__: stage.placement)
-            patch.setattr(startup, "start_reward_pools", stage.reward_pools)
-            patch.setattr(startup, "start_workers", stage.workers)
-            patch.setattr(RunWorkers, "end", lambda self: asyncio.sleep(0))  # they stay for the next run
-            patch.setattr(RewardPool, "end", lambda self: asyncio.sleep(0))
-            yield stage
+            yield Stage(plan, place, events)
     events.close()

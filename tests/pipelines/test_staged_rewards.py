@@ -16,7 +16,6 @@ from runs import REPOSITORY, Run
 from stage import SHORT, WITH_REWARD, Stage, optimizer_of
 
 from roll_opd.base.frozen import freeze
-from roll_opd.pipelines import startup
 from roll_opd.roles.reward_pool import RewardPool
 
 STEPS = 3
@@ -118,7 +117,7 @@ def test_a_reward_that_always_fails_is_found_while_the_engines_start(
     async def starting(*_: object) -> None:
         await asyncio.Event().wait()  # for ever
 
-    monkeypatch.setattr(startup, "start_workers", starting)
+    monkeypatch.setattr(stage, "workers", starting)
     source = "def broken(samples):\n    return [sample.extra['score'] for sample in samples]\n"
     play(stage, "broken", *own(stage, source, "{sums: {worker_cls: my_rewards.broken}}"))
     said = capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Runs whose roles give their memory back between phases: what they learn is what others learn, bit for bit."""
 
-import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from roll_opd.cluster.placement import Placement
 from roll_opd.config.plan import RunPlan
 from roll_opd.inference.plugin import SHARED_MEMORY
 from roll_opd.models.device_phases import ALL, members_of
-from roll_opd.pipelines import startup
-from roll_opd.pipelines.start import RunWorkers
+from roll_opd.pipelines.run_workers import RunWorkers
 from roll_opd.roles.colocation import Turns
 from roll_opd.roles.policy_roles import gathered
 from roll_opd.weight_sync.transports import sync_of
@@ -53,11 +51,11 @@ class Taking:
     """A stage's roles, as a run with `is_offload_states: true` has them."""
 
     def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+        self._workers = stage.workers
         self.groups: dict[str, Any] = {}  # the members' own processes
 
     async def workers(self, plan: RunPlan, placement: Placement) -> RunWorkers:
-        there, members = await self._stage.workers(plan, placement), members_of(plan)
+        there, members = await self._workers(plan, placement), members_of(plan)
         turns = Turns(members).everywhere()
         assert plan.rollout is not None
         models = there.frozen_models
@@ -99,13 +97,13 @@ def both(stage: Stage, patch: pytest.MonkeyPatch, name: str, *overrides: str, co
     off = stage.run(*SHORT, *overrides, "is_offload_states=false", config=config, name=f"{name}_off")
     taking = Taking(stage)
     with patch.context() as on:
-        on.setattr(startup, "start_workers", taking.workers)
+        on.setattr(stage, "workers", taking.workers)
         run = stage.run(*SHORT, *overrides, "is_offload_states=true", config=config, name=f"{name}_on")
     assert off.code == run.code == 0
     frozen = "reference" if "reference" in taking.groups else "teacher"
     with pytest.raises(ray.exceptions.RayTaskError, match=rf"{frozen} was asked for .* were away: .* in the phase"):
-        asyncio.run(taking.asked(frozen))
-    asyncio.run(taking.back())
+        stage.complete(taking.asked(frozen))
+    stage.complete(taking.back())
     return [off, run]
 
 

@@ -15,7 +15,10 @@ from roll_opd.pipelines.startup import started
         ({"teachers": ("a",)}, "student, teacher and inference engines"),
         ({"teachers": ("a", "b"), "reference": 1}, "student, teachers, reference and inference engines"),
         ({"critic": 1}, "student, critic and inference engines"),
+        ({"rollout": None}, "the student"),
+        ({"rollout": None, "reference": 1}, "student and reference policy"),
     ],
 )
 def test_models_that_a_run_does_not_have_are_not_told(roles: dict[str, Any], told: str) -> None:
-    assert started(SimpleNamespace(**{"teachers": (), "reference": None, "critic": None, **roles})) == told  # type: ignore[arg-type]
+    plan = {"rollout": 1, "teachers": (), "reference": None, "critic": None, **roles}
+    assert started(SimpleNamespace(**plan)) == told  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""`Run`, one run as its pipeline gets it: how it resumes, validates, saves and logs."""
+
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_opd.cluster.placement import Placement
+from roll_opd.config.plan import RunPlan
+from roll_opd.data.dataset import Prompt
+from roll_opd.data.prompt_source import Source
+from roll_opd.pipelines.checkpoints import Checkpoint, Checkpoints, Save
+from roll_opd.pipelines.history import History
+from roll_opd.pipelines.run_logger import RunLogger
+from roll_opd.pipelines.shutdown import Ending
+from roll_opd.tracking.clock import PhaseClock
+from roll_opd.tracking.progress import Progress
+
+Validate = Callable[[], Awaitable[dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its pipeline gets it."""
+
+    plan: RunPlan
+    placement: Placement
+    source: Source
+    held_out: list[Prompt]
+    logger: RunLogger
+    checkpoints: Checkpoints
+    resumed: Checkpoint | None  # None: the run is a new one
+    history: History  # of its settings
+    ending: Ending
+
+    @property
+    def clock(self) -> PhaseClock:
+        return self.logger.clock
+
+    @property
+    def progress(self) -> Progress:
+        return self.logger.progress
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the run had made when it was saved."""
+        return self.resumed.step if self.resumed else 0
+
+    @property
+    def steps(self) -> Iterator[int]:
+        """The steps to make, counted from 1 over the whole run.
+
+        Garbage is collected between two of them, when a step's samples are gone, and else never: see
+        `without_collections`.
+        """
+        for step in range(self.steps_done + 1, self.plan.max_steps + 1):
+            yield step
+            gc.collect()
+
+    async def restore(self, load: Callable[[Path], Awaitable[None]]) -> None:
+        """Have the state of a resumed run loaded."""
+        if self.resumed:
+            await self.placement.starting.of(f"the state after step {self.resumed.step}", load(self.resumed.path))
+
+    async def log_start(self, validate: Validate) -> None:
+        """Log how good the student is before the first step; a resumed run has that on record."""
+        if self.resumed:
+            self.logger.restart()
+        else:
+            with self.clock.phase("validate"):
+                metrics = await validate() if self.held_out else {}
+            self.logger.start(metrics)
+        self.logger.startup_parts |= self.placement.starting.parts
+        self.ending.is_training = True  # from now on there is something to be saved
+
+    async def validation(self, step: int, validate: Validate) -> dict[str, float]:
+        """Return the metrics of `validate` every `eval_steps` steps and after the last one, else none."""
+        every, is_last = self.plan.eval_steps, step == self.plan.max_steps
+        if not (self.held_out and every and (step % every == 0 or is_last)):
+            return {}
+        with self.clock.phase("validate"):
+            return await validate()
+
+    @asynccontextmanager
+    async def checkpoint(self, step: int, save: Save, kl_coef: float | None = None) -> AsyncIterator[None]:
+        """Write a checkpoint, if one is due, before the block, which logs the step; make it valid after the block.
+
+        So a checkpoint's run has all its steps on record. With `async_save`, it becomes valid after a later step, the
+        last one's at once. `kl_coef` is that of the next step. Terminated, after a checkpoint, where SIGTERM has come.
+        """
+
+        async def write() -> None:
+            with self.clock.phase("checkpoint"):
+                await self.checkpoints.write(step, save, self.source.state_dict(), kl_coef)
+
+        is_written = self.checkpoints.due(step) or self.ending.is_asked_for
+        if is_written:
+            await write()
+        yield
+        if self.ending.is_asked_for and not is_written:  # while the step was logged
+            await write()
+            is_written = True
+        if is_written:
+            self.checkpoints.put_on_record(self.logger.model_card(step))
+        ends = self.ending.is_asked_for or step == self.plan.max_steps
+        await self.checkpoints.settle(wait=ends or not self.plan.checkpoint.async_save)
+        if self.ending.is_asked_for and step < self.plan.max_steps:
+            raise self.ending.saved(step)

@@ -1,0 +1,141 @@
+"""`RunWorkers`: the roles of a run together, and what a step does with several of them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from roll_opd.actors.sampler import Sampler
+from roll_opd.cluster.rank_files import Writing
+from roll_opd.config.plan import ObjectivePlan, RunPlan
+from roll_opd.models.device_phases import Phase
+from roll_opd.pipelines.checkpoints import CRITIC, FOLLOWERS
+from roll_opd.roles.colocation import Turns
+from roll_opd.roles.critic_role import Critic
+from roll_opd.roles.learner_role import OF_THE_ACTOR
+from roll_opd.roles.policy_roles import Follower, FrozenModels, Student
+from roll_opd.roles.reward_pool import RewardPool
+from roll_opd.samples.experience import Experience, present
+from roll_opd.tracking.progress import Count
+from roll_opd.weight_sync.transports import stream
+
+
+@dataclass(frozen=True)
+class RunWorkers:
+    """The roles of a run. Await `teachers_measured` for the result of teacher validation."""
+
+    student: Student
+    sampler: Sampler  # without engines where the rows have answers
+    frozen_models: FrozenModels
+    critic: Critic | None
+    followers: Sequence[Follower] = ()
+    turns: Turns = field(default_factory=Turns)  # of roles that share devices
+    reward_pools: tuple[RewardPool, ...] = ()
+    teachers_measured: "asyncio.Future[None] | None" = None
+
+    async def learn(
+        self, plan: RunPlan, experiences: list[Experience], step: int, *, student_learns: bool = True
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Update the student and, beside it, the critic; return what `Student.learn` does, with the critic's metrics.
+
+        Where `student_learns` is False, the critic learns alone.
+        """
+        if self.critic and not student_learns:
+            await self.turns.enter(Phase.TRAIN)
+            return experiences, await self.critic.learn(experiences)
+        temperature = plan.rollout.sampling.temperature if plan.rollout else 1.0
+        await self.turns.enter(Phase.TRAIN)
+        student = self.student.learn(experiences, plan.teachers, plan.objective, temperature, step)
+        if self.critic is None:
+            return await student
+        if self.turns.share(self.student.plan.name, self.critic.plan.name):  # or each update would move both
+            learned, metrics = await student
+            return learned, metrics | await self.critic.learn(experiences)
+        (learned, metrics), of_critic = await asyncio.gather(student, self.critic.learn(experiences))
+        return learned, metrics | of_critic
+
+    async def learn_supervised(
+        self, plan: RunPlan, samples: Sequence[Experience], step: int
+    ) -> tuple[list[np.ndarray], float, dict[str, float]]:
+        """Update the student with given answers.
+
+        Returns the log-probs of every answer before the update that learned from it, the loss (mean over updates), and
+        the metrics of the optimizer.
+        """
+        learned, metrics = await self.learn(plan, list(samples), step)
+        logprobs = [present(sample.old_logprobs) for sample in learned]
+        return logprobs, metrics["actor/total_loss"], {name: metrics[name] for name in OF_THE_ACTOR}
+
+    @property
+    def updates(self) -> list[Count]:
+        """Those of the step, of each role that learns."""
+        return [learner.updates for learner in (self.student, self.critic) if learner]
+
+    async def send_weights(self, version: int, *, has_learned: bool = True) -> None:
+        """Give the student's weights to the inference engines, as `version`, and to teachers that follow it.
+
+        `has_learned` False: these have them already, as a run begins.
+        """
+        await self.turns.enter(Phase.WEIGHT_SYNC)
+        due = [follower for follower in self.followers if has_learned and follower.is_due(version)]
+        assert self.sampler.sync
+        await self.sampler.sync.push(version, [follower.group for follower in due])
+        self.turns.engines_have_weights()
+        await self._send_heads(due)
+
+    async def begin_generation(self, version: int) -> None:
+        """Have the engines there, with the student's weights of `version`, which they may have given up since."""
+        if self.turns.lack_weights:
+            await self.send_weights(version, has_learned=False)
+        await self.turns.enter(Phase.GENERATE)
+
+    async def save(self, directory: Path) -> Writing:
+        """Write the state of student and critic, and the weights of teachers that follow the student."""
+        await self.turns.enter(Phase.CHECKPOINT)
+        parts = [await self.student.save(directory)]
+        if self.critic:
+            parts.append(await self.critic.save(directory / CRITIC))
+        parts += [await follower.save(directory / FOLLOWERS) for follower in self.followers]
+        return Writing([group for part in parts for group in part.groups])
+
+    async def load(self, directory: Path) -> None:
+        """Put back what `save` wrote."""
+        await self.turns.enter(Phase.RESTORE)
+        await self.student.load(directory)
+        if self.critic:
+            await self.critic.load(directory / CRITIC)
+        for follower in self.followers:
+            await follower.load(directory / FOLLOWERS)
+        if live := [follower for follower in self.followers if follower.plan.is_live]:
+            await self.turns.enter(Phase.WEIGHT_SYNC)
+            dtype = self.student.plan.model.dtype
+            await stream(self.student.group, [follower.group for follower in live], dtype, version=0)
+        await self._send_heads(self.followers)
+
+    async def _send_heads(self, followers: Sequence[Follower]) -> None:
+        """Give the student the output heads of teachers that have changed, where it has such heads."""
+        objective = self.frozen_models.targets_for
+        if objective and objective.opd_objective == "full":
+            for teacher in self.frozen_models.teachers:
+                if teacher.group in [follower.group for follower in followers]:
+                    await self.student.load_teacher_head(teacher)
+
+    async def end(self) -> None:
+        """End the processes, except those of rewards."""
+        await self.sampler.end()
+        roles = (self.student, self.critic, self.frozen_models.reference, *self.frozen_models.teachers)
+        for group in {role.group for role in roles if role}:
+            group.end()
+
+    async def for_objective(self, objective: ObjectivePlan) -> "RunWorkers":
+        """Return the roles with the output heads, targets and top-k tokens that the objective needs."""
+        frozen_models = self.frozen_models
+        if objective.opd_objective == "full":
+            for teacher in frozen_models.teachers:
+                await self.student.load_teacher_head(teacher)
+        if objective.opd_objective != "sampled":
+            proposes = objective.opd_objective == "topk" and objective.opd_topk_source == "student"
+            frozen_models = replace(frozen_models, targets_for=objective, student=self.student if proposes else None)
+        return replace(self, frozen_models=frozen_models)
